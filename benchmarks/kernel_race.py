@@ -45,6 +45,7 @@ from tilegym_db.bench.timing import median, median_interval, paired_ratio
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition, axes_key
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
@@ -111,8 +112,8 @@ def make_slot(definition: Definition, case: Case, device: str, overwritten: Sequ
             value = laid.copy_(value)
         given[name] = value
     for name in definition.written_outputs:
-        dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
-        shape = definition.shape_of(name, case.axes)
+        dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
+        shape = definition.shape_of(name, case.call.axes)
         given[name] = torch.empty_strided(shape, case.strides(definition, name), dtype=dtype, device=device)
     return Slot(given, {name: given[name].clone() for name in overwritten})
 
@@ -133,7 +134,7 @@ def error_of(definition: Definition, case: Case, racer: Racer, slot: Slot) -> tu
     found = outputs_of(definition, slot.given, racer.call(slot.given))
     worst = (0.0, 1.0)
     for name, expected in truth.items():
-        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
+        limits = limits_for(definition, definition.dtype_of(name, case.call.dtypes))
         error = float((found[name].double() - expected.double()).norm() / expected.double().norm())
         allowed = limits.tau if limits is not None else 0.0
         if not error / max(allowed, 1e-300) <= worst[0] / worst[1]:  # also where it is NaN
@@ -189,7 +190,10 @@ def run_shape(
     """One operator at one shape: admit, race, and what came out, ready for JSON."""
     dtypes = definition.bind_dtypes({name: options.dtype for name in definition.dtypes})
     scalars: dict[str, Scalar] = {name: 1e-5 for name, spec in definition.inputs.items() if spec.is_scalar}
-    case = Case(definition.bind_axes(axes), dtypes, scalars, LAYOUTS.get(definition.name, {}), seed=options.seed)
+    case = Case(
+        Call(definition.name, definition.bind_axes(axes), dtypes, LAYOUTS.get(definition.name, {}), scalars),
+        seed=options.seed,
+    )
     racers, absent = our_racers(catalog, definition, case, machine)
     others: dict[str, Racer | str] = {column: library_racer(column, definition, machine) for column in LIBRARIES}
     others["compile"] = "left out (--no-compile)" if options.no_compile else compiled_racer(catalog, definition)

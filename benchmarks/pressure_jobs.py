@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
@@ -123,7 +124,13 @@ class Job:
     @classmethod
     def of_log(cls, line: Mapping[str, Any]) -> Job:
         """From a line of a log."""
-        return cls(line["definition"], line["solution"], line["digest"], Case(**line["case"]), line["cold"])
+        return cls(
+            line["definition"],
+            line["solution"],
+            line["digest"],
+            Case(**{**line["case"], "call": Call(**line["case"]["call"])}),
+            line["cold"],
+        )
 
 
 def case_to_json(case: Case) -> dict[str, Any]:

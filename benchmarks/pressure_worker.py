@@ -26,6 +26,7 @@ from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import SolutionError, TilegymDBError, ToolchainError
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.program import copy_returned
@@ -296,7 +297,9 @@ class Program:
         for index, asked in enumerate(request["jobs"]):
             definition, files = self.catalog.definition(asked["definition"]), self.catalog.solution(asked["solution"])
             try:
-                expected = expect(definition, Case(**asked["case"]), self.device)
+                expected = expect(
+                    definition, Case(**{**asked["case"], "call": Call(**asked["case"]["call"])}), self.device
+                )
                 if expected is None:
                     answers[index] = {"dropped": "the reference itself does not pass this case"}
                 else:

@@ -73,7 +73,9 @@ def interprets() -> bool:
 def layouts_of(definition: Definition, case: Case) -> dict[str, str]:
     """The layout class of every tensor."""
     names = (*definition.tensor_inputs, *definition.outputs)
-    return {name: layout_class(definition.shape_of(name, case.axes), case.strides(definition, name)) for name in names}
+    return {
+        name: layout_class(definition.shape_of(name, case.call.axes), case.strides(definition, name)) for name in names
+    }
 
 
 def why_not(definition: Definition, files: SolutionFiles, case: Case, machine: Machine) -> str | None:
@@ -83,17 +85,17 @@ def why_not(definition: Definition, files: SolutionFiles, case: Case, machine: M
         return f"not installed: {status.fix}"
     interpreted = not machine.is_gpu and files.record.spec.language == "triton" and interprets()
     target = None if interpreted else machine.sm or "cpu"
-    return files.record.unsupported(case.axes, case.dtypes, layouts_of(definition, case), target=target)
+    return files.record.unsupported(case.call.axes, case.call.dtypes, layouts_of(definition, case), target=target)
 
 
 def published(definition: Definition, case: Case, table: ResolverTable | None, files: SolutionFiles) -> list[Candidate]:
     """The verified measurements of exactly this source at exactly this shape, fastest first."""
-    entries = () if table is None else table.entries(definition.name, case.dtypes)
+    entries = () if table is None else table.entries(definition.name, case.call.dtypes)
     found = [
         candidate
         for entry in entries
         if entry.definition_digest == definition.digest
-        and all(entry.call.axes[name] == case.axes[name] for name in definition.var_axes)
+        and all(entry.call.axes[name] == case.call.axes[name] for name in definition.var_axes)
         and layouts_match(entry, layouts_of(definition, case), definition)
         for candidate in entry.candidates
         if candidate.solution_digest == files.digest and candidate.tier in VERIFIED_TIERS and candidate.latency_us

@@ -55,8 +55,8 @@ def smallest(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: in
     left = sorted(zip(drawn.cases, drawn.workloads, strict=True), key=lambda pair: _size_key(chosen, pair[0]))
     kept: list[tuple[Case, Workload]] = []
     while left and len(kept) < count:
-        seen = [pair[0].dtypes for pair in kept]
-        new = next((pair for pair in left if pair[0].dtypes not in seen), left[0])
+        seen = [pair[0].call.dtypes for pair in kept]
+        new = next((pair for pair in left if pair[0].call.dtypes not in seen), left[0])
         left.remove(new)
         kept.append(new)
     return replace(drawn, cases=[case for case, _ in kept], workloads=[workload for _, workload in kept])
@@ -65,7 +65,7 @@ def smallest(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: in
 def _size_key(chosen: Chosen, case: Case) -> tuple[bool, int]:
     definition = chosen.definition
     names = (*definition.inputs, *definition.outputs)
-    largest = max(math.prod(definition.shape_of(name, case.axes)) for name in names)
+    largest = max(math.prod(definition.shape_of(name, case.call.axes)) for name in names)
     return (largest < WORTH_A_CALL, largest if largest >= WORTH_A_CALL else -largest)
 
 

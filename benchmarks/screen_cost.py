@@ -77,8 +77,8 @@ def run_plain(pairs: list[dict[str, Any]], device: str) -> None:
             arguments.append(value)
         if files.record.spec.destination_passing_style:
             for name in definition.written_outputs:
-                dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
-                shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
+                dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
+                shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
                 arguments.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
         call = lambda entry=entry, arguments=arguments: entry(*arguments)  # noqa: E731
         call()

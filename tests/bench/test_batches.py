@@ -251,7 +251,7 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
         if drawn:
             gc.collect()
             still_there.append(drawn[0]() is not None)
-        if case.axes["M"] == 5:
+        if case.call.axes["M"] == 5:
             inputs = torch.empty(1000)
             drawn.append(weakref.ref(inputs))
             raise torch.OutOfMemoryError("not enough memory")

@@ -153,7 +153,7 @@ def test_what_counts_as_spread_is_said_by_the_definition(name: str, spread: bool
 def test_a_case_whose_ids_are_typical_is_reproduced_by_what_it_is_called() -> None:
     case = grouped_gemm(seed=7).sets[2].case
     assert case.contents == "outliers:typical"
-    call = {"axes": case.axes, "dtypes": case.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}
+    call = {"axes": case.call.axes, "dtypes": case.call.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}
     found = reproduce("moe_grouped_gemm_stock", contents=case.contents, seed=case.seed, **call)
     assert (found.case, found.failure) == (case, None)
     with raises(UsageError, "contents_unknown", "'outliers:often'"):

@@ -46,6 +46,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.cli.instruments import print_kernels
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.store.connection import open_store
 
@@ -66,7 +67,7 @@ def catalog() -> Catalog:
 def two(catalog: Catalog) -> list[Chosen]:
     """Two Solutions that go by the names in the recorded output, with two cases each."""
     (softmax,) = choose_solutions(catalog, ["softmax_triton"], H200)
-    case = Case({"M": 2, "N": 3}, {"T": "float32"}, {})
+    case = Case(Call("softmax", {"M": 2, "N": 3}, {"T": "float32"}))
     files = [replace(softmax.files, record=softmax.files.record.model_copy(update={"name": name})) for name in "ab"]
     workload = catalog.workloads_for("softmax")[0]
     return [Chosen(one, softmax.definition, [case, case], [workload, workload]) for one in files]
@@ -191,13 +192,18 @@ def test_cases_cover_every_dtype_and_are_the_same_for_the_same_seed(catalog: Cat
     (softmax,) = choose_solutions(catalog, ["softmax_triton"], H200)
     workloads = catalog.workloads_for("softmax")
     drawn = with_cases(softmax, workloads, 12, seed=1)
-    assert {case.dtypes["T"] for case in drawn.cases} == {item.dtypes["T"] for item in workloads}
+    assert {case.call.dtypes["T"] for case in drawn.cases} == {item.dtypes["T"] for item in workloads}
     assert len(drawn.cases) == len(drawn.workloads) <= 12
     assert drawn == with_cases(softmax, workloads, 12, seed=1)
 
 
 def test_a_request_is_read_as_it_was_written(tmp_path: Path):
-    case = Case({"M": 2}, {"T": "float32"}, {"eps": 1e-6}, {"x": "strided(8, 1)"}, "outliers", 3, 1)
+    case = Case(
+        Call("row_scale", {"M": 2}, {"T": "float32"}, {"x": "strided(8, 1)"}, {"eps": 1e-6}),
+        distribution="outliers",
+        seed=3,
+        offset=1,
+    )
     calls = SolutionCalls("a", tmp_path / "solution.json", "d", "rms_norm", [case], {"BLOCK": 2})
     write_request(tmp_path / "r.json", "cuda:0", [calls], profile=True)
     assert read_request(tmp_path / "r.json") == ("cuda:0", [calls], True)
@@ -205,7 +211,9 @@ def test_a_request_is_read_as_it_was_written(tmp_path: Path):
 
 def test_a_tensor_is_the_end_of_an_allocation_of_its_own(catalog: Catalog):
     definition = catalog.definition("rms_norm")
-    case = Case({"M": 3, "N": 5}, {"T": "float32"}, {"eps": 1e-6}, {"x": "strided(8, 1)"}, offset=1)
+    case = Case(
+        Call(definition.name, {"M": 3, "N": 5}, {"T": "float32"}, {"x": "strided(8, 1)"}, {"eps": 1e-6}), offset=1
+    )
     given = arguments_of(definition, case, "cpu")
     assert list(given) == ["x", "weight", "eps", "out"]
     assert given["x"].stride() == (8, 1)
@@ -217,7 +225,9 @@ def test_a_tensor_is_the_end_of_an_allocation_of_its_own(catalog: Catalog):
 @pytest.mark.slow
 def test_the_program_calls_each_solution_at_each_case_and_says_where_it_is(catalog: Catalog, tmp_path: Path):
     files, definition = catalog.solution("softmax_stock"), catalog.definition("softmax")
-    cases = [Case(definition.bind_axes({"M": 2, "N": size}), {"T": "float32"}, {}) for size in (3, 5)]
+    cases = [
+        Case(Call(definition.name, definition.bind_axes({"M": 2, "N": size}), {"T": "float32"})) for size in (3, 5)
+    ]
     good = SolutionCalls("softmax_stock", files.path, files.digest, "softmax", cases)
     wrong = replace(good, name="other", config={"no_such_tunable": 1})
     write_request(tmp_path / "r.json", "cpu", [good, wrong])

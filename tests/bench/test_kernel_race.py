@@ -13,6 +13,7 @@ import torch
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 
 
@@ -24,7 +25,7 @@ def _benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def case_of(name: str, axes: dict[str, int]) -> tuple[Any, Case]:
     definition = Catalog.default().definition(name)
     scalars = {key: 1e-5 for key, spec in definition.inputs.items() if spec.is_scalar}
-    return definition, Case(definition.bind_axes(axes), {"T": "float32"}, scalars)
+    return definition, Case(Call(definition.name, definition.bind_axes(axes), {"T": "float32"}, scalars=scalars))
 
 
 def norm(given: dict[str, Any]) -> torch.Tensor:
@@ -89,7 +90,7 @@ def test_the_ratio_is_that_of_the_best_of_both_sides() -> None:
     assert (found["best"], found["best_other"]) == ("triton", "stock")
     assert found["ratio"]["ci_low"] == pytest.approx(3.0)
     definition, case = case_of("rms_norm", {"M": 2, "N": 32})
-    assert "stock" in line({"definition": definition.name, "axes": case.axes, **found})
+    assert "stock" in line({"definition": definition.name, "axes": case.call.axes, **found})
     assert summary(racers[:2])["ratio"] is None
 
 
@@ -122,5 +123,5 @@ def test_every_shape_is_one_that_its_operator_allows() -> None:
         definition, _ = case_of(name, shapes[0])
         stock = next(files for files in catalog.solutions_for(name) if files.record.spec.provides == "stock")
         for axes in shapes:
-            case = Case(definition.bind_axes(axes), {"T": "bfloat16"}, {}, LAYOUTS.get(name, {}))
+            case = Case(Call(definition.name, definition.bind_axes(axes), {"T": "bfloat16"}, LAYOUTS.get(name, {})))
             assert why_not(definition, stock, case, machine) is None

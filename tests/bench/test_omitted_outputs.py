@@ -15,6 +15,7 @@ from tilegym_db.bench.reproduce import reproduce
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
 from tilegym_db.records import Trace
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import Performance
@@ -152,5 +153,5 @@ def test_a_failure_is_reproduced_and_a_tool_calls_it_without_the_output(catalog:
     assert found.failure is None
     assert found.verdict is not None
     view = narrowed(records.definition("row_peak"), ("peak",))
-    case = Case({"M": 5, "N": 7}, {"T": "float32"}, {"factor": 0.5})
+    case = Case(Call("row_peak", {"M": 5, "N": 7}, {"T": "float32"}, scalars={"factor": 0.5}))
     assert list(arguments_of(view, case, "cpu")) == ["x", "weight", "factor", "out"]

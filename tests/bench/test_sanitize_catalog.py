@@ -17,6 +17,7 @@ from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
@@ -54,7 +55,7 @@ def catalog() -> Catalog:
 
 @pytest.fixture(scope="module")
 def chosen(catalog: Catalog) -> list[Chosen]:
-    one = Case({"M": 2, "N": 3}, {"T": "float32"}, {})
+    one = Case(Call("row_scale", {"M": 2, "N": 3}, {"T": "float32"}))
     return [replace(item, cases=[one]) for item in choose_solutions(catalog, ["softmax"], H200)]
 
 
@@ -82,8 +83,10 @@ def test_every_solution_is_in_one_batch_and_languages_take_turns(sweeping, chose
 def test_the_smallest_cases_with_something_to_do_are_taken_and_of_several_dtypes(sweeping, catalog) -> None:
     (item,) = choose_solutions(catalog, ["rms_norm_triton"], H200)
     kept = sweeping.smallest(item, catalog.workloads_for(item.definition.name), 2, seed=3)
-    assert len({str(one.dtypes) for one in kept.cases}) == 2
-    sizes = [max(math.prod(item.definition.shape_of(name, one.axes)) for name in ("x", "out")) for one in kept.cases]
+    assert len({str(one.call.dtypes) for one in kept.cases}) == 2
+    sizes = [
+        max(math.prod(item.definition.shape_of(name, one.call.axes)) for name in ("x", "out")) for one in kept.cases
+    ]
     assert all(size <= 1 << 20 for size in sizes)
     assert min(sizes) >= sweeping.WORTH_A_CALL
     assert len(kept.workloads) == 2

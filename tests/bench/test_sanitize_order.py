@@ -14,6 +14,7 @@ from tilegym_db.bench.instruments.requests import Chosen, choose_solutions
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 
 H200 = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
@@ -33,7 +34,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def chosen() -> list[Chosen]:
-    one = Case({"M": 2, "N": 3}, {"T": "float32"}, {})
+    one = Case(Call("row_scale", {"M": 2, "N": 3}, {"T": "float32"}))
     found = choose_solutions(Catalog((shipped_root(),)), ["softmax", "rms_norm"], H200)
     return [replace(item, cases=[one]) for item in found]
 

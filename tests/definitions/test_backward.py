@@ -45,7 +45,7 @@ def drawn(catalog: Catalog, backward: Definition) -> tuple[dict[str, Any], dict[
     given = draw_inputs(backward, case, "cpu")
     generator = torch.Generator().manual_seed(5)
     inputs = {
-        name: given[name] if name in given else torch.randn(forward.shape_of(name, case.axes), generator=generator)
+        name: given[name] if name in given else torch.randn(forward.shape_of(name, case.call.axes), generator=generator)
         for name in forward.inputs
     }
     grads = {name: value for name, value in given.items() if name.startswith(GRADIENT)}

@@ -125,7 +125,9 @@ def nothing_to_do(catalog: Catalog, definition: Definition) -> tuple[str, Case]:
         )
         for axis in sorted(definition.var_axes, key=lambda name: name != "M") if case else ():
             with contextlib.suppress(RecordError):
-                return axis, dataclasses.replace(case, axes=definition.bind_axes({**workload.axes, axis: 0}))
+                return axis, dataclasses.replace(
+                    case, call=dataclasses.replace(case.call, axes=definition.bind_axes({**workload.axes, axis: 0}))
+                )
     raise AssertionError(f"no axis of {definition.name} may be zero")
 
 

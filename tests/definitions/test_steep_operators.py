@@ -8,6 +8,7 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
@@ -36,10 +37,10 @@ def with_bits(bits: int) -> str:
 
 
 def gate_of_experts(definition: Definition, axes: dict[str, int], contents: str, source: str, seed: int) -> str | None:
-    case = Case(definition.bind_axes(axes), {"W": "bfloat16"}, {}, distribution=contents, seed=seed)
+    case = Case(Call(definition.name, definition.bind_axes(axes), {"W": "bfloat16"}), distribution=contents, seed=seed)
     inputs = draw_inputs(definition, case, "cpu")
     truth, found = run_reference(definition, inputs), run_reference(definition, inputs, source=source)
-    return check_outputs(definition, case.dtypes, inputs, truth, found, {"out": EXACTLY})["out"].gate
+    return check_outputs(definition, case.call.dtypes, inputs, truth, found, {"out": EXACTLY})["out"].gate
 
 
 @pytest.mark.parametrize("axes", [FEW_CHANNELS, LIKE_A_MODEL])
@@ -65,7 +66,9 @@ SCALARS = {"clamp": 1e-6, "eps": 1e-6}
 
 
 def gate_case(contents: str, axes: dict[str, int], dtype: str = "bfloat16") -> Expected | None:
-    case = Case(GATE.bind_axes(axes), {"T": dtype}, dict(SCALARS), distribution=contents, seed=SEED)
+    case = Case(
+        Call(GATE.name, GATE.bind_axes(axes), {"T": dtype}, scalars=dict(SCALARS)), distribution=contents, seed=SEED
+    )
     return expect(GATE, case, "cpu")
 
 

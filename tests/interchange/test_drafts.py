@@ -30,6 +30,7 @@ from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.interchange.writing import write_tree
 from tilegym_db.judging.judging import compared, promoted_pairs, summary
 from tilegym_db.records import Definition, Trace, Workload
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.scaffold import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
@@ -102,8 +103,8 @@ def test_offsets_that_end_at_the_size_of_an_axis_are_drawn_so(tree: Tree, home: 
     assert draft.undrawn == []
     made = Definition.from_dict({**record, "reference": draft.files["reference.py"].decode()})
     for seed in range(3):
-        case = Case({"M": 9, "N": 8, "L": 4}, {}, {"eps": 1e-6}, seed=seed)
-        assert broken_constraint(made, case.axes, draw_inputs(made, case, "cpu")) is None
+        case = Case(Call(made.name, {"M": 9, "N": 8, "L": 4}, scalars={"eps": 1e-6}), seed=seed)
+        assert broken_constraint(made, case.call.axes, draw_inputs(made, case, "cpu")) is None
 
 
 @pytest.mark.parametrize("text", ["x.shape[0] == M", "len(x) == M", "x.size(1) >= len(w)"])

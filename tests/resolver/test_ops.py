@@ -56,11 +56,11 @@ def test_every_operator_gives_what_its_reference_gives_in_the_layout_of_its_defi
     given = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     outputs = dict(zip(definition.outputs, as_tuple(function_of(name)(*given.values())), strict=True))
     for key, value in outputs.items():
-        assert value.shape == definition.shape_of(key, case.axes)
-        assert value.dtype == storage_dtype(definition.dtype_of(key, case.dtypes))
+        assert value.shape == definition.shape_of(key, case.call.axes)
+        assert value.dtype == storage_dtype(definition.dtype_of(key, case.call.dtypes))
         assert same_bytes(value, wanted[key])
         if key in definition.layouts:
-            assert value.stride() == definition.strides_of(key, case.axes)
+            assert value.stride() == definition.strides_of(key, case.call.axes)
     for source, target in definition.in_place.items():
         assert outputs[target] is given[source]
     unchanged = [key for key in definition.tensor_inputs if key not in definition.in_place]

@@ -6,7 +6,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
-from tilegym_db.records.call import scalars_with_axes
+from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.solution import signature_problem
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.scaffold import draft_solution, stock_solution_files
@@ -43,7 +43,9 @@ def test_the_stock_code_made_from_a_reference_is_right(name):
     axes = smallest_axes(definition)
     assert axes is not None
     dtypes = {key: choices[0] for key, choices in definition.dtypes.items()}
-    case = Case(axes, dtypes, scalars_with_axes(definition, trial_scalars(definition), axes))
+    case = Case(
+        Call(definition.name, axes, dtypes, scalars=scalars_with_axes(definition, trial_scalars(definition), axes))
+    )
     inputs = draw_inputs(definition, case, "cpu")
     wanted = run_reference(definition, inputs)
     scope: dict[str, object] = {}

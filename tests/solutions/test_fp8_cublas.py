@@ -13,6 +13,7 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, tensor_of_its_own, tensor_view
@@ -80,13 +81,13 @@ def test_what_lies_otherwise_is_copied_for_cublas(name: str, entries: Entries, c
         if "special" not in case.distribution
     ]
     assert {case.offset for case in cases} == {0, 1}
-    assert any(case.layouts for case in cases)
+    assert any(case.call.layouts for case in cases)
     for case in cases:
         check(name, entries[name], case, catalog)
 
 
 def test_activations_that_lie_column_by_column_are_cast_to_rows_of_codes(entries: Entries, catalog: Catalog) -> None:
-    case = Case({"M": 16, "N": 256, "K": 512, "G": 128}, {}, {}, layouts={"x": "strided(1, M)"})
+    case = Case(Call("row_scale", {"M": 16, "N": 256, "K": 512, "G": 128}, {}, {"x": "strided(1, M)"}))
     check(NAMES[1], entries[NAMES[1]], case, catalog)
 
 

@@ -39,7 +39,7 @@ def cases_of(definition: Definition, name: str) -> list[Case]:
     for workload in sorted(CATALOG.workloads_for(definition.name), key=lambda workload: prod(workload.axes.values())):
         dtypes = definition.bind_dtypes(workload.dtypes)
         anchor = definition.bind_axes(workload.axes)
-        if record.unsupported(anchor, dtypes) is None and all(case.dtypes != dtypes for case in found):
+        if record.unsupported(anchor, dtypes) is None and all(case.call.dtypes != dtypes for case in found):
             anchors, scalars = [workload.axes], workload.scalars()
             found += fuzz_cases(definition, record, anchors, dtypes, scalars, count=CASES, seed=1, max_rows=24)
     return found

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.expected import expect
 from tilegym_db.verify.inputs import BlobReader, blob_problems, draw_inputs
@@ -163,7 +164,7 @@ def test_a_rule_about_contents_drops_what_is_drawn_and_refuses_what_a_file_holds
     case = Case.of_workload(definition, workload, distribution="normal", seed=1)
     with raises(RecordError, "content_constraint_broken", "x[0, 0].item() == 7"):
         expect(definition, case, "cpu", BlobReader((tmp_path,)))
-    plain = Case(case.axes, case.dtypes, case.scalars, seed=1)
+    plain = Case(Call(definition.name, case.call.axes, case.call.dtypes, scalars=case.call.scalars), seed=1)
     assert expect(definition, plain, "cpu") is None
     held = operator(content_constraints=["x[0, 1].item() == 1", "x.shape[0] == M"])
     assert expect(held, case, "cpu", BlobReader((tmp_path,))) is not None

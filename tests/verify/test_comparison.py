@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs, exact_outputs, reference_errors
 from tilegym_db.verify.gates import OutputVerdict
@@ -19,13 +20,15 @@ def verdicts(
     definition: Definition, dtype: str, changed: dict[str, Any], contents: str = "normal"
 ) -> dict[str, OutputVerdict]:
     """The verdict on the reference's own outputs at 32 x 64, some of them changed."""
-    case = Case({"M": 32, "N": 64}, {"T": dtype}, {"factor": 2.0}, distribution=contents, seed=3)
+    case = Case(
+        Call(definition.name, {"M": 32, "N": 64}, {"T": dtype}, scalars={"factor": 2.0}), distribution=contents, seed=3
+    )
     inputs = draw_inputs(definition, case, "cpu")
     written, truth = as_written(definition, inputs), oracle(definition, inputs)
-    e_base, _ = reference_errors(definition, case.dtypes, written, truth)
+    e_base, _ = reference_errors(definition, case.call.dtypes, written, truth)
     exact = exact_outputs(written, truth) if case.exact else frozenset()
     outputs = {name: changed.get(name, lambda value: value)(value.clone()) for name, value in written.items()}
-    return check_outputs(definition, case.dtypes, inputs, truth, outputs, e_base, exact=exact)
+    return check_outputs(definition, case.call.dtypes, inputs, truth, outputs, e_base, exact=exact)
 
 
 def test_each_output_is_judged_by_its_own_dtype(operator):

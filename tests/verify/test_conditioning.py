@@ -10,6 +10,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify import conditioning
 from tilegym_db.verify.conditioning import STEP, without_uncertain
@@ -40,7 +41,7 @@ def cancelling(remainder: float) -> Expected:
     }
     axes = GRADIENTS.bind_axes({"M": TOKENS, "C": STREAMS})
     truth = oracle(GRADIENTS, inputs)
-    return Expected(Case(axes, {}, {}), inputs, truth, dict.fromkeys(truth, EXACTLY))
+    return Expected(Case(Call("row_scale", axes)), inputs, truth, dict.fromkeys(truth, EXACTLY))
 
 
 def by_terms(inputs: dict[str, Any], terms: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -133,7 +134,9 @@ def with_weights_of(bits: int, inputs: Mapping[str, Any]) -> dict[str, torch.Ten
 @pytest.mark.parametrize(("bits", "right"), [(8, True), (4, False)])
 def test_weights_in_half_precision_refute_no_sum_of_values_that_cancel(seed: int, bits: int, right: bool) -> None:
     """The reference rounds its weights as well, each of them otherwise; on these contents it is luckier than a kernel."""
-    case = Case(SHAPE, {"T": "bfloat16"}, {"scale": 0.125}, distribution="channels", seed=seed)
+    case = Case(
+        Call("row_scale", SHAPE, {"T": "bfloat16"}, scalars={"scale": 0.125}), distribution="channels", seed=seed
+    )
     expected = expect(SINKS, case, "cpu")
     assert expected is not None
     kernel = Catalog.default().solution("attention_sink_decode_triton").record
@@ -149,7 +152,9 @@ def test_a_few_draws_do_not_decide_how_far_rounded_weights_put_an_element_off(
     """One large value of a few decides such a row; draws may all move it by little."""
     axes = SINKS.bind_axes({"B": 5, "Hq": 64, "Hkv": 2, "L": 17, "D": 120})
     scalars = vary_scalars(SINKS, {"scale": 0.125}, "varied", seed)
-    expected = expect(SINKS, Case(axes, {"T": "bfloat16"}, scalars, distribution="varied", seed=seed), "cpu")
+    expected = expect(
+        SINKS, Case(Call(SINKS.name, axes, {"T": "bfloat16"}, scalars=scalars), distribution="varied", seed=seed), "cpu"
+    )
     assert expected is not None
     kernel = Catalog.default().solution("attention_sink_decode_triton").record
     found = judge(SINKS, kernel, expected, with_weights_of(bits, expected.inputs))

@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.call import TensorInfo, solve_axes
+from tilegym_db.records.call import Call, TensorInfo, solve_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.verify.comparison import check_outputs
@@ -41,18 +41,20 @@ def cast(definition_record: Any) -> Any:
 
 def gate(definition: Definition, rounded: bool, change: Any) -> str | None:
     """The gate that refuses the reference's own codes, changed."""
-    case = Case(SIZES, {"T": "float32"}, {"rounded": rounded}, seed=3)
+    case = Case(Call(definition.name, SIZES, {"T": "float32"}, scalars={"rounded": rounded}), seed=3)
     inputs = draw_inputs(definition, case, "cpu")
     truth = as_written(definition, inputs)
     outputs = {name: value.clone() for name, value in truth.items()}
     change(outputs["out"].view(torch.uint8))
-    return check_outputs(definition, case.dtypes, inputs, truth, outputs, {"out": EXACTLY})["out"].gate
+    return check_outputs(definition, case.call.dtypes, inputs, truth, outputs, {"out": EXACTLY})["out"].gate
 
 
 @pytest.mark.parametrize(("contents", "is_tried"), [("normal", True), ("max_quarter", False), ("small_integers", True)])
 def test_a_case_in_which_the_reference_itself_overflows_is_dropped(cast: Any, contents: str, is_tried: bool) -> None:
-    case = Case(SIZES, {"T": "float32"}, {"rounded": True}, distribution=contents, seed=3)
     definition = cast(None, reference=CAST.replace("x.to(", "(x * 8 - x * 8).to("))
+    case = Case(
+        Call(definition.name, SIZES, {"T": "float32"}, scalars={"rounded": True}), distribution=contents, seed=3
+    )
     assert (expect(definition, case, "cpu") is not None) is is_tried
 
 
@@ -113,13 +115,13 @@ def test_steps_between_codes_are_counted_across_zero_as_if_it_had_no_sign(code, 
 def test_sums_whose_products_keep_their_sign_as_they_underflow_are_accepted():
     definition = Catalog((shipped_root(),)).definition("reduce_fused_to_fp8")
     axes = definition.bind_axes({"M": 17, "K": 2, "P": 48, "H": 16})
-    case = Case(axes, {"T": "bfloat16"}, {}, distribution="subnormals", seed=3)
+    case = Case(Call(definition.name, axes, {"T": "bfloat16"}), distribution="subnormals", seed=3)
     inputs = draw_inputs(definition, case, "cpu")
     truth = as_written(definition, inputs)
     codes = truth["out"].view(torch.uint8)
     fused = {"out": torch.where(codes == 0, 0x80, codes).to(torch.uint8).view(torch.float8_e4m3fn)}
     assert int((codes == 0).sum()) > 0.01 * codes.numel()
-    assert check_outputs(definition, case.dtypes, inputs, truth, fused, {"out": EXACTLY})["out"].gate is None
+    assert check_outputs(definition, case.call.dtypes, inputs, truth, fused, {"out": EXACTLY})["out"].gate is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,11 @@ def test_a_size_is_read_off_packed_codes_where_nothing_else_says_it(cast):
 def test_drawn_bytes_hold_every_nibble_in_both_halves(spec, cast):
     inputs = {"x": spec, "rounded": INPUTS["rounded"]}
     definition = cast(None, inputs=inputs, outputs={"out": spec}, constraints=["N % 8 == 0"], reference=BYTES)
-    drawn = draw_inputs(definition, Case({"M": 64, "N": 64}, {"T": "float32"}, {"rounded": False}, seed=1), "cpu")["x"]
+    drawn = draw_inputs(
+        definition,
+        Case(Call(definition.name, {"M": 64, "N": 64}, {"T": "float32"}, scalars={"rounded": False}), seed=1),
+        "cpu",
+    )["x"]
     assert isinstance(drawn, torch.Tensor)
     assert drawn.dtype == torch.uint8
     assert set((drawn & 15).unique().tolist()) == set((drawn >> 4).unique().tolist()) == set(range(16))
@@ -226,7 +232,7 @@ def test_the_bytes_of_packed_codes_are_counted_as_they_are_stored(cast):
 @pytest.mark.parametrize("columns", range(1152, 1168))
 def test_equal_codes_pass_whatever_their_number_where_a_mean_of_ones_is_not_one(cast, columns):
     definition = cast("exact")
-    case = Case({"M": 5, "N": columns}, {"T": "float32"}, {"rounded": True}, seed=3)
+    case = Case(Call(definition.name, {"M": 5, "N": columns}, {"T": "float32"}, scalars={"rounded": True}), seed=3)
     inputs = draw_inputs(definition, case, "cuda:0")
     truth = as_written(definition, inputs)
-    assert check_outputs(definition, case.dtypes, inputs, truth, truth, {"out": EXACTLY})["out"].gate is None
+    assert check_outputs(definition, case.call.dtypes, inputs, truth, truth, {"out": EXACTLY})["out"].gate is None

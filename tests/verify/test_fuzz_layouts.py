@@ -9,6 +9,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.verify.cases import MANY_ROWS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, fuzz_cases, ragged_rows
@@ -33,10 +34,10 @@ def cases_of(name: str, count: int, seed: int) -> tuple[Definition, list[Case]]:
 
 def rows_of(definition: Definition, case: Case, name: str) -> tuple[int, list[int]]:
     """The bytes of a row, and from one to the next in every outer dimension."""
-    itemsize = STORED_BYTES[definition.dtype_of(name, case.dtypes)]
+    itemsize = STORED_BYTES[definition.dtype_of(name, case.call.dtypes)]
     strides = case.strides(definition, name)
     assert strides[-1] == 1
-    return definition.shape_of(name, case.axes)[-1] * itemsize, [stride * itemsize for stride in strides[:-1]]
+    return definition.shape_of(name, case.call.axes)[-1] * itemsize, [stride * itemsize for stride in strides[:-1]]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -50,13 +51,13 @@ def test_every_run_has_rows_that_end_within_a_vector_and_begin_at_one_and_others
         assert off.offset == (count == 2)
         assert not {aligned.distribution, off.distribution} & REFERENCE_MAY_FAIL  # or nothing is left to compare
         for case in (aligned, off):
-            assert set(case.layouts) >= set(definition.written_outputs), "every output has padded rows"
+            assert set(case.call.layouts) >= set(definition.written_outputs), "every output has padded rows"
             assert any(rows_of(definition, case, name)[0] % 16 for name in definition.written_outputs)
-        for tensor in aligned.layouts:
+        for tensor in aligned.call.layouts:
             row, steps = rows_of(definition, aligned, tensor)
             assert steps[-1] > row
             assert all(step % 16 == 0 for step in steps)
-        for tensor in off.layouts:
+        for tensor in off.call.layouts:
             row, steps = rows_of(definition, off, tensor)
             assert steps[-1] > row
             assert steps[-1] % 16
@@ -65,9 +66,9 @@ def test_every_run_has_rows_that_end_within_a_vector_and_begin_at_one_and_others
 def test_the_copy_engine_gets_all_operands_of_a_product_so_or_it_would_not_be_used():
     for seed in range(20):
         definition, cases = cases_of("gemm_triton", 4, seed)
-        assert set(cases[0].layouts) == {*definition.tensor_inputs, *definition.written_outputs}
-        assert cases[0].axes["M"] >= MANY_ROWS
-        assert cases[0].axes["N"] % 8
+        assert set(cases[0].call.layouts) == {*definition.tensor_inputs, *definition.written_outputs}
+        assert cases[0].call.axes["M"] >= MANY_ROWS
+        assert cases[0].call.axes["N"] % 8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -79,7 +80,7 @@ def test_both_kinds_of_rows_exist_at_every_size(size, dtype, operator):
     for layout, strides in drawn.items():
         for seed in range(40):
             found = draw_layouts(definition, ["x"], layout, axes, {"T": dtype}, random.Random(seed))
-            strides.add(Case(axes, {"T": dtype}, {}, found).strides(definition, "x")[0])
+            strides.add(Case(Call(definition.name, axes, {"T": dtype}, found)).strides(definition, "x")[0])
         assert min(strides) > size
     assert {stride * itemsize % 16 for stride in drawn[ROWS_ALIGNED]} == {0}
     assert all(stride * itemsize % 16 for stride in drawn[ROWS_OFF])

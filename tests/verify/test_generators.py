@@ -10,6 +10,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.inputs import ID_CONTENTS, contents_among, draw_inputs, draws_noise
@@ -31,7 +32,7 @@ def draw(operator):
             "return x", inputs={"x": tensor}, outputs={"out": tensor}, axes=axes, input_generators={"x": generator},
             dtypes={}, constraints=[], cost=None, self_test=None,
         )  # fmt: skip
-        case = Case({"M": rows, "N": columns, "E": 64}, {}, {}, distribution=contents, seed=11)
+        case = Case(Call(definition.name, {"M": rows, "N": columns, "E": 64}), distribution=contents, seed=11)
         value = draw_inputs(definition, case, "cpu")["x"]
         assert isinstance(value, torch.Tensor)
         assert torch.equal(value.view(torch.uint8), draw_inputs(definition, case, "cpu")["x"].view(torch.uint8))
@@ -177,14 +178,17 @@ def together(operator):
 
 def test_inputs_that_belong_together_are_drawn_together_by_seed_and_contents(together):
     definition = together()
-    one, same, other = (draw_inputs(definition, Case({"M": 50}, {}, {}, seed=seed), "cpu") for seed in (1, 1, 2))
+    one, same, other = (
+        draw_inputs(definition, Case(Call(definition.name, {"M": 50}), seed=seed), "cpu") for seed in (1, 1, 2)
+    )
     assert torch.equal(one["lengths"].cumsum(0), one["ends"].long())
     assert one["ends"].dtype == torch.int32
     assert torch.equal(one["ends"], same["ends"])
     assert not torch.equal(one["ends"], other["ends"])
     assert draws_noise(definition)
     totals = {
-        int(draw_inputs(definition, Case({"M": 50}, {}, {}, distribution=name), "cpu")["ends"][-1]) for name in CONTENTS
+        int(draw_inputs(definition, Case(Call(definition.name, {"M": 50}), distribution=name), "cpu")["ends"][-1])
+        for name in CONTENTS
     }
     assert min(totals) == 0 < max(totals)
 
@@ -203,4 +207,4 @@ def test_inputs_that_belong_together_are_drawn_together_by_seed_and_contents(tog
 def test_what_such_a_function_returns_is_checked(together, find, replace, code, fact):
     definition = together(DRAW.replace(find, replace))
     with raises(RecordError, code, "row_scale: joint_inputs", fact):
-        draw_inputs(definition, Case({"M": 50}, {}, {}), "cpu")
+        draw_inputs(definition, Case(Call(definition.name, {"M": 50})), "cpu")

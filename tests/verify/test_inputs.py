@@ -7,13 +7,22 @@ import pytest
 import torch
 
 from tilegym_db.records import Workload
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, PLANTED, STEPS, styles_of, vary_scalars
 from tilegym_db.verify.inputs import draw_inputs
 
 
+def without_dtypes(case: Case) -> Case:
+    return replace(case, call=replace(case.call, dtypes={}))
+
+
 def case(distribution: str = "normal", seed: int = 1, dtype: str = "float32", **axes: int) -> Case:
-    return Case(axes or {"M": 64, "N": 128}, {"T": dtype}, {"factor": 2.0}, distribution=distribution, seed=seed)
+    return Case(
+        Call("row_scale", axes or {"M": 64, "N": 128}, {"T": dtype}, scalars={"factor": 2.0}),
+        distribution=distribution,
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("distribution", CONTENTS)
@@ -202,7 +211,7 @@ def test_generated_inputs_stay_within_their_bounds_and_follow_the_axes(operator)
         cost=None,
         self_test=None,
     )
-    drawn = draw_inputs(definition, replace(case(M=4000, N=7), dtypes={}), "cpu")
+    drawn = draw_inputs(definition, without_dtypes(case(M=4000, N=7)), "cpu")
     assert 0.25 <= drawn["p"].min() <= drawn["p"].max() < 0.5
     assert sorted(drawn["index"].unique().tolist()) == list(range(7))
 
@@ -220,7 +229,7 @@ def test_rotary_tables_are_of_one_angle_each(operator):
     )
     starts, bases, squares = set(), set(), set()
     for seed in range(40):
-        drawn = draw_inputs(definition, replace(case(seed=seed, M=5, N=8), dtypes={}), "cpu")
+        drawn = draw_inputs(definition, without_dtypes(case(seed=seed, M=5, N=8)), "cpu")
         square = drawn["cos"].double() ** 2 + drawn["sin"].double() ** 2
         assert torch.allclose(square, square[0, 0].expand(5, 8))
         assert torch.equal(drawn["cos"][:, :4], drawn["cos"][:, 4:])
@@ -245,6 +254,6 @@ def test_a_workload_fixes_sizes_scalars_scales_and_strides(operator, workload_re
     plain = replace(drawn_case, scales={})
     assert drawn_case.strides(definition, "x") == (16, 1)
     assert drawn_case.strides(definition, "out") == (8, 1)
-    assert drawn_case.scalars == {"factor": 3.0}
+    assert drawn_case.call.scalars == {"factor": 3.0}
     x, unscaled = (draw_inputs(definition, item, "cpu")["x"] for item in (drawn_case, plain))
     assert torch.allclose(x, unscaled * 100)

@@ -10,7 +10,7 @@ import torch
 from tilegym_db.backends.aot_worker import call_arguments
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.call import bind_call
+from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import overlap
 from tilegym_db.resolver.hot_path import allocate_of
@@ -52,7 +52,7 @@ def fuzzed_strides(definition: Definition, **layouts: str) -> list[tuple[tuple[i
             definition, solution(**layouts), [], {"T": "float32"}, {"factor": 2.0}, count=12, seed=seed
         )
     ]
-    return [(definition.shape_of("out", case.axes), case.strides(definition, "out")) for case in cases]
+    return [(definition.shape_of("out", case.call.axes), case.strides(definition, "out")) for case in cases]
 
 
 def test_the_strides_of_a_definition_are_those_of_every_call(by_columns):
@@ -140,7 +140,7 @@ def test_elements_that_have_one_address_are_counted_where_they_are_few(shape, st
 
 
 def test_gaps_are_not_compared_and_who_writes_there_is_refused(by_columns):
-    case = Case({"M": 5, "N": 3}, {"T": "float32"}, {"factor": 2.0})
+    case = Case(Call("row_scale", {"M": 5, "N": 3}, {"T": "float32"}, scalars={"factor": 2.0}))
     with SharedBuffers(plan_slot(by_columns, case), 1, "cpu") as buffers:
         buffers.slot(0).fill_(255)  # NaN, in the gaps too
         before = buffers.slot(0).clone()

@@ -166,10 +166,10 @@ def test_fuzz_cases_vary_a_size_that_a_scalar_states_and_the_scalar_follows():
     workload = next(item for item in CATALOG.workloads_for(GROUPS.name) if "tiny" in item.tags)
     cases = fuzz_cases(GROUPS, stock, [workload.axes], {}, workload.scalars(), count=20, seed=3)
     cases += [sibling_of(GROUPS, case, number, workload.scalars()) for number, case in enumerate(cases)]
-    assert len({case.axes["K"] for case in cases}) > 5
+    assert len({case.call.axes["K"] for case in cases}) > 5
     for case in cases:
-        sizes = {scalar: case.axes[axis] for scalar, axis in GROUPS.size_scalars.items()}
-        assert {name: case.scalars[name] for name in sizes} == sizes
+        sizes = {scalar: case.call.axes[axis] for scalar, axis in GROUPS.size_scalars.items()}
+        assert {name: case.call.scalars[name] for name in sizes} == sizes
 
 
 def rank_between(first: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.expected import Expected
@@ -50,7 +51,7 @@ Sampler = Callable[[Inputs], torch.Tensor]
 
 
 def expected(definition: Definition, contents: str, rows: int = 512, columns: int = 24, seed: int = 0) -> Expected:
-    case = Case({"B": rows, "V": columns}, {}, {}, distribution=CONTENTS[contents], seed=seed)
+    case = Case(Call(definition.name, {"B": rows, "V": columns}), distribution=CONTENTS[contents], seed=seed)
     inputs = draw_inputs(definition, case, "cpu")
     return Expected(case, inputs, run_reference(definition, inputs), {"samples": EXACTLY})
 

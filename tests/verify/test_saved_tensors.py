@@ -14,6 +14,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem, bind_forward, differentiated
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import CONTENTS
 from tilegym_db.verify.expected import expect
@@ -30,7 +31,7 @@ ROWS, FACTORS, NUMBER = (
 
 
 def case(contents: str = "normal", dtype: str = "float32") -> Case:
-    return Case({"M": 9, "N": 70}, {"T": dtype}, {}, distribution=contents, seed=4)
+    return Case(Call("row_scale", {"M": 9, "N": 70}, {"T": dtype}), distribution=contents, seed=4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -108,7 +109,7 @@ def with_factors(definition_record: Any, **changes: Any) -> tuple[Definition, De
 
 
 def factors_case() -> Case:
-    return Case({"M": 9, "N": 70}, {"T": "float32"}, {"eps": 1e-5}, seed=4)
+    return Case(Call("row_scale", {"M": 9, "N": 70}, {"T": "float32"}, scalars={"eps": 1e-5}), seed=4)
 
 
 def test_of_a_saved_output_no_gradient_is_needed(definition_record):

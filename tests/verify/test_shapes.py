@@ -37,8 +37,8 @@ def fuzz(definition: Definition, *constraints: str, count: int = 8, seed: int = 
 
 def classes(definition: Definition, case: Case) -> dict[str, str]:
     return {
-        name: layout_class(definition.shape_of(name, case.axes), case.strides(definition, name))
-        for name in case.layouts
+        name: layout_class(definition.shape_of(name, case.call.axes), case.strides(definition, name))
+        for name in case.call.layouts
     }
 
 
@@ -51,9 +51,9 @@ def test_four_cases_have_an_offset_a_padded_row_an_odd_size_and_a_special_value(
     cases = fuzz(operator(), count=4, seed=seed, layouts=PADDED)
     assert len(cases) == 4
     assert any(case.offset for case in cases)
-    assert any(case.layouts for case in cases)
-    assert any(case.axes["M"] % 2 and case.axes["N"] % 2 for case in cases)
-    assert any(case.distribution == PLANTED and min(case.axes.values()) >= 5 for case in cases)
+    assert any(case.call.layouts for case in cases)
+    assert any(case.call.axes["M"] % 2 and case.call.axes["N"] % 2 for case in cases)
+    assert any(case.distribution == PLANTED and min(case.call.axes.values()) >= 5 for case in cases)
 
 
 @pytest.mark.parametrize("count", [5, 24])
@@ -72,7 +72,7 @@ def test_casts_meet_groups_that_end_at_a_code_and_others_never_do(count, operato
 @pytest.mark.parametrize("seed", range(5))
 def test_every_second_case_takes_sizes_of_a_real_workload(seed, operator):
     cases = fuzz(operator(), count=20, seed=seed)
-    real = [{case.axes["M"], case.axes["N"]} & {48, 1000, 1536, 4096} for case in cases]
+    real = [{case.call.axes["M"], case.call.axes["N"]} & {48, 1000, 1536, 4096} for case in cases]
     assert all(real[1::2][:-1])  # the last one is the empty one
     assert not any(real[0::2])
 
@@ -84,16 +84,16 @@ def test_a_full_set_of_cases_meets_every_kind_of_size_contents_and_layout(seed, 
     assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
     assert {case.offset for case in cases} == {0, 1}
     paddings = {
-        case.strides(definition, name)[0] - case.axes["N"]
+        case.strides(definition, name)[0] - case.call.axes["N"]
         for case in cases
-        for name in case.layouts
-        if case.axes["M"] > 1
+        for name in case.call.layouts
+        if case.call.axes["M"] > 1
     }
     assert {padding % 2 for padding in paddings} == {0, 1}
-    rows = {case.strides(definition, name)[0]: case.axes["N"] for case in cases for name in case.layouts}
+    rows = {case.strides(definition, name)[0]: case.call.axes["N"] for case in cases for name in case.call.layouts}
     assert any(stride % 4 == 0 and size % 4 for stride, size in rows.items()), "no aligned row ends within a vector"
     for axis, sizes in itertools.product("MN", SIZES.values()):
-        assert {case.axes[axis] for case in cases} & set(sizes), f"{axis} is never one of {sizes}"
+        assert {case.call.axes[axis] for case in cases} & set(sizes), f"{axis} is never one of {sizes}"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,7 +101,7 @@ def test_a_full_set_of_cases_meets_most_contents_at_both_alignments(seed, operat
     cases = fuzz(operator(), count=24, seed=seed, layouts=PADDED)
     met = {(case.distribution, case.offset) for case in cases}
     assert len(met) >= 0.8 * 2 * len(DISTRIBUTIONS)
-    assert len({(case.distribution, bool(case.layouts)) for case in cases}) >= 0.7 * 2 * len(DISTRIBUTIONS)
+    assert len({(case.distribution, bool(case.call.layouts)) for case in cases}) >= 0.7 * 2 * len(DISTRIBUTIONS)
 
 
 def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(operator):
@@ -110,10 +110,10 @@ def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(
 
 def test_one_case_of_a_full_set_of_cases_is_empty_where_an_axis_may_be(operator):
     cases = fuzz(operator(), count=24)
-    assert [case.axes["M"] for case in cases].count(0) == 1
-    assert all(case.axes["N"] for case in cases)  # the Definition forbids it
-    assert all(case.axes["M"] for case in fuzz(operator(), "M >= 1", count=24))
-    assert all(case.axes["M"] for case in fuzz(operator(), count=4))
+    assert [case.call.axes["M"] for case in cases].count(0) == 1
+    assert all(case.call.axes["N"] for case in cases)  # the Definition forbids it
+    assert all(case.call.axes["M"] for case in fuzz(operator(), "M >= 1", count=24))
+    assert all(case.call.axes["M"] for case in fuzz(operator(), count=4))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_every_constraint_of_the_definition_and_of_the_solution_holds(constraint
     cases = fuzz_cases(definition, record, ANCHORS, {"T": "float32"}, {}, count=4, seed=seed)
     assert len(cases) == 4
     for case in cases:
-        assert definition.bind_axes(case.axes) == case.axes
-        assert record.unsupported(case.axes, case.dtypes, classes(definition, case)) is None
-        assert case.axes["M"] * case.axes["N"] <= MAX_ELEMENTS
+        assert definition.bind_axes(case.call.axes) == case.call.axes
+        assert record.unsupported(case.call.axes, case.call.dtypes, classes(definition, case)) is None
+        assert case.call.axes["M"] * case.call.axes["N"] <= MAX_ELEMENTS
 
 
 @given(seed=st.integers(0, 2**62))
@@ -149,7 +149,7 @@ def test_an_interpreter_is_asked_for_fewer_rows(seed, operator):
         cases = fuzz_cases(
             operator(), solution(layouts=PADDED), ANCHORS, {"T": "float32"}, {}, count=24, seed=seed, max_rows=most
         )
-        return [case.axes["M"] for case in cases]
+        return [case.call.axes["M"] for case in cases]
 
     assert len(rows(160, seed)) == 24
     # One seed of millions draws nothing large for anybody.
@@ -172,14 +172,14 @@ def test_only_tensors_that_are_declared_so_are_laid_out_so(declared, found, oper
 
 def test_one_shape_is_verified_with_many_contents(operator):
     cases = fuzz(operator(), "M == 3", "N == 5", count=24)
-    assert {(case.axes["M"], case.axes["N"]) for case in cases} == {(3, 5)}
+    assert {(case.call.axes["M"], case.call.axes["N"]) for case in cases} == {(3, 5)}
     assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
     assert len({case.seed for case in cases}) == 24
 
 
 def test_a_solution_for_large_shapes_only_gets_large_ones(operator):
     cases = fuzz(operator(), "M == 256", "N == 16384", count=4)
-    assert [case.axes for case in cases] == [{"M": 256, "N": 16384}] * 4
+    assert [case.call.axes for case in cases] == [{"M": 256, "N": 16384}] * 4
 
 
 def test_a_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
@@ -192,14 +192,14 @@ def test_a_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
 def test_an_operator_without_free_axes_still_varies_in_its_contents(operator):
     fixed = {"M": {"type": "const", "value": 40}, "N": {"type": "const", "value": 8}}
     cases = fuzz(operator(axes=fixed), count=24)
-    assert {(case.axes["M"], case.axes["N"]) for case in cases} == {(40, 8)}
+    assert {(case.call.axes["M"], case.call.axes["N"]) for case in cases} == {(40, 8)}
     assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
 
 
 def test_a_shape_that_is_no_whole_number_is_left_out(operator):
     halves = {"x": {"shape": ["M", "N / 2"], "dtype": "T"}}
     definition = operator("return x", inputs=halves, outputs={"out": halves["x"]}, self_test=None, cost=None)
-    assert {case.axes["N"] % 2 for case in fuzz(definition)} == {0}
+    assert {case.call.axes["N"] % 2 for case in fuzz(definition)} == {0}
 
 
 @pytest.mark.records("name")
@@ -217,9 +217,9 @@ def test_a_shipped_solution_gets_a_full_set_of_cases_of_memory_that_does_not_ove
     assert min(seconds) < 0.5  # 30 ms where it takes longest, on an idle core; three times that beside other work
     assert len(cases) == 24
     for case in cases:
-        assert record.unsupported(case.axes, dtypes, classes(definition, case)) is None
-        for tensor in case.layouts:
-            shape, strides = definition.shape_of(tensor, case.axes), case.strides(definition, tensor)
+        assert record.unsupported(case.call.axes, dtypes, classes(definition, case)) is None
+        for tensor in case.call.layouts:
+            shape, strides = definition.shape_of(tensor, case.call.axes), case.strides(definition, tensor)
             spans = sorted((step, size) for size, step in zip(shape, strides, strict=True) if size > 1)
             assert all(step * (size - 1) < following for (step, size), (following, _) in itertools.pairwise(spans)), (
                 f"{tensor} {shape} {strides}"

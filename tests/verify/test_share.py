@@ -10,6 +10,7 @@ import torch
 from verify.low_precision import LAYER, RECORD, SOURCE, TENSOR_CORE, TOLERANCE
 
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
@@ -28,7 +29,7 @@ Plant = Callable[[torch.Tensor], None]
 
 
 def expected(axes: dict[str, int] = SHAPE, contents: str = "normal") -> Expected:
-    found = expect(DEFINITION, Case(axes, {}, {}, distribution=contents, seed=5), "cpu")
+    found = expect(DEFINITION, Case(Call(DEFINITION.name, axes), distribution=contents, seed=5), "cpu")
     assert found is not None
     return found
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from tilegym_db.errors import StoreError
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.shared_buffers import (
     ALIGNMENT,
@@ -23,7 +24,9 @@ from tilegym_db.sandbox.shared_buffers import (
 
 
 def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None = None, **axes: int) -> Case:
-    return Case(axes or {"M": 4, "N": 8}, {"T": dtype}, {"factor": 1.0}, layouts or {}, offset=offset)
+    return Case(
+        Call("row_scale", axes or {"M": 4, "N": 8}, {"T": dtype}, layouts or {}, {"factor": 1.0}), offset=offset
+    )
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

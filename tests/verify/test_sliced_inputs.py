@@ -14,6 +14,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import ORACLE_BYTES, oracle
@@ -25,7 +26,9 @@ MEBIBYTE = 1 << 20
 
 
 def inputs(axes: dict[str, int], dtype: str = "bfloat16") -> dict[str, Any]:
-    return draw_inputs(EXPERTS, Case(EXPERTS.bind_axes(axes), {"T": dtype, "W": "float32"}, {}, seed=9), "cpu")
+    return draw_inputs(
+        EXPERTS, Case(Call(EXPERTS.name, EXPERTS.bind_axes(axes), {"T": dtype, "W": "float32"}), seed=9), "cpu"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Config, Definition
-from tilegym_db.records.call import scalars_with_axes
+from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import TYPICAL, Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
@@ -75,7 +75,13 @@ def reproduce(
     machine = select_machine(gpu)
     numbers = scalars_with_axes(definition, scalars, axes)
     distribution, typical = contents.removesuffix(TYPICAL), contents.endswith(TYPICAL)
-    case = Case(dict(axes), dict(dtypes), numbers, dict(layouts), distribution, seed, offset, typical=typical)
+    case = Case(
+        Call(definition.name, dict(axes), dict(dtypes), dict(layouts), numbers),
+        typical=typical,
+        distribution=distribution,
+        seed=seed,
+        offset=offset,
+    )
     case = _checked(definition, case)
     require_returning_reference(records, definition)
     expected = ExpectedCache(definition, machine.device).get(case)
@@ -86,8 +92,9 @@ def reproduce(
 
 def _checked(definition: Definition, case: Case) -> Case:
     """A case with every axis and dtype bound; raises as :func:`reproduce` does where it is none of the Definition."""
-    _check_contents(definition, case.distribution, case.scalars)
-    bound = replace(case, axes=definition.bind_axes(case.axes), dtypes=definition.bind_dtypes(case.dtypes))
+    _check_contents(definition, case.distribution, case.call.scalars)
+    axes, dtypes = definition.bind_axes(case.call.axes), definition.bind_dtypes(case.call.dtypes)
+    bound = replace(case, call=replace(case.call, axes=axes, dtypes=dtypes))
     _check_layouts(definition, bound)
     return bound
 
@@ -120,7 +127,7 @@ def _check_contents(definition: Definition, contents: str, scalars: Mapping[str,
 
 
 def _check_layouts(definition: Definition, case: Case) -> None:
-    for name, layout in case.layouts.items():
+    for name, layout in case.call.layouts.items():
         if name not in (*definition.tensor_inputs, *definition.outputs):
             raise UsageError(f"{definition.name} has no tensor '{name}'.", code="tensor_unknown")
-        layout_strides(layout, definition.shape_of(name, case.axes), case.axes)
+        layout_strides(layout, definition.shape_of(name, case.call.axes), case.call.axes)

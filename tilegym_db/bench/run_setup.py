@@ -340,9 +340,9 @@ def _point_of_case(
     verdict = failure.verdict
     return FailurePoint(
         gate=failure.gate or failure.status.lower(),
-        axes=case.axes,
-        dtypes=case.dtypes,
-        layouts=case.layouts,
+        axes=dict(case.call.axes),
+        dtypes=dict(case.call.dtypes),
+        layouts=dict(case.call.layouts),
         contents=case.contents,
         seed=str(case.seed),
         offset=case.offset,
@@ -357,13 +357,13 @@ def _point_of_case(
 
 def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
     """The command that verifies this one case again, alone. Seeds draw other numbers on another kind of device."""
-    variable = {name: size for name, size in case.axes.items() if name in definition.var_axes}
+    variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
     words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
     for option, values in (
         ("--axes", variable),
-        ("--dtype", case.dtypes),
-        ("--scalar", case.scalars),
-        ("--layout", case.layouts),
+        ("--dtype", case.call.dtypes),
+        ("--scalar", case.call.scalars),
+        ("--layout", case.call.layouts),
         ("--config", config),
     ):
         for name, value in values.items():

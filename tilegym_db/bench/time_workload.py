@@ -188,7 +188,7 @@ class WorkloadTiming:
         verified, runner, definition = candidate.verified, candidate.runner, workload_run.plan.definition
         calls = [*verified.fuzz.scalars, contents.workload.scalars()]
         if contents.other is not None:
-            calls.append(contents.other.case.scalars)
+            calls.append(contents.other.case.call.scalars)
         ranges = scalar_ranges(definition, calls)
         cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
         self.emit(

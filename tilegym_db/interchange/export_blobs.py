@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ class BlobFolder:
         }
 
 
-def why_drawn(definition: Definition, dtypes: dict[str, str]) -> dict[str, str]:
+def why_drawn(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, str]:
     """Input -> why FlashInfer-Bench must not draw it. The others may be drawn there."""
     reasons: dict[str, str] = {}
     for name in definition.saved:
@@ -180,7 +180,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
     case = Case.of_workload(source, workload, distribution="normal", seed=blob_seed(workload))
     # Weights of gigabytes stand beside ids of kilobytes: only what is asked for is drawn, and each from a seed of its name.
     needed = {*blob.names, *(name for name, spec in source.inputs.items() if spec.is_scalar)}
-    needed |= set(case.files) & set(why_drawn(source, case.dtypes))
+    needed |= set(case.files) & set(why_drawn(source, case.call.dtypes))
     part = source.model_copy(update={"inputs": {name: spec for name, spec in source.inputs.items() if name in needed}})
     try:
         drawn = draw_inputs(part, case, "cpu", blobs=BlobReader(roots))

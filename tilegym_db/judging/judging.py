@@ -35,6 +35,7 @@ from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepar
 from tilegym_db.paths import scratch_folder
 from tilegym_db.published.input_files import imported_folder
 from tilegym_db.records import Definition, Trace
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import Unknown, holds
@@ -126,7 +127,7 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
             unchecked = _check_constraints(task, inputs)
             scalars = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
             axes = {name: size for name, size in task.workload["axes"].items() if name in definition.axes}
-            case = Case(definition.bind_axes(axes), {}, scalars, seed=seed)
+            case = Case(Call(definition.name, definition.bind_axes(axes), scalars=scalars), seed=seed)
         except (RecordError, StoreError) as error:
             yield from (_not_run(item, task.workload, task.machine, str(error)) for item in solutions)
             return

@@ -108,7 +108,11 @@ class Confined:
 
     def _attach(self, buffers: SharedBuffers, case: Case) -> Reply | Failure:
         return self._ask(
-            "attach", descriptors=(buffers.descriptor,), buffers=buffers.to_message(), config={}, scalars=case.scalars
+            "attach",
+            descriptors=(buffers.descriptor,),
+            buffers=buffers.to_message(),
+            config={},
+            scalars=case.call.scalars,
         )
 
     def _ask(self, op: str, descriptors: tuple[int, ...] = (), **content: Any) -> Reply | Failure:
@@ -201,8 +205,8 @@ def expected_by_reference(
         return written
     truth = outputs_of(definition, case, inputs, device, folder / "lifted", lifted=True)
     if not isinstance(truth, Failure):
-        e_base, _ = reference_errors(definition, case.dtypes, written, truth)
-        verdicts = check_reference(definition, case.dtypes, inputs, truth, written, e_base)
+        e_base, _ = reference_errors(definition, case.call.dtypes, written, truth)
+        verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
         if all(verdict.passed for verdict in verdicts.values()):
             return Expected(case, inputs, truth, e_base), written, "fp64"
     return Expected(case, inputs, written, dict.fromkeys(written, EXACTLY)), written, "as_written"

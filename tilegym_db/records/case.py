@@ -1,12 +1,12 @@
-"""One call to verify: sizes, dtypes, scalars, layouts, and how its contents are drawn."""
+"""A call to verify, and how its contents are drawn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from tilegym_db.records.base import canonical_json
+from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.workload import RandomInput, SafetensorsInput, Workload, axes_key
 
 TYPICAL = ":typical"
@@ -17,12 +17,9 @@ EXACT = "small_integers"
 
 @dataclass(frozen=True)
 class Case:
-    """One call to verify: sizes, dtypes, scalars, layouts, and how the contents are drawn."""
+    """A call to verify, and how its contents are drawn."""
 
-    axes: dict[str, int]
-    dtypes: dict[str, str]
-    scalars: dict[str, Scalar]
-    layouts: dict[str, str] = field(default_factory=dict)
+    call: Call
     distribution: str = "normal"
     seed: int = 0
     offset: int = 0
@@ -36,10 +33,7 @@ class Case:
     def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
         """The Workload's own shape, with fresh contents."""
         return cls(
-            axes=definition.bind_axes(workload.axes),
-            dtypes=definition.bind_dtypes(workload.dtypes),
-            scalars=workload.scalars(),
-            layouts=dict(workload.layouts),
+            workload.call(definition),
             distribution=distribution,
             seed=seed,
             files=workload.files(),
@@ -48,17 +42,17 @@ class Case:
 
     def __str__(self) -> str:
         """Short form for reasons: sizes, dtypes, contents."""
-        dtypes = ",".join(self.dtypes.values())
-        layouts = " strided" if self.layouts else ""
+        dtypes = ",".join(self.call.dtypes.values())
+        layouts = " strided" if self.call.layouts else ""
         offset = f" offset={self.offset}" if self.offset else ""
         read = "".join(f" {name}={(spec.sha256 or '')[:12]}" for name, spec in self.files.items())
-        return f"{axes_key(self.axes)} {dtypes}{layouts}{offset} contents={self.contents}{read}"
+        return f"{axes_key(dict(self.call.axes))} {dtypes}{layouts}{offset} contents={self.contents}{read}"
 
     @property
     def key(self) -> str:
         """What tells one draw from every other."""
         files = {name: spec.model_dump(mode="json") for name, spec in self.files.items()}
-        return f"{self} {self.seed} {canonical_json([self.layouts, self.scalars, self.scales, files])}"
+        return f"{self} {self.seed} {canonical_json([dict(self.call.layouts), dict(self.call.scalars), self.scales, files])}"
 
     @property
     def contents(self) -> str:
@@ -77,4 +71,4 @@ class Case:
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
         """Strides in elements of one tensor of this case."""
-        return definition.strides_of(name, self.axes, self.layouts.get(name))
+        return definition.strides_of(name, self.call.axes, self.call.layouts.get(name))

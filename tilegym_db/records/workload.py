@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Real, Record, RecordPart, canonical_json, shown
+from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
 from tilegym_db.records.layouts import layout_class, overlap_words, parse_layout
@@ -161,6 +162,16 @@ class Workload(Record):
             shared = overlap_words(text, shape, strides) if name in definition.outputs else None
             if shared is not None:
                 raise RecordError(f"layouts.{name}: {shared} to be written to.", code="layout_overlap")
+
+    def call(self, definition: Definition) -> Call:
+        """Return the call that the Workload states, with const axes and single dtypes filled in."""
+        return Call(
+            definition.name,
+            definition.bind_axes(self.axes),
+            definition.bind_dtypes(self.dtypes),
+            dict(self.layouts),
+            self.scalars(),
+        )
 
     def scalars(self) -> dict[str, Scalar]:
         """The scalar inputs by name."""

@@ -79,8 +79,8 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
 
     def place(name: str) -> TensorPlan:
         nonlocal offset
-        dtype = definition.dtype_of(name, case.dtypes)
-        shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
+        dtype = definition.dtype_of(name, case.call.dtypes)
+        shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
         elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         span = elements * storage_dtype(dtype).itemsize
         start = offset + case.offset * storage_dtype(dtype).itemsize

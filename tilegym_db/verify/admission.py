@@ -34,7 +34,7 @@ from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import RecordError, SolutionError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.call import scalars_with_axes
+from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.verify.expected import broken_constraint
@@ -262,7 +262,7 @@ def _run_reference_once(record: Definition, file: Path) -> None:
             code="constraints_unsatisfiable",
         )
     dtypes = {name: choices[0] for name, choices in record.dtypes.items()}
-    case = Case(axes, dtypes, scalars_with_axes(record, trial_scalars(record), axes))
+    case = Case(Call(record.name, axes, dtypes, scalars=scalars_with_axes(record, trial_scalars(record), axes)))
     try:
         work = record.cost_of(axes, dtypes)
     except RecordError as error:

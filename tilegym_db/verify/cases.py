@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.call import scalars_with_axes
+from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, parse_expression
@@ -105,7 +105,8 @@ class _Fuzzer:
                     varied = vary_scalars(
                         self.definition, scalars_with_axes(self.definition, scalars, bound), contents, seed
                     )
-                    return Case(bound, dict(self.dtypes), varied, laid_out, contents, seed, offset)
+                    call = Call(self.definition.name, bound, dict(self.dtypes), laid_out, varied)
+                    return Case(call, distribution=contents, seed=seed, offset=offset)
         return None
 
     def zero_axis(self) -> str | None:
@@ -285,8 +286,9 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
-    scalars = scalars_with_axes(definition, scalars, case.axes)
-    return replace(case, distribution=contents, seed=seed, scalars=vary_scalars(definition, scalars, contents, seed))
+    scalars = scalars_with_axes(definition, scalars, case.call.axes)
+    call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
+    return replace(case, call=call, distribution=contents, seed=seed)
 
 
 def why_no_case(definition: Definition, solution: Solution) -> str:

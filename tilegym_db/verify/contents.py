@@ -125,8 +125,8 @@ class WorkloadContents:
                     kept.append(expected)
         if in_turn:
             case = contents._case(VARIED, _OTHER, typical=False, drawn=True)
-            scalars = vary_scalars(definition, case.scalars, VARIED, case.seed)
-            contents.other = cache.get(replace(case, scalars=scalars))
+            scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
+            contents.other = cache.get(replace(case, call=replace(case.call, scalars=scalars)))
         return contents
 
     @property

@@ -58,7 +58,7 @@ def expect(
     """
     if inputs is None:
         inputs = draw_inputs(definition, case, device, blobs=blobs)
-    broken = broken_constraint(definition, case.axes, inputs)
+    broken = broken_constraint(definition, case.call.axes, inputs)
     if broken is not None:
         if case.files:
             raise RecordError(
@@ -71,8 +71,8 @@ def expect(
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
     # Beside the choice that the reference made: of equal values, another is as right.
     own = followed(definition, inputs, truth, written)
-    e_base, conditioned = reference_errors(definition, case.dtypes, written, own)
-    verdicts = check_reference(definition, case.dtypes, inputs, truth, written, e_base)
+    e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
+    verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
@@ -125,8 +125,8 @@ def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, to
     for name, value in outputs.items():
         found = (tuple(value.shape), value.dtype)
         declared = (
-            definition.shape_of(name, case.axes),
-            storage_dtype(definition.dtype_of(name, case.dtypes)),
+            definition.shape_of(name, case.call.axes),
+            storage_dtype(definition.dtype_of(name, case.call.dtypes)),
         )
         if found != declared:
             raise RecordError(

@@ -90,14 +90,14 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
     styles = styles_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
     contents = case.spread if _joint_decides(definition) else case.distribution
-    joint = draw_jointly(definition, case.axes, case.dtypes, case.scalars, together, contents)
+    joint = draw_jointly(definition, case.call.axes, case.call.dtypes, case.call.scalars, together, contents)
     for name, spec in definition.inputs.items():
         if spec.is_scalar:
-            drawn[name] = case.scalars[name]
+            drawn[name] = case.call.scalars[name]
         elif name in definition.saved:
             continue
         elif name in case.files:
-            shape, dtype = definition.shape_of(name, case.axes), definition.dtype_of(name, case.dtypes)
+            shape, dtype = definition.shape_of(name, case.call.axes), definition.dtype_of(name, case.call.dtypes)
             drawn[name] = (blobs or BlobReader()).tensor(name, case.files[name], shape, dtype).to(device)
         elif name in joint:
             drawn[name] = joint[name]
@@ -112,12 +112,13 @@ def _with_saved(backward: Definition, case: Case, drawn: Inputs, device: str) ->
     Inputs of the forward that the backward does not take are drawn as the forward's own would be.
     """
     forward = forward_of(backward)
-    of_forward = replace(
-        case,
-        axes={name: case.axes[name] for name in forward.axes},
-        dtypes={name: case.dtypes[name] for name in forward.dtypes},
-        files={},
+    call = replace(
+        case.call,
+        definition=forward.name,
+        axes={name: case.call.axes[name] for name in forward.axes},
+        dtypes={name: case.call.dtypes[name] for name in forward.dtypes},
     )
+    of_forward = replace(case, call=call, files={})
     given = draw_inputs(forward, of_forward, device)
     given |= {name: drawn[name] for name in forward.inputs if name in drawn}
     made = as_written(forward, given)
@@ -125,8 +126,8 @@ def _with_saved(backward: Definition, case: Case, drawn: Inputs, device: str) ->
 
 
 def _draw(definition: Definition, case: Case, name: str, device: str, style: str) -> torch.Tensor:
-    shape = definition.shape_of(name, case.axes)
-    dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
+    shape = definition.shape_of(name, case.call.axes)
+    dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
     generator = torch.Generator(device).manual_seed(_input_seed(case.seed, name))
     generated = definition.input_generators.get(name)
     if generated is not None and generated.kind.startswith("rotary"):
@@ -135,9 +136,9 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
         return draw_codes(generated, generator, shape, dtype)
     elif generated is not None and generated.kind in KINDS:
         contents = case.spread if spread_contents(generated) else case.distribution
-        value = KINDS[generated.kind](generated, generator, shape, case.axes, contents)
+        value = KINDS[generated.kind](generated, generator, shape, case.call.axes, contents)
     elif generated is not None and generated.kind != "normal":
-        value = _uniform(generated, generator, shape, case.axes)
+        value = _uniform(generated, generator, shape, case.call.axes)
     elif not dtype.is_floating_point:
         # Every byte, as codes are packed in bytes: each half of one must take all of its sixteen values.
         low, high = _INTEGERS.get(dtype, (-100, 100) if dtype.is_signed else (0, 200))

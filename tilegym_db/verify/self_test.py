@@ -101,7 +101,9 @@ def _in_one_line(error: RecordError) -> str:
 def _test_case(definition: Definition, case: Case) -> tuple[list[SelfTestFinding], dict[str, SelfTestFinding]]:
     """What is wrong at a case; and by its label what to say of a planted error that changes nothing here."""
     expected = expect(definition, case, "cpu")
-    if expected is None and (broken := broken_constraint(definition, case.axes, draw_inputs(definition, case, "cpu"))):
+    if expected is None and (
+        broken := broken_constraint(definition, case.call.axes, draw_inputs(definition, case, "cpu"))
+    ):
         what = f"drawn inputs break {broken} at {case}; {DRAW_SO}"
         return [SelfTestFinding(definition.name, "content_constraints", what)], {}
     if expected is None:
@@ -191,7 +193,7 @@ def _drawn_rightly(definition: Definition, expected: Expected, first: Outputs, s
 
 def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
     right = run_reference(definition, expected.inputs)
-    other_case = Case(case.axes, case.dtypes, case.scalars, case.layouts, case.distribution, SEEDS[1])
+    other_case = Case(case.call, distribution=case.distribution, seed=SEEDS[1])
     other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
     wrong: list[tuple[str, Outputs]] = [("another seed's output", other)]
     for name, value in right.items():  # one output at a time, or a second one would hide what the first lets through
@@ -201,7 +203,7 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
             "the input, copied": _copied_input(expected, value),
             "a lower-precision result": _coarser(value),
         }
-        limits = limits_for(definition, definition.dtype_of(name, case.dtypes))
+        limits = limits_for(definition, definition.dtype_of(name, case.call.dtypes))
         if limits is not None and limits.share < 1:
             made |= {
                 "one dropped column": _without_corner(value, 0, 1),
@@ -218,7 +220,7 @@ def _accepted(definition: Definition, case: Case, expected: Expected, outputs: O
         return False
 
     def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
-        return check_outputs(definition, case.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
+        return check_outputs(definition, case.call.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
 
     verdicts = without_uncertain(definition, expected.inputs, expected.outputs, outputs, check)
     return all(verdict.passed for verdict in verdicts.values())

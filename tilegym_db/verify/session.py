@@ -146,7 +146,7 @@ def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence
     for pair in proving:
         cases = [expected.case for expected in pair if expected is not None and str(expected.case) not in lost]
         fuzz.passed += [str(case) for case in cases]
-        fuzz.scalars += [case.scalars for case in cases]
+        fuzz.scalars += [case.call.scalars for case in cases]
     return fuzz
 
 

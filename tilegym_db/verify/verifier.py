@@ -150,7 +150,7 @@ def _check_spread(
     if isinstance(judged, Failure):
         return judged
     for name, value in first.items():
-        limits = limits_for(definition, definition.dtype_of(name, expected.case.dtypes), solution.spec.math)
+        limits = limits_for(definition, definition.dtype_of(name, expected.case.call.dtypes), solution.spec.math)
         if limits is None or limits.codes:
             continue  # the gates leave no room there
         spread = compare_rows(second[name], value, limits).rel_fro if value.numel() else 0.0
@@ -244,7 +244,7 @@ def judge(
     def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
         return check_outputs(
             definition,
-            expected.case.dtypes,
+            expected.case.call.dtypes,
             expected.inputs,
             expected.outputs,
             outputs,

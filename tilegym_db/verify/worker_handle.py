@@ -136,9 +136,9 @@ class WorkerHandle:
 
     def excludes(self, case: Case) -> str | None:
         """Why the Solution does not say that it takes the sizes and layouts of a case, or None."""
-        shapes = {name: self.definition.shape_of(name, case.axes) for name in case.layouts}
+        shapes = {name: self.definition.shape_of(name, case.call.axes) for name in case.call.layouts}
         classes = {name: layout_class(shape, case.strides(self.definition, name)) for name, shape in shapes.items()}
-        return self.solution.record.unsupported(case.axes, case.dtypes, classes)
+        return self.solution.record.unsupported(case.call.axes, case.call.dtypes, classes)
 
     def another(self) -> WorkerHandle:
         """A handle of the same with a worker of its own, which has started, to verify cases and no more.
@@ -242,7 +242,7 @@ class WorkerHandle:
             descriptors=(buffers.descriptor,),
             buffers=buffers.to_message(),
             config=self.config,
-            scalars=case.scalars,
+            scalars=case.call.scalars,
         )
 
     def detach(self) -> None:
@@ -285,11 +285,11 @@ class WorkerHandle:
         ``first`` is what the calls on ``expected`` have given so far.
         """
         assert self.worker is not None
-        failure = self.order("scalars", self.limits.call_s, scalars=other.case.scalars)
+        failure = self.order("scalars", self.limits.call_s, scalars=other.case.call.scalars)
         if failure is None:
             found = self.verify_slot(buffers, other, calls=1 if other.case.offset else 2, in_model=1)
             failure = found if isinstance(found, Failure) else None
-        failure = failure or self.order("scalars", self.limits.call_s, scalars=expected.case.scalars)
+        failure = failure or self.order("scalars", self.limits.call_s, scalars=expected.case.call.scalars)
         return failure or call_again(
             self.worker,
             buffers,

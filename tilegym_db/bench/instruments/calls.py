@@ -43,8 +43,8 @@ def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobRea
             value = flat.to(device).as_strided(value.shape, strides, case.offset)
         given[name] = value
     for name in definition.written_outputs:
-        dtype = storage_dtype(definition.dtype_of(name, case.dtypes))
-        shape, strides = definition.shape_of(name, case.axes), case.strides(definition, name)
+        dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
+        shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
         flat = torch.empty(_span(shape, strides) + case.offset, dtype=dtype, device=device)
         given[name] = flat.as_strided(shape, strides, case.offset)
     return given

@@ -98,7 +98,7 @@ def profile(
     case = Case.of_workload(definition, chosen, distribution="normal", seed=secrets.randbits(62))
     calls = SolutionCalls(files.name, files.path.resolve(), files.digest, definition.name, [case], config or {})
     kernels = _measure(program, calls, setup.machine)
-    found = CallProfile(files.name, files.digest, chosen, case.axes, config or {}, setup.machine.gpu, kernels)
+    found = CallProfile(files.name, files.digest, chosen, case.call.axes, config or {}, setup.machine.gpu, kernels)
     path = profile_path(setup.home, found)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(found.to_dict(), indent=1) + "\n").encode())

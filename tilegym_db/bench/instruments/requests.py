@@ -19,6 +19,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError, did_you_mean
 from tilegym_db.records import TILE_LANGUAGES, Config, Definition, Workload
 from tilegym_db.records.base import canonical_json
+from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.workload import SafetensorsInput
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
@@ -60,11 +61,13 @@ def read_request(path: Path) -> tuple[str, list[SolutionCalls], bool]:
 
 
 def _case_content(case: Case) -> dict[str, Any]:
-    return {**vars(case), "files": {name: spec.model_dump(mode="json") for name, spec in case.files.items()}}
+    files = {name: spec.model_dump(mode="json") for name, spec in case.files.items()}
+    return {**vars(case), "call": vars(case.call), "files": files}
 
 
 def _case_of(content: Mapping[str, Any]) -> Case:
-    return Case(**{**content, "files": {name: SafetensorsInput(**spec) for name, spec in content["files"].items()}})
+    files = {name: SafetensorsInput(**spec) for name, spec in content["files"].items()}
+    return Case(**{**content, "call": Call(**content["call"]), "files": files})
 
 
 def marked_line(at: str, name: str, **more: object) -> str:
