@@ -241,7 +241,7 @@ def record_digests() -> dict[str, str]:
 
 def pages_of(root: Path = ROOT) -> list[str]:
     """Every page of documentation, by its path from the root."""
-    patterns = ("*.md", "docs/*.md", "docs/how-to/*.md", "docs/performance/*.md", "docs/reference/*.md")
+    patterns = ("*.md", "docs/*.md", "docs/how-to/*.md", "docs/performance/*.md")
     return sorted(path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern))
 
 

@@ -11,11 +11,12 @@ from full_run import pages_of
 from run_docs import FENCE, ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.ops.operator_page import page_text
 from tilegym_db.paths import shipped_root
 from tilegym_db.store.connection import open_store
 
 PAGES = (
-    "docs/how-to/your-own-operator.md",
+    "docs/how-to/add-an-operator.md",
     "docs/how-to/write-a-kernel.md",
     "docs/how-to/ask-the-database.md",
     "docs/how-to/serve-a-model.md",
@@ -25,10 +26,9 @@ PAGES = (
     "docs/how-to/write-kernels-with-an-agent.md",
     "docs/measurement.md",
     "docs/python-api.md",
-    "docs/reference/ops.md",
     "README.md",
 )
-FASTER = ("docs/how-to/your-own-operator.md", "docs/python-api.md", "README.md")
+FASTER = ("docs/how-to/add-an-operator.md", "docs/python-api.md", "README.md")
 """Pages on which a kernel must be known to be faster, and what begins with the home that one of them left."""
 GIVEN = [
     pytest.param(name, marks=pytest.mark.alone if name in FASTER else pytest.mark.records("name")) for name in PAGES
@@ -52,6 +52,16 @@ def test_a_page_shows_what_its_commands_print(name: str, pages: Pages, tmp_path:
         # While others keep the machine busy, a kernel may not be known to be faster, or a clock not be believed. Ask again.
         wrong = [step for step in Pages(tmp_path / str(attempt)).run(ROOT / name) if differs(step)]
     assert not wrong, "\n".join(shown(step) for step in wrong) + f"\nTry: python tools/run_docs.py --write {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_generated_page_of_operators_shows_what_its_code_prints(pages: Pages, tmp_path: Path):
+    page = tmp_path / "ops.md"
+    page.write_text(page_text())
+    steps = pages.run(page)
+    assert [step.kind for step in steps] == ["python"]
+    assert [shown(step) for step in steps if differs(step)] == []
 
 
 ATTEMPTS = 3
