@@ -1,4 +1,4 @@
-"""The pages of the site's folder ``reference``, made from the commands, the package, the Definitions and the rules of the scan."""
+"""The pages of the site's folder ``reference``: commands, Python, operators as functions, rules of the scan."""
 
 from __future__ import annotations
 
