@@ -74,7 +74,8 @@ NO_RUNS = "No run is published yet."
 def runs_of_models() -> str:
     """Return one row per published run: ms to the first token and ms per later token, stock and patched, with the speedup."""
     lines = [
-        "| model | layers | GPU | batch x prompt + new | stock | patched | speedup | stock | patched | speedup |",
+        "| model | layers | GPU | batch x prompt + new | ms to first token: stock | patched | speedup "
+        "| ms per later token: stock | patched | speedup |",
         "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for (record,) in _rows(RUNS, {}):
