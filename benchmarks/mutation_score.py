@@ -1,4 +1,4 @@
-"""Which share of the mutants of honest kernels the verifier catches, per Definition: the table of docs/trust.md.
+"""Measure the share of mutants of honest kernels that the verifier catches, per Definition.
 
     PYTHONPATH=tests python benchmarks/mutation_score.py                    # every Definition, on a CPU
     PYTHONPATH=tests python benchmarks/mutation_score.py rms_norm --most 40

@@ -51,7 +51,7 @@ FIRST = (
 PAGES = (
     ("own kernel to best", "docs/python-api.md"),
     ("patched model", "README.md"),  # starts with the home of the page before
-    ("own operator to best", "docs/how-to/your-own-operator.md"),
+    ("own operator to best", "docs/how-to/add-an-operator.md"),
 )
 
 

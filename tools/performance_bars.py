@@ -1,4 +1,6 @@
-"""Bars for operators and models: what is asked for at which shapes, and what the shipped traces and runs of models say of it.
+"""Targets for operators and models, and how far the shipped traces and runs of models meet them: every shape, as tables.
+
+    python tools/performance_bars.py        # prints them; docs/performance has one line per target
 
 A bar is for the fastest language, for each language, or both. A figure is a share of the speed of light (for operators that only
 move bytes that is the share of the calibrated copy), microseconds, TFLOP/s, or times as fast as something else.
@@ -10,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from marked_blocks import shipped_store
 
 from tilegym_db.records.model_run import ModelRun, claims_of
 
@@ -63,8 +67,28 @@ def few(axes: Mapping[str, int]) -> bool:
     return 1 <= rows_of(axes) <= 16
 
 
+def one(axes: Mapping[str, int]) -> bool:
+    """1 token."""
+    return rows_of(axes) == 1
+
+
+def small(axes: Mapping[str, int]) -> bool:
+    """64 tokens or fewer."""
+    return rows_of(axes) <= 64
+
+
+def longest(axes: Mapping[str, int]) -> bool:
+    """16,384 tokens."""
+    return rows_of(axes) == 16384
+
+
+def many_rows(axes: Mapping[str, int]) -> bool:
+    """4,096 rows of all experts and more."""
+    return axes["S"] >= 4096
+
+
 def anywhere(axes: Mapping[str, int]) -> bool:
-    """At every measured shape."""
+    """Every measured shape."""
     return True
 
 
@@ -89,13 +113,21 @@ BACKWARDS = (
 )  # fmt: skip
 """Those that move megabytes. The gradients of coefficients (Sinkhorn, split, head) move too little for a share to mean much."""
 
+GROUPS = {
+    EXPERTS: "layers of experts",
+    ROUTERS: "routers",
+    MOVEMENT: "expand and reduce",
+    CASTS: "casts",
+    BACKWARDS: "gradients",
+}
+
 BARS: dict[str, tuple[Bar, ...]] = {
     "Mixtures of experts": (
         Bar(EXPERTS, prefill, LIGHT, 0.65, of_best=0.75),
         Bar(EXPERTS, prefill, BASELINE, 1.10),
         Bar(EXPERTS, few, LIGHT, 0.70),
-        Bar(ROUTERS, lambda axes: rows_of(axes) <= 64, LATENCY, 6.0),
-        Bar(ROUTERS, lambda axes: rows_of(axes) == 16384, LIGHT, 0.70),
+        Bar(ROUTERS, small, LATENCY, 6.0),
+        Bar(ROUTERS, longest, LIGHT, 0.70),
         Bar(MOVEMENT, prefill, LIGHT, 0.85),
     ),
     "Casts, transposes and FP8 products": (
@@ -104,13 +136,13 @@ BARS: dict[str, tuple[Bar, ...]] = {
         Bar(("batched_transpose",), anywhere, LIGHT, 0.80, dtype="uint8"),
         Bar(("gemm_fp8_blockwise",), prefill, RATE, 1200),
         Bar(("gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"), few, LIGHT, 0.75),
-        Bar(("moe_grouped_gemm_fp8",), lambda axes: axes["S"] >= 4096, RATE, 1000),
+        Bar(("moe_grouped_gemm_fp8",), many_rows, RATE, 1000),
     ),
     "Hyper-connections and engram": (
         Bar(("mhc_pre_fused", "mhc_post", "mhc_post_hf"), prefill, LIGHT, 0.85),
         Bar(("engram_gate_fwd", "engram_gate_fwd_save", "engram_gate_hf"), prefill, LIGHT, 0.85),
         Bar(BACKWARDS, prefill, LIGHT, 0.75),
-        Bar(("mhc_sinkhorn",), lambda axes: rows_of(axes) == 1, LATENCY, 8.0),
+        Bar(("mhc_sinkhorn",), one, LATENCY, 8.0),
     ),
 }
 
@@ -248,6 +280,21 @@ def bars(rows: Iterable[Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Iterable[Any]) -> str:
+    """Return one row per bar: how many of the H200 shapes that it is about meet it."""
+    found = points(rows)
+    lines = ["| operators | shapes | target | met | missed |", "|---|---|---|---:|---:|"]
+    for asked_for in BARS.values():
+        for bar in asked_for:
+            here = [point for point in found if about(bar, point) and point.gpu == "h200"]
+            verdicts = [verdict(figures, bar) for point in here if (figures := figures_of(point, bar))]
+            missed = sum(said == "**no**" for said in verdicts)
+            named = GROUPS.get(bar.definitions) or ", ".join(bar.definitions)
+            shapes = (bar.where.__doc__ or "of the target").rstrip(".")
+            lines.append(f"| {named} | {shapes} | {asked(bar)} | {len(verdicts) - missed} | {missed} |")
+    return "\n".join(lines)
+
+
 PREFILL, DECODE = "prefill", "decode"
 GOALS = {
     "qwen3-30b-a3b": {PREFILL: 2.5, DECODE: 2.0},
@@ -256,6 +303,25 @@ GOALS = {
     "deepseek-v2-lite": {PREFILL: 1.5, DECODE: 1.5},
 }
 """Speedup over the best of stock that is asked for, of eight layers in bf16 with a dynamic cache."""
+
+
+def model_summary(records: Iterable[str]) -> str:
+    """Return one row per goal: how many of the published runs meet it."""
+    verdicts: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    for record in records:
+        run = ModelRun.from_json(record)
+        what, figure = (DECODE, "tpot") if run.new_tokens else (PREFILL, "ttft")
+        claims = claims_of(run)
+        if run.model in GOALS and figure in claims:
+            estimate = getattr(run, f"{figure}_speedup")
+            is_met = claims[figure].verdict == "faster" and estimate.median >= GOALS[run.model][what]
+            verdicts[run.model, what].append(is_met)
+    lines = ["| model | phase | target | runs | met |", "|---|---|---:|---:|---:|"]
+    for model, goals in GOALS.items():
+        for what, goal in goals.items():
+            runs = verdicts[model, what]
+            lines.append(f"| {model} | {what} | {goal:g}x | {len(runs)} | {sum(runs)} |")
+    return "\n".join(lines)
 
 
 def model_bars(records: Iterable[str]) -> str:
@@ -275,3 +341,17 @@ def model_bars(records: Iterable[str]) -> str:
         )
         lines.append(f"| {cells} |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Print every shape and every run that has a target."""
+    from tilegym_db.store.sql import run_user_query
+
+    runs = "SELECT record FROM model_runs ORDER BY gpu, model, layers, batch, prompt_tokens, new_tokens, timestamp"
+    with shipped_store():
+        print(bars(run_user_query(POINTS, {"names": names()}).rows))
+        print(model_bars(record for (record,) in run_user_query(runs).rows))
+
+
+if __name__ == "__main__":
+    main()

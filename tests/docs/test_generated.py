@@ -66,7 +66,8 @@ def test_each_verified_operator_is_in_one_table_of_the_families_that_of_its_op_t
             "SELECT DISTINCT op_type, definition FROM verified WHERE gpu = ? AND role = 'kernel'",
             [performance_tables.GPU],
         ).rows
-    shown = operators_by_table(performance_tables.FAMILIES.read_text())
+    page = performance_tables.KERNELS.read_text()
+    shown = operators_by_table(page.partition("<!-- generated: families -->")[2].partition("<!-- end: families -->")[0])
     assert set(Counter(name for _, name in shown).values()) == {1}
     assert {name for _, name in shown} == {name for _, name in verified}
     headings = {name: heading for heading, name in shown}
@@ -75,12 +76,13 @@ def test_each_verified_operator_is_in_one_table_of_the_families_that_of_its_op_t
 
 def test_an_op_type_that_is_new_gets_a_table_of_its_own():
     rows = [
-        ("norm", "rms_norm", "M=1,N=1", 5.0, None, 6.0, 20.0, 0.9),
-        ("scan", "cumsum", "M=1", 1.0, None, None, None, None),
+        ("norm", "rms_norm", "M=1,N=1", 5.0, None, 6.0, 20.0, 0.9, 4.0),
+        ("scan", "cumsum", "M=1", 1.0, None, None, None, None, None),
     ]
     page = performance_tables.families(rows)
     assert operators_by_table(page) == [("Norms", "rms_norm"), ("Scan", "cumsum")]
-    assert "| cumsum | M=1 | 1.0 |  |  |  |  |" in page
+    assert "| rms_norm | M=1,N=1 | 5.0 |  | 6.0 | 20.0 | 90% | 4.00x |" in page
+    assert "| cumsum | M=1 | 1.0 |  |  |  |  |  |" in page
 
 
 BAR = performance_bars.Bar(("cast",), performance_bars.prefill, performance_bars.LIGHT, 0.85, each=0.70)
@@ -118,6 +120,35 @@ def test_a_bar_shows_the_fastest_of_the_other_gpu_at_the_same_shape():
     rows = point("cast", {"M": 4096}, triton=100.0) + point("cast", {"M": 4096}, "h100", triton=180.0, cutile=120.0)
     (row,) = performance_bars.bar_rows(BAR, performance_bars.points(rows))
     assert row.endswith("| 0.750 |")
+
+
+def test_summary_of_bars_counts_shapes_that_meet_and_miss(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(performance_bars, "BARS", {"Casts": (BAR,), "Routers": (FAST,)})
+    rows = [
+        *point("cast", {"M": 4096}, triton=100.0),
+        *point("cast", {"M": 8192}, tilelang=110.0),
+        *point("cast", {"M": 16384}, "h100", tilelang=90.0),
+        *point("cast", {"M": 64}, triton=1.0),
+    ]
+    assert performance_bars.summary(rows).splitlines()[2:] == [
+        "| cast | 4,096 tokens and more | >= 0.85 of light, each 0.7 | 1 | 1 |",
+        "| router | 1 to 16 tokens | <= 6 us | 0 | 0 |",
+    ]
+
+
+def test_summary_of_models_counts_the_runs_of_the_full_tables():
+    with marked_blocks.shipped_store():
+        records = [record for (record,) in run_user_query(performance_tables.RUNS).rows]
+    every = [line.split(" | ") for line in performance_bars.model_bars(records).splitlines()[2:]]
+    for line in performance_bars.model_summary(records).splitlines()[2:]:
+        model, phase, goal, runs, met = line.strip("| ").split(" | ")
+        shown = [
+            row
+            for row in every
+            if row[0].strip("| ") == model and (phase == "decode") == ("+" in row[2]) and row[3] == goal
+        ]
+        assert int(runs) == len(shown)
+        assert int(met) == sum(row[6].strip("| ") == "yes" for row in shown)
 
 
 def test_every_operator_with_a_bar_is_in_the_catalog():

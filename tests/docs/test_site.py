@@ -15,6 +15,7 @@ import tilegym_db
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.commands import COMMANDS
 from tilegym_db.paths import shipped_root
+from tilegym_db.sandbox.scan import RULES
 from tilegym_db.store.connection import open_store
 
 CATALOG = Catalog((shipped_root(),))
@@ -61,6 +62,10 @@ def test_an_operators_page_shows_the_times_that_sql_gives(site: Path, tmp_path: 
 def test_the_references_have_every_command_and_every_public_name(site: Path):
     commands = (site / "reference" / "cli.html").read_text()
     assert all(f'id="{name}"' in commands for panel in COMMANDS.values() for name in panel)
+    functions = (site / "reference" / "ops.html").read_text()
+    assert all(f'id="{name.replace("_", "-")}"' in functions for name in CATALOG.definitions)
+    rules = text_of(site / "reference" / "scan.html")
+    assert all(f" {name} " in rules for name in RULES)
     python = (site / "reference" / "python.html").read_text()
     found = set(re.findall(r'id="(?:module-)?tilegym_db\.(\w+)"', python))
     assert set(tilegym_db.__all__) <= found

@@ -91,8 +91,15 @@ def test_a_function_says_that_the_reference_runs_where_the_operator_is_open() ->
     assert not {"rms_norm", "topk_gate", "gemm_fp8_blockwise"} & unserved
 
 
-def test_the_page_of_operators_is_current() -> None:
-    assert operator_page.FILE.read_text() == operator_page.page_text(), "Try: python -m tilegym_db.ops.operator_page"
+def test_page_of_operators_has_each_with_its_arguments() -> None:
+    text = operator_page.page_text()
+    for name, definition in CATALOG.definitions.items():
+        section = text.partition(f"\n### {name}\n\n```text\n{name}(")[2].partition("\n### ")[0]
+        signature = section.partition("\n```\n")[0]
+        assert [part.partition(":")[0] for part in signature.partition(")")[0].split(", ")] == list(definition.inputs)
+        assert definition.description in section
+        for tensor in (*definition.inputs, *definition.outputs):
+            assert f"\n- `{tensor}`: " in section
 
 
 def test_a_name_that_is_no_operator_is_no_attribute() -> None:

@@ -55,7 +55,7 @@ def command(
     step("next", f"The demo took {time.monotonic() - started:.0f} s.")
     say("tilegym-db list                                  what is in the catalog")
     say("tilegym-db best rms_norm --gpu h200              the fastest verified kernel per shape")
-    say("tilegym-db new definition my_op                  an operator of your own: docs/how-to/your-own-operator.md")
+    say("tilegym-db new definition my_op                  an operator of your own: docs/how-to/add-an-operator.md")
     say("tilegym-db doctor                                what works on this machine, and how to fix what does not")
     if failed:
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ from import_graph import edges, layers
 from marked_blocks import ROOT, shipped_store, with_block
 
 from docs_site.operator_pages import operator_files
-from docs_site.python_pages import python_reference
+from docs_site.reference_pages import reference_pages
 
 __all__ = ["stage"]
 
@@ -30,9 +30,10 @@ def stage(folder: Path) -> None:
     architecture.write_text(with_block(architecture.read_text(), "import graph", import_table()))
     for pattern in (folder / "patterns").rglob("*.md"):
         pattern.write_text(as_pattern_page(pattern.read_text()))
-    (folder / "reference" / "python.md").write_text(python_reference())
-    for path, text in _operators().items():
-        page = folder / "operators" / path
+    generated = {f"reference/{name}": text for name, text in reference_pages().items()}
+    generated |= {f"operators/{path}": text for path, text in _operators().items()}
+    for path, text in generated.items():
+        page = folder / path
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text)
 
