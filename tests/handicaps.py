@@ -15,11 +15,11 @@ drop_capabilities()
 """
 NO_LANDLOCK = """
 import errno
-from tilegym_db.sandbox import seccomp
+from tilegym_db.sandbox import confine
 from tilegym_db.sandbox.system_calls import prctl
-seccomp._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
+confine._plain_rules = lambda options: [(("landlock_create_ruleset",), errno.ENOSYS)]
 prctl(38, 1)
-seccomp.install_filter(seccomp.FilterOptions(shared_processes=False))
+confine.install_filter(confine.FilterOptions(shared_processes=False))
 """
 
 _DROP_FROM_BOUNDS = 24

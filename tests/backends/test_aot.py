@@ -242,8 +242,8 @@ def test_tilelang_compiles_with_python_packages_alone(
 ) -> None:
     """Needs nvidia-cuda-nvcc and nvidia-cuda-cccl, which the extra 'tilelang' installs."""
     no_toolkit = (
-        "from pathlib import Path\nfrom tilegym_db.backends import cuda_tools\n"
-        "cuda_tools.DEFAULT_TOOLKIT = Path('/no-toolkit')"
+        "from pathlib import Path\nfrom tilegym_db.backends import toolchains\n"
+        "toolchains.DEFAULT_TOOLKIT = Path('/no-toolkit')"
     )
     tools = tmp_path / "bin"
     tools.mkdir()

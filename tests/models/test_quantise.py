@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -190,25 +188,6 @@ def test_it_generates_and_proves_its_kernels(model: Any, catalog: Catalog, promp
     proofs = [proof for site in report.sites if site.definition in (CAST, PRODUCT) for proof in site.proofs]
     assert proofs
     assert [proof for proof in proofs if not proof.holds] == []
-
-
-def test_the_benchmark_times_a_quantised_model_beside_its_twins(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(shipped_root() / "benchmarks"))
-    import fp8_models
-
-    config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
-    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
-    options = ["--device", "cpu", "--way", REFERENCE, "--prompt", "4", "--new", "0", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["fp8_models.py", str(tmp_path), *options])
-    assert fp8_models.main() == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["median"]) == {"stock", "patched", "fp8"}
-    assert len(found["quantised"]["layers"]) == 7
-    assert found["hits"]["fp8"][PRODUCT] == 3 * 7
-    assert PRODUCT not in found["hits"]["patched"]
 
 
 # -- what is left as it is --------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monke
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         script = (
-            "from tilegym_db.bench.devices import address\n"
-            f"with address.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
+            "from tilegym_db.bench.devices import ray_address\n"
+            f"with ray_address.connected('127.0.0.1:{listener.getsockname()[1]}', patience_s=2.0): pass\n"
         )
         answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 1
