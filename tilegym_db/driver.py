@@ -15,12 +15,12 @@ _MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
 
 
 def driver_files(root: Path = Path("/")) -> tuple[Path, ...]:
-    """The files that show a driver; none where no CUDA device can be here. ``root`` is for tests."""
+    """Return the files that show a driver; none where no CUDA device can be here. ``root`` is for tests."""
     return tuple(path for path in (root / sign for sign in _SIGNS) if path.exists())
 
 
 def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
-    """The device names, as ``NVIDIA H200``, of every GPU of the driver; empty where it does not list them.
+    """Return the device names, as ``NVIDIA H200``, of every GPU of the driver; empty if it does not list them.
 
     A GPU that ``CUDA_VISIBLE_DEVICES`` hides is listed as well: the answer says what cannot be here, not what can be used.
     """
@@ -37,7 +37,8 @@ def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def started_library() -> ModuleType | None:
-    """The bindings of NVIDIA's management library, started; None where there is no driver, or one that does not answer.
+    """Return the bindings of NVIDIA's management library, started; None if there is no driver, or one that does not
+    answer.
 
     The caller owes it one ``nvmlShutdown``.
     """
@@ -51,7 +52,7 @@ def started_library() -> ModuleType | None:
 
 
 def driver_version() -> str:
-    """Such as ``580.159.03``; empty where no driver answers."""
+    """Such as ``580.159.03``; empty if no driver answers."""
     library = started_library()
     if library is None:
         return ""
@@ -64,7 +65,7 @@ def driver_version() -> str:
 
 
 def driver_gpus() -> tuple[str, ...]:
-    """``NVIDIA H200, driver 580.159.03`` of each GPU that the driver can reach; empty where none answers."""
+    """``NVIDIA H200, driver 580.159.03`` of each GPU that the driver can reach; empty if none answers."""
     version, library = driver_version(), started_library()
     if library is None:
         return ()

@@ -178,7 +178,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def missing_package(module: str) -> MissingPackageError | None:
-    """The error that says how to install what ``module`` (``torch.nn``) belongs to; None for one that we do not use."""
+    """Return the error that says how to install what ``module`` (``torch.nn``) belongs to; None for one that we do not
+    use.
+    """
     top = module.partition(".")[0]
     if top in PACKAGES:
         package, extra = PACKAGES[top]
@@ -195,7 +197,9 @@ def missing_package(module: str) -> MissingPackageError | None:
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
-    """The error that names a package which is installed and cannot be imported; None where ``error`` came from elsewhere."""
+    """Return the error that names a package which is installed and cannot be imported; None if ``error`` came from
+    elsewhere.
+    """
     trace, broken = error.__traceback__, ""
     while trace is not None:
         frame = trace.tb_frame

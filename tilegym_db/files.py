@@ -48,7 +48,7 @@ _SAVE = "Save it as plain UTF-8."
 
 
 def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes, if any; never waits for a writer of a FIFO.
+    """Return the content of a regular file of at most ``limit`` bytes, if any; never waits for a writer of a FIFO.
 
     Raises:
         RecordError: it cannot be read, is no regular file, or is larger; ``what`` names its part in the message.
@@ -90,7 +90,7 @@ def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordErr
 
 
 def decode(content: bytes, where: str | Path) -> str:
-    """The text of a record or a source, which is UTF-8 without a byte order mark and without NUL.
+    """Return the text of a record or a source, which is UTF-8 without a byte order mark and without NUL.
 
     Raises:
         RecordError: it is something else; names the place.
@@ -120,7 +120,7 @@ def _position(content: bytes, index: int) -> str:
 
 
 def regular_files(folder: Path, pattern: str) -> list[Path]:
-    """The regular files under ``folder`` that match, by name; a FIFO or a folder of such a name is passed over."""
+    """Return the regular files under ``folder`` that match, by name; a FIFO or a folder of such a name is passed over."""
     try:
         return sorted(path for path in folder.glob(pattern) if path.is_file())
     except OSError:  # a loop of links, or a folder that cannot be entered

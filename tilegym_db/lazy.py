@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 
 def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The ``__getattr__`` of a package.
+    """Return the ``__getattr__`` of a package.
 
     Args:
         package: its name.

@@ -85,7 +85,9 @@ def use_root(root: Path) -> Iterator[Path]:
 
 
 def shipped_root() -> Path:
-    """The folder that holds ``definitions/ solutions/ workloads/ traces/ schema/``: the checkout, or package data."""
+    """Return the folder that holds ``definitions/ solutions/ workloads/ traces/ schema/``: the checkout, or package
+    data.
+    """
     if _chosen:
         return _chosen[-1]
     package = Path(__file__).resolve().parent

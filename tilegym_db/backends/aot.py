@@ -97,7 +97,7 @@ def _default_processes(jobs: int) -> int:
 
 
 def _unsupported(job: CompileJob) -> CompileResult | None:
-    """The result where there is nothing to compile, or nothing that the Solution promises."""
+    """Return the result where there is nothing to compile, or nothing that the Solution promises."""
     spec = job.solution.record.spec
     if not TOOLCHAINS[spec.language].targets:
         return CompileResult("unsupported", log=f"a {spec.language} solution has nothing to compile ahead of time")
@@ -106,7 +106,7 @@ def _unsupported(job: CompileJob) -> CompileResult | None:
 
 
 def _spec_reason(job: CompileJob) -> str | None:
-    """Why the Solution's declared limits exclude the job, or None."""
+    """Return why the Solution's declared limits exclude the job, or None."""
     return job.solution.record.unsupported(
         job.definition.bind_axes(job.workload.axes),
         job.definition.bind_dtypes(job.workload.dtypes),
@@ -164,7 +164,9 @@ class _Pool:
             self._done.put(error)
 
     def _new_worker(self) -> CompilerProcess | None:
-        """A worker for the language with the most jobs left for each worker that it has; None where all are taken."""
+        """Return a worker for the language with the most jobs left for each worker that it has; None if all are
+        taken.
+        """
         with self._lock:
             serving = Counter(worker.language for worker in self._workers)
             left = {name: len(queued) / (1 + serving[name]) for name, queued in self._queues.items() if queued}

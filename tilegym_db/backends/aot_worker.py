@@ -105,7 +105,7 @@ def _run(line: str, folder: Path, target: str, interception: Interception) -> Co
 
 @functools.cache
 def _refusal(compile_probe: Callable[[str], None], target: str) -> str:
-    """Why the toolchain cannot make code for a target, from its smallest kernel; empty where it can."""
+    """Return why the toolchain cannot make code for a target, from its smallest kernel; empty if it can."""
     try:
         compile_probe(target)
     except (Exception, SystemExit) as error:  # the same boundary
@@ -114,7 +114,7 @@ def _refusal(compile_probe: Callable[[str], None], target: str) -> str:
 
 
 def _explain(error: BaseException, folder: Path) -> str:
-    """The error for a log; from nvcc, whose output TileLang's error puts after the CUDA source, only its errors."""
+    """Return the error for a log; from nvcc, whose output TileLang's error puts after the CUDA source, only its errors."""
     source, marker, messages = str(error).partition("Compilation error:\n")
     if not marker or "__global__" not in source:
         return clipped_traceback(error, folder)
@@ -132,7 +132,7 @@ def _import_language(language: str) -> Interception:
 
 
 def _take_channels() -> tuple[TextIO, TextIO]:
-    """The real stdin and stdout, for this module alone."""
+    """Return the real stdin and stdout, for this module alone."""
     jobs = os.fdopen(os.dup(0), "r", encoding="utf-8")
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)

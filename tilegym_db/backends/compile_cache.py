@@ -42,9 +42,9 @@ _RESULT, _WORK = "result", "work"
 
 
 def compile_cache_folder() -> Path | None:
-    """The folder for this machine's processor, compiler and packages, whether or not it exists yet.
+    """Return the folder for this machine's processor, compiler and packages, whether or not it exists yet.
 
-    None where this user has no cache folder of their own to write to: then workers do without, which only takes them longer.
+    None if this user has no cache folder of their own to write to: then workers do without, which only takes them longer.
     """
     parent = Path(platformdirs.user_cache_dir("tilegym-db"))
     try:
@@ -66,7 +66,7 @@ def _fingerprint() -> str:
 
 
 def _flags() -> str:
-    """What the processor can do, by the kernel's word; empty where the kernel says it otherwise."""
+    """What the processor can do, by the kernel's word; empty if the kernel says it otherwise."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -199,7 +199,7 @@ def main(part: Path) -> None:
 
 
 def _all_instruction_sets_work() -> bool:
-    """Whether the compiler can build for every set that the processor has: what TORCHINDUCTOR_VEC_ISA_OK claims."""
+    """Return True if the compiler can build for every set that the processor has: what TORCHINDUCTOR_VEC_ISA_OK claims."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     from torch._inductor import cpu_vec_isa

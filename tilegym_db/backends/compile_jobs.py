@@ -47,12 +47,12 @@ class CompileResult:
     log: str = ""
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CompileResult:
-        """The reverse of :meth:`to_json`."""
+        """Return the reverse of :meth:`to_json`."""
         value: dict[str, Any] = json.loads(text)
         artifacts = tuple(Artifact(**item) for item in value.pop("artifacts"))
         return cls(**{**value, "artifacts": artifacts, "log": clip_log(value["log"])})
@@ -72,7 +72,7 @@ class CompileJob:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def to_json(self) -> str:
-        """One line; the Solution goes by its file and digest."""
+        """Return one line; the Solution goes by its file and digest."""
         return json.dumps(
             {
                 "definition": self.definition.model_dump(mode="json"),
@@ -87,7 +87,7 @@ class CompileJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CompileJob:
-        """The reverse of :meth:`to_json`; reads the Solution again.
+        """Return the reverse of :meth:`to_json`; reads the Solution again.
 
         Raises:
             SolutionError: its file no longer names the source that the job was made for.

@@ -32,7 +32,7 @@ _lock = threading.RLock()  # the import of one Solution must not see the sibling
 
 
 def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
-    """The entry function of a Solution; the same function again for the same digest in the same process.
+    """Return the entry function of a Solution; the same function again for the same digest in the same process.
 
     Raises:
         ToolchainError: the language, or a declared dependency, is missing or too old; names what installs it.
@@ -62,7 +62,7 @@ def unload_entry(solution: SolutionFiles) -> None:
 
 
 def clipped_traceback(error: BaseException, folder: Path) -> str:
-    """The message of an error with the frames that lie in a Solution's folder, and the type of its cause if any."""
+    """Return the message of an error with the frames that lie in a Solution's folder, and the type of its cause if any."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if Path(frame.filename).is_relative_to(folder)]
     if isinstance(error, SyntaxError) or not frames:

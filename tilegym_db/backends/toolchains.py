@@ -89,7 +89,9 @@ def inspect_triton(environ: Environment) -> Findings:
 
 
 def find_nvcc(environ: Environment) -> Nvcc | None:
-    """The nvcc for TileLang: a toolkit that the user names, ``PATH``, the default toolkit, then the Python packages."""
+    """Return the nvcc for TileLang: a toolkit that the user names, ``PATH``, the default toolkit, then the Python
+    packages.
+    """
     packaged = _packaged_nvcc()
     for variable in TOOLKIT_VARIABLES:
         if environ.get(variable) and _is_executable(path := Path(environ[variable]) / "bin" / "nvcc"):
@@ -154,7 +156,7 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
 
 
 def find_tileiras(environ: Environment) -> Path | None:
-    """The tileiras for cuTile: that of the Python packages, on ``PATH``, or of the toolkit that the user names."""
+    """Return the tileiras for cuTile: that of the Python packages, on ``PATH``, or of the toolkit that the user names."""
     packaged = _in_packages("bin/tileiras")
     if packaged is not None and _is_executable(packaged):
         return packaged
@@ -199,7 +201,7 @@ def cutile_environment(environ: Environment) -> EnvironmentChanges:
 
 
 def _in_packages(relative: str) -> Path | None:
-    """A file of the ``nvidia/cu<major>`` folders, which wheels of several names share, newest CUDA first."""
+    """Return a file of the ``nvidia/cu<major>`` folders, which wheels of several names share, newest CUDA first."""
     found = [
         (int(root.name.removeprefix("cu")), root / relative)
         for folder in package_folders()
@@ -210,7 +212,7 @@ def _in_packages(relative: str) -> Path | None:
 
 
 def package_folders() -> list[Path]:
-    """Every ``nvidia`` folder that Python packages were installed into, in the order of ``sys.path``."""
+    """Return every ``nvidia`` folder that Python packages were installed into, in the order of ``sys.path``."""
     folders = (Path(entry) / "nvidia" for entry in sys.path if entry)
     return [folder for folder in folders if folder.is_dir()]
 
@@ -234,7 +236,7 @@ class Toolchain:
     extra: str
     """The extra of tilegym-db that installs it."""
     targets: Mapping[str, str]
-    """Target of the records -> what this compiler calls it; empty where nothing is compiled ahead of time."""
+    """Target of the records -> what this compiler calls it; empty if nothing is compiled ahead of time."""
     inspect: Callable[[Environment], Findings] = nothing_to_find
     """Looks for the native tools that the package drives."""
     environment: Callable[[Environment], EnvironmentChanges] = nothing_to_change
@@ -268,7 +270,7 @@ TOOLCHAINS: dict[str, Toolchain] = {
 
 @dataclass(frozen=True)
 class ToolchainStatus:
-    """Whether a language can be compiled here. ``fix`` is a command or an instruction, empty where all is well."""
+    """Whether a language can be compiled here. ``fix`` is a command or an instruction, empty if all is well."""
 
     available: bool
     version: str = ""
@@ -298,7 +300,7 @@ def toolchain_status(language: str, environ: Environment | None = None) -> Toolc
 
 
 def require_toolchain(language: str) -> None:
-    """Do nothing where the language is installed and complete.
+    """Do nothing if the language is installed and complete.
 
     Raises:
         ToolchainError: what is missing, and the command that installs it.
@@ -322,8 +324,9 @@ def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
 
 
 def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
-    """The first declared package that is missing, or of a version outside the declared range, and how to get it; None where
-    all are here."""
+    """Return the first declared package that is missing, or of a version outside the declared range, and how to get it;
+    None if all are here.
+    """
     for text in dependencies:
         try:
             requirement = Requirement(text)
@@ -341,7 +344,7 @@ def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
 
 
 def environment_changes(language: str, environ: Environment | None = None) -> EnvironmentChanges:
-    """The variables that a language needs set (to a value) or removed (None) to find its own compiler.
+    """Return the variables that a language needs set (to a value) or removed (None) to find its own compiler.
 
     Pure, apart from looking at which files exist.
     """
@@ -418,7 +421,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def torch_requirements() -> tuple[str, ...]:
-    """What the installed PyTorch requires, as its metadata says it; empty where there is none."""
+    """What the installed PyTorch requires, as its metadata says it; empty if there is none."""
     try:
         return tuple(importlib.metadata.requires("torch") or ())
     except importlib.metadata.PackageNotFoundError:
@@ -465,7 +468,7 @@ def _triton_misfits(versions: Mapping[str, str], required_by_torch: tuple[str, .
 
 
 def _release(version: str) -> Version | None:
-    """13.4.92 -> 13.4; None where there is no version or it is not one."""
+    """13.4.92 -> 13.4; None if there is no version or it is not one."""
     try:
         parsed = Version(version)
     except InvalidVersion:

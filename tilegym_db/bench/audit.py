@@ -151,7 +151,7 @@ def audit_clock(
 
 
 def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
-    """What about this machine, rather than the Solution, may be why a run on a CPU refuted a claim; empty where nothing is."""
+    """What about this machine, rather than the Solution, may be why a run on a CPU refuted a claim; empty if nothing is."""
     if host_may_be_why(claimed_us, run):
         return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when it does less of that"
     now_us = _latency_now(runner, range(pool.slots // 4, pool.slots))
@@ -168,7 +168,8 @@ def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -
 def _excuse_of_baseline(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
-    """Why the last run on a GPU may have refuted what a baseline says truly; empty where nothing is. A kernel has no excuse.
+    """Return why the last run on a GPU may have refuted what a baseline says truly; empty if nothing is. A kernel
+    has no excuse.
 
     Code that waits for the device in the midst of a call, to loop over the experts that its contents name, asks for other
     products at each contents, and the first time for each takes longer. Its worker says so by its own clock, of contents that it
@@ -254,7 +255,8 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
 
 
 def hidden_calls(most: int, launches: float, host_us: float, longest_us: float = BUSY_US[-1]) -> int:
-    """How many calls the short run has, so that launching those of the long one, three times as many, hides behind busy time.
+    """Return how many calls the short run has, so that launching those of the long one, three times as many, hides
+    behind busy time.
 
     A call of many launches fills the device's queue, and whoever launches then waits; one that takes the host long outlasts
     the longest busy time. Either would be counted as time of the calls. Three calls of 300 launches are all that the queue takes.
@@ -274,7 +276,7 @@ def hidden_calls(most: int, launches: float, host_us: float, longest_us: float =
 
 
 def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
-    """The shortest busy time that launching all the calls hides behind."""
+    """Return the shortest busy time that launching all the calls hides behind."""
     return next((busy for busy in busy_times if busy >= 1.5 * host_us + 100.0), busy_times[-1])
 
 
@@ -283,7 +285,7 @@ def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
 
 
 def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """Why the outputs on contents that a Solution had not seen before refute it, or None.
+    """Return why the outputs on contents that a Solution had not seen before refute it, or None.
 
     Stock code rounds more often than its Definition does, and so fails a few contents: where everything is tiny, or where an
     output is the small difference of large terms. That proves nothing about it, nor about a kernel that gives what stock code
@@ -304,7 +306,9 @@ def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequenc
 
 
 def _gives_what_stock_gives(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
-    """Whether stock code is refused on these contents too, and these outputs are as near to its own as the gates ask."""
+    """Return True if stock code is refused on these contents too, and these outputs are as near to its own as the gates
+    ask.
+    """
     definition, record, witness = runner.definition, runner.solution.record, runner.verification.witness
     if record.spec.provides == "stock":
         return True
@@ -328,7 +332,7 @@ class Ownership:
     """What the device time of the calls went to.
 
     ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them; ``kernels`` are the first names, each
-    shortened; ``problem`` is a sentence, or None where all is well.
+    shortened; ``problem`` is a sentence, or None if all is well.
     """
 
     share: float
@@ -347,7 +351,7 @@ _OF_LIBRARIES = re.compile(
 
 
 def kernel_names(sources: Mapping[str, bytes]) -> set[str]:
-    """Every function of the Python sources that is marked as a kernel, nested ones included."""
+    """Return every function of the Python sources that is marked as a kernel, nested ones included."""
     trees = (ast.parse(source) for path, source in sources.items() if path.endswith(".py"))
     functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return {

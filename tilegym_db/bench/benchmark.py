@@ -161,7 +161,8 @@ def run_tiers(
     then_promote: bool = False,
     executor: str | None = None,
 ) -> BenchReport:
-    """The tier asked for, then the promotion of what passed it, as one report; ``confined``: no promotion without a sandbox.
+    """Return the tier asked for, then the promotion of what passed it, as one report; ``confined``: no promotion
+    without a sandbox.
 
     Arguments and errors are those of :func:`~tilegym_db.bench.benchmark.benchmark`.
     """
@@ -183,7 +184,7 @@ def run_tiers(
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
-    """What may not be promoted here since workers cannot be confined, and why; None where they can.
+    """What may not be promoted here since workers cannot be confined, and why; None if they can.
 
     Where there are supervisors, each tries its own, and refuses its work where it fails; only a kernel without Landlock is known
     of before, and of this machine, not of a cluster's nodes.
@@ -210,7 +211,7 @@ def _run(
     *,
     confined: bool,
 ) -> BenchReport:
-    """One tier: plan, run, and ingest what came of it."""
+    """Return one tier: plan, run, and ingest what came of it."""
     machine, policy = setup.machine, POLICIES[options.tier]
     with setup.store() as store:
         done = done_keys(store, machine.gpu, policy.tier)
@@ -443,7 +444,7 @@ def _solution_of(
     dtypes: Mapping[str, Sequence[str]],
     layouts: Mapping[str, str],
 ) -> Solution:
-    """The record of a function, named after its source; :class:`UsageError` where its parameters do not fit."""
+    """Return the record of a function, named after its source; :class:`UsageError` where its parameters do not fit."""
     language = language_of(source.decode())
     writes = next(iter(definition.outputs)) in inspect.signature(function).parameters
     spec = {

@@ -52,7 +52,7 @@ def empty_kernel() -> None:
 
 
 def copy_candidates(source: torch.Tensor, target: torch.Tensor, size: int) -> Iterator[PeakCall]:
-    """Two kernels that read ``size`` bytes of one float32 tensor and write them to another."""
+    """Yield two kernels that read ``size`` bytes of one float32 tensor and write them to another."""
     import torch
 
     one, other = source[: size // 4], target[: size // 4]
@@ -62,7 +62,7 @@ def copy_candidates(source: torch.Tensor, target: torch.Tensor, size: int) -> It
 
 
 def read_candidates(source: torch.Tensor) -> Iterator[PeakCall]:
-    """Two kernels that read the whole of a float32 tensor and write next to nothing."""
+    """Yield two kernels that read the whole of a float32 tensor and write next to nothing."""
     size = source.numel() * 4
     columns = 4096
     matrix = source[: source.numel() // columns * columns].view(-1, columns)
@@ -72,7 +72,9 @@ def read_candidates(source: torch.Tensor) -> Iterator[PeakCall]:
 
 
 def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> Iterator[PeakCall]:
-    """One library product ``[M, K] x [N, K]^T`` on random data (zeros draw less power and run faster), cold and warm."""
+    """Yield one library product ``[M, K] x [N, K]^T`` on random data (zeros draw less power and run faster), cold and
+    warm.
+    """
     import torch
 
     m, n, k = shape
@@ -207,7 +209,9 @@ def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tup
 
 
 def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
-    """The highest rate (amount a second) among the candidates, which take turns, so that a drift meets all of them."""
+    """Return the highest rate (amount a second) among the candidates, which take turns, so that a drift meets all of
+    them.
+    """
     blocks = [_calls_a_block(candidate, watch) for candidate in candidates]
     rates: list[list[float]] = [[] for _ in candidates]
     for _ in range(rounds):
@@ -219,7 +223,7 @@ def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = RO
 
 
 def _calls_a_block(candidate: PeakCall, watch: StopWatch) -> int:
-    """How many calls make a block; also the warm-up, in which libraries choose and load their kernels."""
+    """Return how many calls make a block; also the warm-up, in which libraries choose and load their kernels."""
     watch.cold(candidate.call, 2)
     once_us = max(median(watch.cold(candidate.call, 3)), 1.0)
     return max(2, min(MAX_BLOCK, int(BLOCK_US / once_us)))

@@ -46,7 +46,7 @@ class LocalExecutor:
         policy: what a pass takes.
         emit: called with every trace the moment it exists.
         starting: called with a short description of what is about to happen.
-        peaks: what this device can do; None where that is not known, and then no time has a speed of light or a floor.
+        peaks: what this device can do; None if that is not known, and then no time has a speed of light or a floor.
         after_timing: called after every workload with its workload and candidates, whose rounds are the raw times.
         capacity: what is measured at a time; by default what this machine has room for.
         concluded: called when every trace of a workload has been emitted.
@@ -160,7 +160,7 @@ class LocalExecutor:
         interpret: bool = False,
         profiled: bool = True,
     ) -> Runner:
-        """A runner of this machine, not started yet; broken where the static scan refuses its source.
+        """Return a runner of this machine, not started yet; broken where the static scan refuses its source.
 
         Args:
             definition: what it computes.
@@ -239,7 +239,7 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
 def _verify_runner(
     runner: Runner, workload_runs: Sequence[WorkloadRun], context: RunContext, processors: Processors
 ) -> bool:
-    """The outcome of every workload into its workload run; true where a worker was lost on the way."""
+    """Return the outcome of every workload into its workload run; true where a worker was lost on the way."""
     lost = False
     verification = runner.verification
     supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
@@ -274,7 +274,7 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
 
 
 def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
-    """The first workload of every Definition, then the second: nobody waits for all contents of another."""
+    """Return the first workload of every Definition, then the second: nobody waits for all contents of another."""
     by_definition: dict[str, list[WorkloadRun]] = {}
     for workload_run in workload_runs:
         by_definition.setdefault(workload_run.plan.definition.name, []).append(workload_run)
@@ -365,7 +365,7 @@ class DefinitionGroup:
 
 
 def make_definition_groups(plans: Sequence[DefinitionPlan], capacity: Capacity) -> list[DefinitionGroup]:
-    """Every workload that something is planned for in exactly one batch, those of one plan in their order.
+    """Return every workload that something is planned for in exactly one batch, those of one plan in their order.
 
     A group has at least one Definition and a batch at least one workload, whatever the capacity.
     """
@@ -403,12 +403,12 @@ def _batches(plans: Sequence[DefinitionPlan], capacity: Capacity) -> Iterator[Ba
 
 
 def _workers(plan: DefinitionPlan, capacity: Capacity) -> int:
-    """How many live at a time: one for each Solution, and those under a config of one batch."""
+    """Return how many live at a time: one for each Solution, and those under a config of one batch."""
     return len(plan.timed) + len(plan.interpreted) + _at_a_time(plan, capacity) * _configured(plan)
 
 
 def _at_a_time(plan: DefinitionPlan, capacity: Capacity) -> int:
-    """How many of its workloads go into one batch at most."""
+    """Return how many of its workloads go into one batch at most."""
     compiled = any(solution.uses_torch_compile for solution in plan.timed)
     return min(capacity.workloads, COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
 

@@ -60,7 +60,7 @@ def library_versions() -> dict[str, str]:
 
 
 def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | None] | None = None) -> Machine:
-    """The device that ``--gpu`` names.
+    """Return the device that ``--gpu`` names.
 
     Args:
         asked: ``auto`` (the GPU if there is one, else the CPU), ``cpu``, or a GPU slug or family.
@@ -135,7 +135,7 @@ def cpu_machine() -> Machine:
 
 
 def cpu_name() -> str:
-    """The processor as the kernel names it."""
+    """Return the processor as the kernel names it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -47,7 +47,7 @@ class Options:
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """The names that were asked for; one may be given without a tuple around it."""
+    """Return the names that were asked for; one may be given without a tuple around it."""
     check_kind(names, Iterable, "names are those of solutions or definitions: a text, or several")
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -81,23 +81,23 @@ class DefinitionPlan:
     roots: tuple[Path, ...] = ()
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
-        """Every config that the Solution is planned under, the source's own defaults first."""
+        """Return every config that the Solution is planned under, the source's own defaults first."""
         planned = [(name, config) for (name, _), config in self.tuned.items()]
         again = itertools.chain.from_iterable(self.likely_fastest.values())
         found = [config for name, config in (*planned, *again) if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
 
     def configured(self, workload: Workload) -> int:
-        """How many take part in the Workload under a config that is not their source's own."""
+        """Return how many take part in the Workload under a config that is not their source's own."""
         again = self.likely_fastest.get(workload.uuid, ())
         return len({(name, config_id(config)) for name, config in (*self.tuned_on(workload), *again) if config})
 
     def tuned_on(self, workload: Workload) -> list[tuple[str, Config]]:
-        """The Solutions that are planned for the Workload under the config that tune found, and that config."""
+        """Return the Solutions that are planned for the Workload under the config that tune found, and that config."""
         return [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
 
     def candidates(self) -> list[tuple[SolutionFiles, Config]]:
-        """Every Solution that takes part in anything, under each config that it is planned under."""
+        """Return every Solution that takes part in anything, under each config that it is planned under."""
         return [
             (solution, config)
             for solution in (*self.timed, *self.interpreted)
@@ -106,7 +106,7 @@ class DefinitionPlan:
         ]
 
     def is_wanted(self, workload: Workload) -> bool:
-        """True where something is planned for the Workload, under whatever config."""
+        """Return True if something is planned for the Workload, under whatever config."""
         return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
 
     def restricted_to(self, uuids: Collection[str]) -> DefinitionPlan:
@@ -119,11 +119,11 @@ class DefinitionPlan:
         )
 
     def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """True for what is to be beaten on the Workload."""
+        """Return True for what is to be beaten on the Workload."""
         return self.likely_fastest.get(workload.uuid, [])[:1] == [(solution.name, config)]
 
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """True where this is planned, or something planned is compared with it: stock code, and the likely fastest."""
+        """Return True if this is planned, or something planned is compared with it: stock code, and the likely fastest."""
         if (solution.name, config) in self.likely_fastest.get(workload.uuid, ()):
             return True
         if config:
@@ -300,13 +300,13 @@ def _workloads(
 
 
 def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
-    """Whether a CPU measures a Workload in sensible time."""
+    """Return True if a CPU measures a Workload in sensible time."""
     flops, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
     return flops <= CPU_MAX_FLOPS and size <= CPU_MAX_BYTES
 
 
 def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
-    """A few per kind: on a CPU one tiny (the interpreter's) and one modest, on a GPU one decode and one prefill."""
+    """Return a few per kind: on a CPU one tiny (the interpreter's) and one modest, on a GPU one decode and one prefill."""
     kinds = ("stage:decode", "stage:prefill") if machine.is_gpu else ("tiny", "cpu")
     chosen: list[Workload] = []
     for kind in kinds:
@@ -343,7 +343,9 @@ def _place(
 
 
 def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str | None:
-    """Why a Solution cannot be timed on this machine, or None. What it lacks comes first, where installing it would help."""
+    """Return why a Solution cannot be timed on this machine, or None. What it lacks comes first, where installing it
+    would help.
+    """
     language = solution.record.spec.language
     if machine.is_gpu or language == "python":
         return lacks.of(solution, its_language=machine.is_gpu)
@@ -436,7 +438,7 @@ class SummaryRow:
 
     ``speedup``: geometric mean of the ratios against stock code. ``over_best``: the same against what was fastest and verified
     before this run, over the workloads where something was. ``note``: the first failure's reason, or why nothing ran.
-    ``sol_ratio``: geometric mean of the shares of the speed of light; None where the device has none.
+    ``sol_ratio``: geometric mean of the shares of the speed of light; None if the device has none.
     """
 
     solution: str
@@ -529,7 +531,7 @@ class BenchReport:
         return Counter(trace.status for trace in self.traces)
 
     def _repr_html_(self) -> str:
-        """One row per Solution, as the command prints it; the caption names the device and the tiers."""
+        """Return one row per Solution, as the command prints it; the caption names the device and the tiers."""
         tiers = " and ".join(dict.fromkeys(trace.tier for trace in self.traces)) or "nothing new"
         rows = [
             (row.solution, row.language, f"{row.passed}/{row.total}", row.speedup, row.sol_ratio, row.note)

@@ -121,7 +121,7 @@ def record_promotions(
 
 
 def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Promotion]:
-    """Those in the journal, and those that shipped traces of some Definitions have earned."""
+    """Return those in the journal, and those that shipped traces of some Definitions have earned."""
     found = journaled(Promotion, home)
     ids = {one.id for one in found}
     earned = [row for row in rows if row["definition"] in definitions and row["id"] not in ids]
@@ -171,7 +171,9 @@ def _prefix(trace: Trace) -> str:
 
 
 def may_lack_confinement() -> bool:
-    """Whether the kernel says at once that it cannot confine a worker; what else could fail is found out by trying."""
+    """Return True if the kernel says at once that it cannot confine a worker; what else could fail is found out by
+    trying.
+    """
     return landlock_version() < MINIMAL_VERSION
 
 
@@ -187,7 +189,7 @@ def require_sandbox(machine: Machine) -> None:
 
 
 def limits_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
-    """Name of a Solution -> why it may not be promoted on this machine; None where workers are confined.
+    """Name of a Solution -> why it may not be promoted on this machine; None if workers are confined.
 
     Args:
         machine: where it would run.

@@ -87,7 +87,7 @@ def _regress(
     observer: Observer,
     pool: DevicePool | None,
 ) -> RegressionReport:
-    """The tier of the options keeps kernels out that the device could only interpret."""
+    """Return the tier of the options keeps kernels out that the device could only interpret."""
     chosen = _chosen(setup.catalog, names)
     with setup.store() as store:
         measured = solutions_of_run(store, against)
@@ -257,7 +257,7 @@ class _Comparison:
 
 
 def _control(catalog: Catalog, definition: str) -> SolutionFiles:
-    """The stock code, which every Definition is measured with; where one has none, its first PyTorch code."""
+    """Return the stock code, which every Definition is measured with; where one has none, its first PyTorch code."""
     solutions = catalog.solutions_for(definition)
     stock = stock_of(solutions)
     plain = [s for s in solutions if s.record.spec.language == "python"]
@@ -321,7 +321,7 @@ _BARS = {CPU: Bars(threshold=0.1, control_shift=0.1)}
 
 
 def bars_for(gpu: str) -> Bars:
-    """The bars for a device, by its slug."""
+    """Return the bars for a device, by its slug."""
     return _BARS.get(gpu, Bars())
 
 
@@ -386,7 +386,7 @@ class RegressionReport:
 
 
 def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
-    """A control from the block medians, in microseconds, of its two candidates in the same rounds."""
+    """Return a control from the block medians, in microseconds, of its two candidates in the same rounds."""
     logs = [math.log(b / a) for a, b in zip(one, other, strict=True)]
     middle = median(logs)
     mad = median([abs(value - middle) for value in logs])
@@ -394,7 +394,7 @@ def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
 
 
 def voiding(control: Control, bars: Bars) -> str | None:
-    """Why a control says that this session cannot be believed, or None."""
+    """Return why a control says that this session cannot be believed, or None."""
     if control.shift <= bars.control_shift or control.apart_us <= bars.floor_us:
         return None
     return (
@@ -569,12 +569,12 @@ class SourceHistory:
         self._git("rev-parse", "--git-dir", why=f"{root} has no history to compare with")
 
     def commit(self, revision: str) -> str | None:
-        """The id of the commit that a revision (a branch, a tag, ``HEAD~3``, ...) names, or None."""
+        """Return the id of the commit that a revision (a branch, a tag, ``HEAD~3``, ...) names, or None."""
         found = self._try("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
         return None if found is None else found.decode().strip()
 
     def at(self, commit: str, solution: SolutionFiles) -> Version | None:
-        """The version that a commit has, or None where it has no Solution of that name and Definition.
+        """Return the version that a commit has, or None if it has no Solution of that name and Definition.
 
         Raises:
             RecordError: it has one that today's package cannot read; says why.
@@ -597,7 +597,9 @@ class SourceHistory:
         return Version(record, sources, commit)
 
     def with_digest(self, solution: SolutionFiles, digest: str) -> Version | None:
-        """The version whose digest it is, newest commit first; None where no commit has it: it was never committed."""
+        """Return the version whose digest it is, newest commit first; None if no commit has it: it was never
+        committed.
+        """
         for commit in self._commits(solution):
             try:
                 version = self.at(commit, solution)

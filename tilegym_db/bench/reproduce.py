@@ -91,7 +91,9 @@ def reproduce(
 
 
 def _checked(definition: Definition, case: Case) -> Case:
-    """A case with every axis and dtype bound; raises as :func:`reproduce` does where it is none of the Definition."""
+    """Return a case with every axis and dtype bound; raises as :func:`reproduce` does where it is none of the
+    Definition.
+    """
     _check_contents(definition, case.distribution, case.call.scalars)
     axes, dtypes = definition.bind_axes(case.call.axes), definition.bind_dtypes(case.call.dtypes)
     bound = replace(case, call=replace(case.call, axes=axes, dtypes=dtypes))

@@ -128,7 +128,9 @@ class RunSetup:
         return Missing(unusable_languages(), unmet_dependencies(solutions))
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
-        """The plan without Definitions whose reference would end or hold up this process, which computes with it from here on."""
+        """Return the plan without Definitions whose reference would end or hold up this process, which computes with it
+        from here on.
+        """
         kept = []
         for item in plan.definitions:
             try:
@@ -141,12 +143,12 @@ class RunSetup:
         return replace(plan, definitions=kept)
 
     def context(self, run_id: str = "", command: str | None = None) -> RunContext:
-        """A run with a secret seed of its own; by default with an id of its own too."""
+        """Return a run with a secret seed of its own; by default with an id of its own too."""
         return RunContext(run_id or new_run_id(self.machine.gpu), self.machine, secrets.randbits(62), command=command)
 
 
 def timing_budget(options: Options) -> TimingBudget:
-    """How long a verdict is timed: little for a quick run."""
+    """Return how long a verdict is timed: little for a quick run."""
     return TimingBudget.quick() if options.quick else TimingBudget()
 
 
@@ -203,7 +205,7 @@ class RunContext:
         config: Config,
         sandbox_level: int,
     ) -> Trace:
-        """The trace of a pair that did not pass."""
+        """Return the trace of a pair that did not pass."""
         correctness = failure.correctness if failure.status == "INCORRECT_NUMERICAL" else None
         verdict = {
             "status": failure.status,
@@ -223,7 +225,7 @@ class RunContext:
         tier: Tier,
         config: Config,
     ) -> FailurePoint | None:
-        """Where a Solution failed: at one case, or on the workload as a whole. None where nothing was judged."""
+        """Where a Solution failed: at one case, or on the workload as a whole. None if nothing was judged."""
         words = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
         command = shlex.join([*words, "--workload", workload.uuid, "--again"])
         if failure.case is not None:
@@ -257,7 +259,7 @@ class RunContext:
         config: Config,
         sandbox_level: int,
     ) -> Trace:
-        """The trace of a pair that passed; without performance in a tier that takes no time."""
+        """Return the trace of a pair that passed; without performance in a tier that takes no time."""
         verdict = {
             "status": "PASSED",
             "correctness": correctness,
@@ -316,7 +318,7 @@ class RunContext:
 
 
 def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
-    """The highest attempt of each pair of a run so far, as :class:`RunContext` counts them."""
+    """Return the highest attempt of each pair of a run so far, as :class:`RunContext` counts them."""
     found: dict[tuple[str, str, str], int] = {}
     for trace in traces:
         key = (trace.solution_digest, trace.workload_uuid, canonical_json(trace.config))
@@ -327,7 +329,9 @@ def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
 def fuzz_cases_of(
     cases: list[str], dropped: list[str], seed: int, scalars: Mapping[str, tuple[float, float]] | None = None
 ) -> FuzzCases:
-    """The cases that a solution passed in this run, as a count and a digest of their descriptions; scalars by range."""
+    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions; scalars by
+    range.
+    """
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
     return FuzzCases(
         cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped), scalars=dict(scalars or {})
@@ -356,7 +360,7 @@ def _point_of_case(
 
 
 def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
-    """The command that verifies this one case again, alone. Seeds draw other numbers on another kind of device."""
+    """Return the command that verifies this one case again, alone. Seeds draw other numbers on another kind of device."""
     variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
     words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
     for option, values in (

@@ -63,7 +63,7 @@ class Runner:
         return self.handle.device
 
     def unsupported(self, workload: Workload) -> str | None:
-        """Why the Solution's declared limits exclude this workload, or None."""
+        """Return why the Solution's declared limits exclude this workload, or None."""
         # On a CPU a tile language runs in its interpreter, whatever its targets are.
         target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
         return self.solution.record.unsupported(
@@ -101,7 +101,7 @@ class Runner:
         return device, host  # type: ignore[return-value]
 
     def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        """The timed calls must have left in their slots what the verified calls gave on the same contents."""
+        """Return the timed calls must have left in their slots what the verified calls gave on the same contents."""
         record = self.solution.record
         for slot in slots:
             found = read_outputs(pool.buffers, slot, self.definition)
@@ -314,7 +314,7 @@ class WallRun:
 
 
 def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
-    """The least that one call of a run on a CPU can have taken if nothing else had kept its threads waiting.
+    """Return the least that one call of a run on a CPU can have taken if nothing else had kept its threads waiting.
 
     Args:
         run: all calls together.
@@ -326,12 +326,12 @@ def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float
 
 
 def host_may_be_why(latency_us: float, run: WallRun) -> bool:
-    """True where a run on a CPU refutes a claim only if the host of this virtual machine did not slow it down."""
+    """Return True if a run on a CPU refutes a claim only if the host of this virtual machine did not slow it down."""
     return judge_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
 
 
 def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
-    """Why the claimed latency cannot be true, or None where the harness's clock allows it."""
+    """Return why the claimed latency cannot be true, or None if the harness's clock allows it."""
     factor, floor_us = (GPU_FACTOR, GPU_FLOOR_US) if on_gpu else (CPU_FACTOR, CPU_FLOOR_US)
     credible = factor * latency_us + floor_us + run.copies_us
     if run.alone_us is not None and run.alone_us <= credible:

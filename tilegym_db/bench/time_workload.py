@@ -42,8 +42,8 @@ class WorkloadTiming:
         budget: how long to time.
         emit: called with every trace the moment it exists.
         after_timing: called after every workload with its workload and candidates, whose rounds are the raw times.
-        peaks: what this device can do; None where that is not known.
-        audit_worker: what asking a worker costs; None where the tier audits nothing.
+        peaks: what this device can do; None if that is not known.
+        audit_worker: what asking a worker costs; None if the tier audits nothing.
     """
 
     context: RunContext
@@ -225,7 +225,7 @@ class WorkloadRun:
 
     @property
     def lacked_memory(self) -> bool:
-        """True where the GPU had no memory left for one of them while others were verified beside it."""
+        """True if the GPU had no memory left for one of them while others were verified beside it."""
         return any(isinstance(outcome, Failure) and outcome.no_memory for outcome, _ in self.outcomes.values())
 
     def __str__(self) -> str:
@@ -241,7 +241,7 @@ class SolutionGroup:
     runners: list[Runner] = field(default_factory=list)
 
     def workload_run(self, workload: Workload) -> WorkloadRun:
-        """Those of them that are planned for a workload."""
+        """Return those of them that are planned for a workload."""
         takes_part = self.plan.takes_part
         runners = [runner for runner in self.runners if takes_part(runner.solution, workload, runner.config)]
         return WorkloadRun(self.plan, workload, runners, self.cache)
@@ -269,7 +269,7 @@ GATE = "physics floor"
 def judge_time(
     performance: Performance, definition: Definition, solution: Solution, workload: Workload, peaks: GpuPeaks
 ) -> Performance | Failure:
-    """The performance with ``sol_us`` and ``sol_ratio``, or a rejection where nothing could be that fast.
+    """Return the performance with ``sol_us`` and ``sol_ratio``, or a rejection where nothing could be that fast.
 
     A Definition without a cost has no speed of light, and its times stay as they are.
 
@@ -305,7 +305,7 @@ LONG_RUN_S = 0.6
 
 
 def long_run_calls(performance: Performance, seed: int) -> int:
-    """How often a call is repeated: a secret number, so that nobody can count up to it."""
+    """Return how often a call is repeated: a secret number, so that nobody can count up to it."""
     call_us = max(performance.latency_us, performance.host_us or 0.0)
     most = max(8, min(LONG_RUN_CALLS, int(LONG_RUN_S * 1e6 / call_us)))
     return random.Random(seed).randint(most // 2, most)

@@ -79,7 +79,7 @@ class TimedRunner(Protocol):
         """(device, host) microseconds of one call on each slot, in order."""
 
     def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        """Why what the timed calls left in their slots is not what the verified calls gave, or None where it is."""
+        """Return why what the timed calls left in their slots is not what the verified calls gave, or None if it is."""
 
 
 P = TypeVar("P", bound=TimedRunner)
@@ -116,7 +116,7 @@ class TimedCandidate(Generic[P]):
         return Interval(middle, min(interval.low, middle), max(interval.high, middle))
 
     def order(self, slots: int, generator: random.Random) -> list[int]:
-        """A random sequence of slots for the next block, so that no call sees the addresses of the one before."""
+        """Return a random sequence of slots for the next block, so that no call sees the addresses of the one before."""
         sequence = [generator.randrange(slots)]
         while len(sequence) < self.block:
             sequence.append((sequence[-1] + 1 + generator.randrange(max(slots - 1, 1))) % slots)
@@ -201,7 +201,9 @@ def _time_round(
     *,
     checked: bool,
 ) -> bool:
-    """One block of every candidate, in the order given; False where the device slowed down, so that none was kept."""
+    """Return one block of every candidate, in the order given; False if the device slowed down, so that none was
+    kept.
+    """
     begun = time.monotonic()
     blocks = [(candidate, _time_block(candidate, pool, generator, checked=checked)) for candidate in running]
     if clocks is not None:
@@ -217,7 +219,7 @@ def _time_round(
 def _time_block(
     candidate: TimedCandidate[Any], pool: BufferPool, generator: random.Random, *, checked: bool
 ) -> Block | None:
-    """One block; None where the candidate failed."""
+    """Return one block; None if the candidate failed."""
     order = candidate.order(pool.slots, generator)
     # Other runners write to the same outputs: a block that finds their results there could leave them.
     pool.prepare(order, poison=True, byte=None if checked else generator.randrange(256))
@@ -311,7 +313,7 @@ class Interval:
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones."""
+    """Return the middle value, or the mean of the two middle ones."""
     ordered = sorted(samples)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -319,7 +321,7 @@ def median(samples: Sequence[float]) -> float:
 
 @lru_cache(maxsize=4096)
 def _rank(count: int) -> int:
-    """How many samples may be left out on each side at :data:`CONFIDENCE`; 0 keeps the extremes."""
+    """Return how many samples may be left out on each side at :data:`CONFIDENCE`; 0 keeps the extremes."""
     total = 0.0
     for k in range(count // 2 + 1):
         total += math.comb(count, k) * 0.5**count if count < 1000 else 0.0
@@ -332,7 +334,7 @@ def _rank(count: int) -> int:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """The median with its 99% interval; with fewer than eight samples the interval is their whole range.
+    """Return the median with its 99% interval; with fewer than eight samples the interval is their whole range.
 
     Raises:
         ValueError: no samples.
@@ -419,7 +421,9 @@ class ClockReading:
 
 
 def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
-    """One reading of many samples. While the GPU idles its clock says nothing, so busy moments count where there are any."""
+    """Return one reading of many samples. While the GPU idles its clock says nothing, so busy moments count where there
+    are any.
+    """
     taken = list(samples)
     masks = [sample.reasons for sample in taken if sample.reasons is not None]
     busy = [sample for sample in taken if not (sample.reasons or 0) & IDLE]
@@ -443,7 +447,7 @@ class Nvml:
 
     @classmethod
     def open(cls) -> Self | None:
-        """The library, started; None where there is no driver, or one that does not answer."""
+        """Return the library, started; None if there is no driver, or one that does not answer."""
         library = started_library()
         return None if library is None else cls(library)
 
@@ -452,13 +456,15 @@ class Nvml:
         self._library.nvmlShutdown()
 
     def device(self, uuid: str) -> Any:
-        """A handle by the UUID that CUDA gives, since the two libraries number devices differently; None for no device."""
+        """Return a handle by the UUID that CUDA gives, since the two libraries number devices differently; None for no
+        device.
+        """
         names = (prefix + uuid.removeprefix(prefix) for prefix in ("GPU-", "MIG-"))
         handles = (self._told(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
         return next((handle for handle in handles if handle is not None), None)
 
     def sample(self, device: Any) -> ClockSample:
-        """The SM clock and the reasons why it is not higher, now."""
+        """Return the SM clock and the reasons why it is not higher, now."""
         clock = self._told(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
         reasons = self._told(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
         if reasons is None:  # the name of the same before driver 535; the meaning of the bits did not change

@@ -38,14 +38,14 @@ class Catalog(CatalogReader):
 
     @classmethod
     def default(cls, *, warns: bool = True, trust_foreign: bool = False) -> Catalog:
-        """The shipped catalog and the user's overlay, where it exists."""
+        """Return the shipped catalog and the user's overlay, where it exists."""
         overlay = home() / "catalog"
         return cls((shipped_root(), overlay) if overlay.is_dir() else (shipped_root(),), warns, trust_foreign)
 
     # -- the lock -----------------------------------------------------------------------------------------------------
 
     def lock_findings(self) -> list[str]:
-        """What disagrees between the Definitions and ``definitions.lock.json``; empty where all is well."""
+        """What disagrees between the Definitions and ``definitions.lock.json``; empty if all is well."""
         from tilegym_db.catalog import writers
 
         return writers.findings(self)

@@ -16,7 +16,7 @@ FOLDER, SUFFIX = "blob", ".safetensors"
 
 
 def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
-    """The file that holds an input, in the first root that has it, and its bytes.
+    """Return the file that holds an input, in the first root that has it, and its bytes.
 
     Raises:
         RecordError: no root has it, it leads out of its root, its digest is not stated, or its bytes are not of that digest.

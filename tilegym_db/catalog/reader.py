@@ -40,11 +40,11 @@ class CatalogReader:
     """Whether traces count that neither came with the package nor were measured by this installation (``--trust``)."""
 
     def reread(self, root: Path) -> Self:
-        """The same roots and ``root`` as they are on disk now."""
+        """Return the same roots and ``root`` as they are on disk now."""
         return type(self)(self.roots if root in self.roots else (*self.roots, root), self.warns, self.trust_foreign)
 
     def trusting(self, foreign: bool = True) -> Self:
-        """The same records; with ``foreign``, foreign traces count too."""
+        """Return the same records; with ``foreign``, foreign traces count too."""
         same = not foreign or self.trust_foreign
         return self if same else type(self)(self.roots, self.warns, trust_foreign=True)
 
@@ -85,7 +85,7 @@ class CatalogReader:
         return {name: files for name, files in kept if files is not None}
 
     def definition(self, name: str) -> Definition:
-        """One Definition, without reading the others.
+        """Return one Definition, without reading the others.
 
         Raises:
             NotFoundError: no such name; suggests the nearest.
@@ -99,7 +99,7 @@ class CatalogReader:
         return self.read_definition(path)
 
     def solution(self, name: str) -> SolutionFiles:
-        """One Solution, without reading the others; raises as :meth:`definition` does."""
+        """Return one Solution, without reading the others; raises as :meth:`definition` does."""
         check_kind(name, str, "a solution is asked for by its name, a text")
         path = self.solution_paths.get(name)
         if path is None:
@@ -115,7 +115,7 @@ class CatalogReader:
         return {}
 
     def solutions_for(self, definition: str) -> list[SolutionFiles]:
-        """The valid Solutions of one Definition, by name."""
+        """Return the valid Solutions of one Definition, by name."""
         op_type = self.definition_paths[definition].parent.name if definition in self.definition_paths else ""
         found = self._solution_paths_of.get(op_type)
         if found is None:
@@ -128,7 +128,7 @@ class CatalogReader:
         return [files for files in kept if files is not None]
 
     def workloads_for(self, definition: str) -> list[Workload]:
-        """The valid Workloads of one Definition, in the order of their files; overlay after shipped.
+        """Return the valid Workloads of one Definition, in the order of their files; overlay after shipped.
 
         Raises:
             NotFoundError: no such Definition.
@@ -148,14 +148,16 @@ class CatalogReader:
         return list(found.values())
 
     def count_workloads(self, definition: str) -> int:
-        """How many Workloads the files of one Definition state, broken ones among them."""
+        """Return how many Workloads the files of one Definition state, broken ones among them."""
         from tilegym_db.catalog.record_files import workloads_stated
 
         files = (path for root in self.roots for path in visible(root / "workloads", f"*/{definition}.jsonl"))
         return len({one for path in files for one in workloads_stated(path)})
 
     def backwards_of(self, definition: str) -> list[Definition]:
-        """The Definitions that compute gradients of one, those of most gradients first. One that does not fit is left out."""
+        """Return the Definitions that compute gradients of one, those of most gradients first. One that does not fit is
+        left out.
+        """
         from tilegym_db.records.backward import backward_problem
 
         forward = self.definition(definition)
@@ -172,12 +174,12 @@ class CatalogReader:
         return sorted(found, key=lambda record: -len(record.outputs))
 
     def all_workloads(self) -> Iterator[Workload]:
-        """Every valid Workload of every valid Definition."""
+        """Yield every valid Workload of every valid Definition."""
         for name in self.definitions:
             yield from self.workloads_for(name)
 
     def read_definition(self, path: Path) -> Definition:
-        """The Definition of a file of this catalog; :class:`RecordError` where it is broken."""
+        """Return the Definition of a file of this catalog; :class:`RecordError` where it is broken."""
         from tilegym_db.records import Definition
 
         cached = self._cache.get(path)
@@ -194,7 +196,7 @@ class CatalogReader:
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
-        """The Definition of a file; one with saved tensors knows the forward of this catalog that computes them.
+        """Return the Definition of a file; one with saved tensors knows the forward of this catalog that computes them.
 
         Raises:
             RecordError: there is no such forward, it is broken, or this is no backward of it.
@@ -209,7 +211,7 @@ class CatalogReader:
             raise RecordError(f"{path}: backward_of: {error}", code=error.code) from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
-        """The Solution of a record of this catalog; :class:`RecordError` where it is broken."""
+        """Return the Solution of a record of this catalog; :class:`RecordError` where it is broken."""
         from tilegym_db.catalog.record_files import SolutionFiles
         from tilegym_db.records.solution import signature_problem
 

@@ -83,7 +83,8 @@ class SolutionFiles:
 
 
 def stock_of(solutions: Iterable[SolutionFiles]) -> SolutionFiles | None:
-    """The code that runs where nothing else does: of those that provide what models run, the one with the fewest constraints.
+    """Return the code that runs where nothing else does: of those that provide what models run, the one with the fewest
+    constraints.
 
     A model may have several ways of running one operator, as transformers has for experts. Kernels must beat all of them.
     """
@@ -92,7 +93,7 @@ def stock_of(solutions: Iterable[SolutionFiles]) -> SolutionFiles | None:
 
 
 def read_source(record_path: Path, name: str) -> bytes:
-    """A source file of the Solution whose record this is; refuses a link that leads out of the folder."""
+    """Return a source file of the Solution whose record this is; refuses a link that leads out of the folder."""
     folder = record_path.parent
     path = folder / name
     if not path.exists():
@@ -142,7 +143,7 @@ def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Pat
 
 
 def record_paths(root: Path) -> Iterator[Path]:
-    """Every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
+    """Yield every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
     for folder in solution_folders(root):
         inside = visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
@@ -159,7 +160,7 @@ def record_paths(root: Path) -> Iterator[Path]:
 
 
 def solution_folders(root: Path) -> list[Path]:
-    """The folders ``solutions/<op_type>/<definition or family>`` of a root.
+    """Return the folders ``solutions/<op_type>/<definition or family>`` of a root.
 
     A link to a folder that holds the link itself is none: following it would come back here, and may read the whole disk.
     """
@@ -177,7 +178,7 @@ def _leads_upwards(link: Path) -> bool:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether a folder has more in it than bytecode, which stays behind where a Solution has moved away."""
+    """Return True if a folder has more in it than bytecode, which stays behind where a Solution has moved away."""
     return any(inside.name != "__pycache__" for inside in visible(path, "*"))
 
 
@@ -194,12 +195,12 @@ def visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def record_path(place: Path) -> Path:
-    """The record of a folder of one Solution, or the file itself."""
+    """Return the record of a folder of one Solution, or the file itself."""
     return place / RECORD_NAME if place.is_dir() else place
 
 
 def in_family(path: Path) -> bool:
-    """True for a record beside the kernel of a family."""
+    """Return True for a record beside the kernel of a family."""
     return path.name != RECORD_NAME
 
 
@@ -209,7 +210,7 @@ def name_at(path: Path) -> str:
 
 
 def definition_at(path: Path) -> str:
-    """The Definition that the Solution of a record's file is for; empty where a family's record does not say."""
+    """Return the Definition that the Solution of a record's file is for; empty if a family's record does not say."""
     from tilegym_db.records.base import parse_object
 
     if not in_family(path):
@@ -223,12 +224,12 @@ def definition_at(path: Path) -> str:
 
 
 def root_of(path: Path) -> Path:
-    """The root of the catalog that a record's file belongs to."""
+    """Return the root of the catalog that a record's file belongs to."""
     return path.parents[3 if in_family(path) else 4]
 
 
 def misplaced(path: Path, record: Solution, op_type: str) -> str | None:
-    """Where a Solution of a Definition of ``op_type`` belongs, or None where it lies there."""
+    """Where a Solution of a Definition of ``op_type`` belongs, or None if it lies there."""
     family = f"solutions/{op_type}/<family>_{record.spec.language}"
     if not in_family(path):
         if (record.name, record.definition) == (path.parent.name, path.parent.parent.name):
@@ -266,7 +267,7 @@ def workloads_stated(path: Path) -> set[str | bytes]:
 
 
 def read_workloads(path: Path, definition: Definition) -> Iterator[Workload | Broken]:
-    """Every Workload of a file, in order, and in its place what a line holds that is none of this Definition."""
+    """Yield every Workload of a file, in order, and in its place what a line holds that is none of this Definition."""
     try:
         lines = read_bytes(path, "workload file", WORKLOAD_BYTES).splitlines()
     except RecordError as error:
@@ -322,7 +323,7 @@ class Broken:
         return f": {DEFINITION_BROKEN}: " in self.reason
 
     def concerns(self, names: tuple[str, ...]) -> bool:
-        """True where a command that is about ``names`` is about this too; without names it is about all."""
+        """Return True if a command that is about ``names`` is about this too; without names it is about all."""
         return not names or self.name in names or self.definition in names
 
 
@@ -353,7 +354,7 @@ ANY_PARSER = "any"
 
 
 def shipped_file() -> Path:
-    """The headers of the sources that come with the package."""
+    """Return the headers of the sources that come with the package."""
     return shipped_root() / "solutions" / FILE_NAME
 
 

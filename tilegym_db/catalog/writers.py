@@ -33,7 +33,7 @@ def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Pa
 
 
 def _check_new_definition(now: CatalogReader, record: Definition, root: Path) -> dict[str, dict[str, str]]:
-    """The lock of the root; :class:`ConflictError` where the Definition cannot be added."""
+    """Return the lock of the root; :class:`ConflictError` where the Definition cannot be added."""
     locked = read_lock(root)
     known = locked.get(record.name, {}).get(record.version)
     path = now.definition_paths.get(record.name)
@@ -160,12 +160,12 @@ Locked = dict[str, dict[str, str]]
 
 
 def _path(root: Path) -> Path:
-    """The lock of one root."""
+    """Return the lock of one root."""
     return root / "definitions" / LOCK_FILE
 
 
 def read_lock(root: Path) -> Locked:
-    """name -> version -> digest of one root; empty where it has no lock.
+    """name -> version -> digest of one root; empty if it has no lock.
 
     Raises:
         RecordError: the file is damaged; it is then never written over.

@@ -130,7 +130,8 @@ def _note_next(record: Solution, noted: int) -> None:
 def from_record(
     place: Path, definition: str | None, language: str | None, name: str | None
 ) -> tuple[Solution, dict[str, bytes]]:
-    """The Solution of a record or of its folder; options may repeat what it says, and ``name`` replaces its name.
+    """Return the Solution of a record or of its folder; options may repeat what it says, and ``name`` replaces its
+    name.
 
     Raises:
         RecordError: it is no valid Solution.
@@ -165,7 +166,7 @@ def from_file(
     author: str,
     description: str,
 ) -> tuple[Solution, dict[str, bytes]]:
-    """A Solution made of one source file; it declares nothing but contiguous tensors and every target.
+    """Return a Solution made of one source file; it declares nothing but contiguous tensors and every target.
 
     Raises:
         UsageError: ``definition`` or ``language`` is missing or unknown, or the file is no Python source.
@@ -213,7 +214,7 @@ def from_file(
 
 
 def normalise_language(language: str | None) -> str | None:
-    """The language as records spell it.
+    """Return the language as records spell it.
 
     Raises:
         UsageError: no such language.
@@ -232,7 +233,7 @@ def normalise_language(language: str | None) -> str | None:
 
 
 def returns_its_outputs(record: Solution, source: bytes, definition: Definition) -> bool:
-    """True where ``run`` takes the inputs only, so that it must return what it computes."""
+    """Return True if ``run`` takes the inputs only, so that it must return what it computes."""
     from tilegym_db.records.solution import find_function
 
     function = find_function(source, record.spec.entry_function)
@@ -334,7 +335,8 @@ def add_workload_command(
 
 
 def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None) -> list[Workload]:
-    """Every Workload of a file, checked against its Definition, which may be a draft that the catalog does not have yet.
+    """Return every Workload of a file, checked against its Definition, which may be a draft that the catalog does not
+    have yet.
 
     Raises:
         RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.

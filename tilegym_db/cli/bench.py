@@ -269,7 +269,7 @@ def _cells(result: Tuned) -> tuple[Any, ...]:
 
 
 def report_record(report: TuneReport) -> dict[str, Any]:
-    """A run as JSON: what won, every config that was judged, and what was left out."""
+    """Return a run as JSON: what won, every config that was judged, and what was left out."""
     return {
         "run_id": report.run_id,
         "gpu": report.machine.gpu,

@@ -54,7 +54,7 @@ def best_command(
     trust: Trust = False,
     spark: Spark = None,
 ) -> None:
-    """Print the fastest verified solution per operator, shape and GPU. Exit status 3 where there is none."""
+    """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.add import normalise_language
     from tilegym_db.cli.kit.options import parse_axes
@@ -133,7 +133,7 @@ BEST_DROPPED_FIRST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The cells of one row of the view ``best`` under :data:`COLUMNS`."""
+    """Return the cells of one row of the view ``best`` under :data:`COLUMNS`."""
     return (
         row["definition"],
         row["gpu"],
@@ -153,7 +153,7 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chosen_gpu(gpu: str | None) -> str | None:
-    """The slug or family that ``--gpu`` names; ``auto`` is the device of this machine, None stays None.
+    """Return the slug or family that ``--gpu`` names; ``auto`` is the device of this machine, None stays None.
 
     Raises:
         HardwareError: no such GPU.
@@ -286,13 +286,13 @@ COMPARE_DROPPED_FIRST = ("layouts", "scalars", "dtypes", "why")
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The cells of one row under :data:`COLUMNS`."""
+    """Return the cells of one row under :data:`COLUMNS`."""
     keys = ("dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
     return (row["gpu"], spelled_call(row) or None, *(row[key] or None for key in keys))
 
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
-    """One line per GPU: how often each is known to be faster, and the geometric mean of the ratios."""
+    """Return one line per GPU: how often each is known to be faster, and the geometric mean of the ratios."""
     from statistics import geometric_mean
 
     lines = []

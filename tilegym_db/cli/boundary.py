@@ -104,7 +104,7 @@ def _remembering_interrupts() -> Iterator[list[int]]:
 
 
 def _told(error: Exception) -> int | None:
-    """The exit status of an error that is known, told; None for one that is not."""
+    """Return the exit status of an error that is known, told; None for one that is not."""
     import typer
     from typer.exceptions import TyperException
 

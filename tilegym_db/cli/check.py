@@ -70,7 +70,7 @@ def command(
 
 
 def with_new_locks(catalog: Catalog) -> Catalog:
-    """The catalog after its new versions are locked, each of them named."""
+    """Return the catalog after its new versions are locked, each of them named."""
     for locked in catalog.update_lock(catalog.write_root):
         note(f"locked {locked}")
     return type(catalog).default(warns=False)
@@ -83,7 +83,7 @@ def note_next(drafts: Sequence[Path], added: Sequence[str]) -> None:
 
 
 def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str:
-    """How many were checked, and of what kind."""
+    """Return how many were checked, and of what kind."""
     kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
     return f"{len(names or catalog.definitions)} {kind}"
 
@@ -103,7 +103,9 @@ def scan_note(text: str) -> None:
 def check_catalog(
     catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None, *, runs: bool = True
 ) -> list[str]:
-    """Every finding as one line; what the static scan only notes goes to ``on_note``; no self-test without ``runs``."""
+    """Return every finding as one line; what the static scan only notes goes to ``on_note``; no self-test without
+    ``runs``.
+    """
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             catalog.definition(name)  # says that there is none, before anything takes long
@@ -151,12 +153,12 @@ def check_patterns(catalog: Catalog) -> list[str]:
 
 
 def looks_like_a_draft(name: str) -> bool:
-    """Whether an argument is a path, and not the name of a definition."""
+    """Return True if an argument is a path, and not the name of a definition."""
     return "/" in name or name.endswith(".json")
 
 
 def check_draft(path: Path, catalog: Catalog) -> list[str]:
-    """Every reason why a definition that is not in the catalog yet would not be admitted.
+    """Return every reason why a definition that is not in the catalog yet would not be admitted.
 
     Its workloads are those of the draft's folder, or else the catalog's.
     """
@@ -207,7 +209,7 @@ def _draft_workloads(file: Path, record: Definition) -> tuple[list[Workload], li
 
 
 def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
-    """Why a Definition is no backward of the one that it names."""
+    """Return why a Definition is no backward of the one that it names."""
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.records.backward import backward_problem
 

@@ -96,7 +96,7 @@ EPILOG = (
 
 @functools.cache
 def load_command(name: str) -> Any:
-    """The command of that name, from its own module."""
+    """Return the command of that name, from its own module."""
     stem = name.replace("-", "_")
     module = importlib.import_module(f"tilegym_db.cli.{MODULES.get(name, stem)}")
     function = getattr(module, f"{stem}_command", None)
@@ -110,7 +110,7 @@ def load_command(name: str) -> Any:
 
 
 def every_command() -> dict[str, Any]:
-    """Every command that does something, by what is typed: ``list``, ``task create``, ..."""
+    """Return every command that does something, by what is typed: ``list``, ``task create``, ..."""
     found = {}
     for name in (name for panel in COMMANDS.values() for name in panel):
         command = load_command(name)
@@ -125,11 +125,11 @@ class CommandTable(TyperGroup):
     """A group whose commands are those of :data:`COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Every name, in the order of the help."""
+        """Return every name, in the order of the help."""
         return [name for panel in COMMANDS.values() for name in panel]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, loaded now; None where there is none of that name."""
+        """Return the command, loaded now; None if there is none of that name."""
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -85,7 +85,7 @@ def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
 
 
 def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """The targets that ``--target`` names, once each, in the order given.
+    """Return the targets that ``--target`` names, once each, in the order given.
 
     Raises:
         HardwareError: no such target.
@@ -135,7 +135,7 @@ def select_jobs(
 
 
 def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
-    """The Solutions that names of Solutions or Definitions stand for, by name; all of them where none is given."""
+    """Return the Solutions that names of Solutions or Definitions stand for, by name; all of them where none is given."""
     from tilegym_db.errors import NotFoundError, did_you_mean
 
     chosen: dict[str, SolutionFiles] = {}
@@ -156,7 +156,8 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
 def choose_workloads(
     definition: Definition, solution: SolutionFiles, workloads: Sequence[Workload], pattern: str | None
 ) -> list[Workload]:
-    """The Workloads to compile for: those that match a glob, else one in each choice of dtypes that the Solution declares.
+    """Return the Workloads to compile for: those that match a glob, else one in each choice of dtypes that the Solution
+    declares.
 
     That is the first real one in these dtypes. Where none has them, it is the first one with its dtypes exchanged: what a
     Solution declares has to compile, whether or not somebody measures it.
@@ -188,7 +189,7 @@ def _serves(solution: SolutionFiles, definition: Definition, workload: Workload)
 
 
 def _in_dtypes(workload: Workload, dtypes: dict[str, str]) -> Workload:
-    """The same call in other dtypes, as a Workload of its own."""
+    """Return the same call in other dtypes, as a Workload of its own."""
     content = workload.model_dump(mode="json", exclude={"uuid"})
     return type(workload).model_validate({**content, "dtypes": dtypes})
 
@@ -211,7 +212,9 @@ COLUMNS = ("solution", "language", "target", "compiled", "seconds", "KiB", "note
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[tuple[Any, ...]]:
-    """One row per solution and target: how many sizes compiled, seconds, size, and the first thing that went wrong."""
+    """Return one row per solution and target: how many sizes compiled, seconds, size, and the first thing that went
+    wrong.
+    """
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for job, result in outcomes:
         groups.setdefault((job.solution.name, job.target), []).append((job, result))
@@ -240,7 +243,7 @@ def _reason(outcome: Outcome | None) -> str:
 
 
 def outcome_record(job: CompileJob, result: CompileResult) -> dict[str, Any]:
-    """One compilation as JSON."""
+    """Return one compilation as JSON."""
     return {
         "definition": job.definition.name,
         "solution": job.solution.name,
@@ -258,7 +261,9 @@ def outcome_record(job: CompileJob, result: CompileResult) -> dict[str, Any]:
 
 
 def failure_count(outcomes: Sequence[Outcome]) -> int:
-    """How many failed or lack their compiler. A target that a compiler refuses altogether is reported, not counted."""
+    """Return how many failed or lack their compiler. A target that a compiler refuses altogether is reported, not
+    counted.
+    """
     return sum(result.status in ("failed", "toolchain-missing") for _, result in outcomes)
 
 

@@ -62,7 +62,7 @@ def command(
 
 
 def own_home() -> Path:
-    """A folder under the user's home of this package that everything below reads and writes."""
+    """Return a folder under the user's home of this package that everything below reads and writes."""
     from tilegym_db.paths import HOME_VARIABLE, home
 
     folder = home() / "demo"
@@ -229,7 +229,7 @@ def foresee(tokens: int) -> None:
 
 
 def build_config(layers: int = 2) -> Any:
-    """The sizes of Llama-3.2-1B, cut to a few layers and a small vocabulary."""
+    """Return the sizes of Llama-3.2-1B, cut to a few layers and a small vocabulary."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -244,7 +244,7 @@ def build_config(layers: int = 2) -> Any:
 
 
 def build_llama(layers: int = 2) -> Any:
-    """A Llama of :func:`build_config` with random weights."""
+    """Return a Llama of :func:`build_config` with random weights."""
     import torch
     from transformers import LlamaForCausalLM
 

@@ -48,7 +48,7 @@ class Check:
 
 
 def check_lines(check: Check, width: int | None) -> list[str]:
-    """A check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
+    """Return a check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
     import textwrap
 
     head = f"{MARKS[check.state]}  {check.what:<11}  "
@@ -71,7 +71,7 @@ FILES_NAMED = 3
 
 
 def check_files() -> Iterator[Check]:
-    """Every file of measurements in the home folder can be read; says how many cannot, which, and why."""
+    """Yield every file of measurements in the home folder can be read; says how many cannot, which, and why."""
     from tilegym_db.paths import home
     from tilegym_db.store.broken_files import broken_files
 
@@ -80,7 +80,7 @@ def check_files() -> Iterator[Check]:
 
 
 def check_shared_tables() -> Iterator[Check]:
-    """Tables that came from a team: how many serve here, and why the others do not; nothing where there are none."""
+    """Tables that came from a team: how many serve here, and why the others do not; nothing if there are none."""
     from tilegym_db.paths import home
     from tilegym_db.published.shared_tables import damage_of, tables_in
 
@@ -96,7 +96,7 @@ def check_shared_tables() -> Iterator[Check]:
 
 
 def files_checks(found: BrokenFiles) -> Iterator[Check]:
-    """What is wrong with the files of one folder; nothing where there are none, or nothing is."""
+    """What is wrong with the files of one folder; nothing if there are none, or nothing is."""
     whole = [fault for fault in found.broken if fault.line == 0]
     lines = [fault for fault in found.broken if fault.line != 0]
     if whole:
@@ -206,7 +206,7 @@ def version_command(
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Distribution -> version, None where it is not installed; nothing is imported to find out."""
+    """Distribution -> version, None if it is not installed; nothing is imported to find out."""
     import importlib.metadata
     import platform
 
@@ -258,7 +258,7 @@ def _results(checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 
 def check_python() -> Iterator[Check]:
-    """The interpreter and this package."""
+    """Yield the interpreter and this package."""
     import tilegym_db
 
     yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
@@ -317,7 +317,7 @@ def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str 
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """The CUDA devices of PyTorch, with the slug and target that tilegym-db calls them."""
+    """Return the CUDA devices of PyTorch, with the slug and target that tilegym-db calls them."""
     import torch
 
     from tilegym_db.records.hardware import gpu_slug
@@ -329,7 +329,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def check_toolchains() -> Iterator[Check]:
-    """Every tile language's compiler."""
+    """Yield every tile language's compiler."""
     from tilegym_db.backends.toolchains import toolchain_status
     from tilegym_db.records import TILE_LANGUAGES
 
@@ -362,7 +362,7 @@ def check_libraries() -> Iterator[Check]:
 
 
 def check_catalog() -> Iterator[Check]:
-    """Every record can be read."""
+    """Yield every record can be read."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
 
@@ -381,7 +381,7 @@ def check_catalog() -> Iterator[Check]:
 
 
 def check_store() -> Iterator[Check]:
-    """The database can be opened, written and read."""
+    """Yield the database can be opened, written and read."""
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.queries import count_traces, measured_gpus

@@ -419,7 +419,7 @@ def _checked_names(found: DataSet, names: list[str]) -> list[str]:
 
 
 def _why_empty(found: DataSet, names: list[str]) -> str:
-    """Why neither side has a verdict, and what gives one."""
+    """Return why neither side has a verdict, and what gives one."""
     from tilegym_db.judging.judging import workloads_of
 
     chosen = [item for item in found.of_kind("solution") if not names or {item.name, item.definition} & set(names)]

@@ -103,7 +103,7 @@ def _device(gpu: str) -> tuple[str, str | None]:
 
 
 def describe(request: Request, decision: Decision, stock: str | None) -> dict[str, Any]:
-    """The decision as plain values: what ``--json`` prints, and what the table is made of."""
+    """Return the decision as plain values: what ``--json`` prints, and what the table is made of."""
     from tilegym_db.resolver import not_in_compiled_code
 
     evidence, chosen = decision.evidence, decision.evidence.candidate
@@ -132,7 +132,9 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
 
 
 def shared_tables(gpu: str, *, trust: bool = False) -> list[dict[str, Any]]:
-    """The tables of a team for a GPU slug or family: where each came from, who vouches for it, and whether it is used."""
+    """Return the tables of a team for a GPU slug or family: where each came from, who vouches for it, and whether it is
+    used.
+    """
     from tilegym_db.paths import home
     from tilegym_db.published.shared_tables import serving, tables_in
     from tilegym_db.records.hardware import same_gpu
@@ -184,7 +186,7 @@ def _print(answer: dict[str, Any], wide: bool) -> None:
 
 
 def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """One flat record per candidate, the one that is picked first: for formats that are tables."""
+    """Return one flat record per candidate, the one that is picked first: for formats that are tables."""
     picked = answer["evidence"]["measurement"] or {"solution": _stock_label(answer)}
     keys = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
     return [
@@ -233,7 +235,7 @@ def _row(mark: str, item: dict[str, Any], why: str) -> list[Any]:
 def next_step(
     definition: str, asked: str, here: str, measured: Sequence[str] = (), waiting: int = 0, *, can_bench: bool = True
 ) -> str:
-    """The next command for someone who asked about ``definition`` on the GPU ``asked``.
+    """Return the next command for someone who asked about ``definition`` on the GPU ``asked``.
 
     Args:
         asked: a slug or a family.

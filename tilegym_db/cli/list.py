@@ -85,7 +85,9 @@ def listed_rows(
     op_type: str | None,
     status: str | None,
 ) -> list[dict[str, Any]]:
-    """The rows of a family and status, as ``describe`` gives them; by default the Definitions, which are kept for next time."""
+    """Return the rows of a family and status, as ``describe`` gives them; by default the Definitions, which are kept
+    for next time.
+    """
     from tilegym_db.paths import home
     from tilegym_db.store.fingerprints import keep_rows, kept_rows, state_of
 
@@ -104,14 +106,14 @@ def listed_rows(
 
 
 def _spelled(value: Any) -> Any:
-    """A cell of the table: lists joined, a description cut to its first sentence."""
+    """Return a cell of the table: lists joined, a description cut to its first sentence."""
     if isinstance(value, list):
         return ", ".join(value)
     return value.partition(". ")[0] if isinstance(value, str) else value
 
 
 def definition_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """One row per Definition."""
+    """Return one row per Definition."""
     rows = []
     for item in definitions:
         kernels = [solution.record.spec for solution in catalog.solutions_for(item.name)]
@@ -131,7 +133,7 @@ def definition_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list
 
 
 def solution_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """One row per Solution of the Definitions."""
+    """Return one row per Solution of the Definitions."""
     return [
         {
             "solution": solution.name,
@@ -148,7 +150,7 @@ def solution_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """One row per Workload of the Definitions."""
+    """Return one row per Workload of the Definitions."""
     from tilegym_db.records import axes_key
 
     return [
@@ -166,7 +168,7 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """One row per promotion of the Definitions, with whether its trace still bears it out."""
+    """Return one row per promotion of the Definitions, with whether its trace still bears it out."""
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.loop import promotion_rows
 
@@ -193,7 +195,7 @@ def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def imported_rows(origin: str, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
-    """One row per record of a kind, of one data set or of ``all``.
+    """Return one row per record of a kind, of one data set or of ``all``.
 
     Raises:
         NotFoundError: no such data set.

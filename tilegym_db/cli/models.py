@@ -239,7 +239,7 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
 
 
 def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
-    """The cells of a speedup, its interval and what may be claimed."""
+    """Return the cells of a speedup, its interval and what may be claimed."""
     from tilegym_db.records.model_run import claims_of
 
     verdict = claims_of(run)[what].verdict
@@ -272,7 +272,7 @@ def _rows(run: ModelRun) -> list[tuple[object, ...]]:
 
 
 def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
-    """One row per way that this one is compared with; the figures in the first of them."""
+    """Return one row per way that this one is compared with; the figures in the first of them."""
     timing = run.ways[name].timing
     figures: tuple[object, ...] = (
         name,

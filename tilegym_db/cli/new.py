@@ -195,7 +195,7 @@ def new_workload(
 
 
 def _as_file_name(tag: str) -> str:
-    """A tag as part of a file's name: one that has a slash would name another folder."""
+    """Return a tag as part of a file's name: one that has a slash would name another folder."""
     return re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "model"
 
 

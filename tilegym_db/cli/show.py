@@ -261,7 +261,7 @@ UNCONFINED = " (not confined: serves this user alone, and only where the package
 
 
 def show_trace(trace_id: str, form: Form) -> bool:
-    """Print the trace of that id, or whose id starts so; False where there is none.
+    """Print the trace of that id, or whose id starts so; False if there is none.
 
     Raises:
         UsageError: several ids start so.
@@ -298,7 +298,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
 
 
 def describe(row: dict[str, Any]) -> list[str]:
-    """The lines of a trace, from a row of the view ``traces`` with what :func:`find_traces` adds."""
+    """Return the lines of a trace, from a row of the view ``traces`` with what :func:`find_traces` adds."""
     sections = {
         "": _measurement(row),
         "failed at": _failure(row["failure"]) if row["failure"] else {},
@@ -408,7 +408,7 @@ def _joined(*maps: dict[str, Any] | None) -> str:
 
 
 def _clipped(log: str) -> list[str]:
-    """The log's lines, indented: at most ``LOG_LINES`` of them, of which the tail says how it ended."""
+    """Return the log's lines, indented: at most ``LOG_LINES`` of them, of which the tail says how it ended."""
     lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in log.rstrip().splitlines()]
     if len(lines) > LOG_LINES:
         half = LOG_LINES // 2

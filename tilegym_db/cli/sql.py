@@ -69,7 +69,7 @@ Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE
 
 
 def read_statement() -> str:
-    """The statement on standard input, in UTF-8 whatever the locale.
+    """Return the statement on standard input, in UTF-8 whatever the locale.
 
     Raises:
         QueryError: it is in another encoding, or longer than any statement may be.

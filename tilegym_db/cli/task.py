@@ -194,7 +194,7 @@ def status(
 
 
 def _with_short_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with as much of each id as tells it from the others: every command takes that."""
+    """Return the rows with as much of each id as tells it from the others: every command takes that."""
     length = next(n for n in range(8, 37) if n == 36 or len({row["id"][:n] for row in rows}) == len(rows))
     return [{**row, "id": row["id"][:length]} for row in rows]
 

@@ -46,7 +46,7 @@ class AdaptedSolution:
 
 
 def native_name(text: str) -> str:
-    """A name that our records can have: the same one where it can be, else what is left of it and a digest."""
+    """Return a name that our records can have: the same one where it can be, else what is left of it and a digest."""
     if re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,127}", text):
         return text
     slug = re.sub(r"[^a-z0-9_.-]+", "-", text.lower()).strip("-._")[:100] or "x"
@@ -54,7 +54,7 @@ def native_name(text: str) -> str:
 
 
 def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
-    """The Definition for our harness, or why there can be none."""
+    """Return the Definition for our harness, or why there can be none."""
     record = item.record
     reason = _why_not(record)
     if reason is not None:
@@ -102,7 +102,9 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
 
 
 def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
-    """Why a right output of a Definition may differ from its reference's in every element; None where it may not."""
+    """Return why a right output of a Definition may differ from its reference's in every element; None if it may
+    not.
+    """
     if dialect == sol_execbench.DIALECT:
         return None  # every Workload states a tolerance there
     if is_drawn(definition):
@@ -113,7 +115,7 @@ def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
 
 
 def reference_entry(text: str) -> str:
-    """The function of a reference that computes it: ``run``, else the last one that it defines."""
+    """Return the function of a reference that computes it: ``run``, else the last one that it defines."""
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return "run" if "run" in names else names[-1]
 
@@ -129,7 +131,7 @@ def _tensor(spec: Mapping[str, Any], expressions: Mapping[str, str]) -> dict[str
 
 
 def _expanded(text: str, expressions: Mapping[str, str]) -> str:
-    """An axis, or the expression of an ``expr`` axis with such axes in it replaced in turn."""
+    """Return an axis, or the expression of an ``expr`` axis with such axes in it replaced in turn."""
     for _ in range(len(expressions) + 1):
         replaced = re.sub(r"[A-Za-z_]\w*", lambda m: f"({expressions[m[0]]})" if m[0] in expressions else m[0], text)
         if replaced == text:
@@ -139,7 +141,9 @@ def _expanded(text: str, expressions: Mapping[str, str]) -> str:
 
 
 def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Those over sizes, which shapes are drawn by, and those over contents, which drawn contents are held against."""
+    """Return those over sizes, which shapes are drawn by, and those over contents, which drawn contents are held
+    against.
+    """
     sizes: list[str] = []
     on_tensors: list[str] = []
     axes = set(record["axes"]) - set(expressions)
@@ -160,7 +164,7 @@ _SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
 
 
 def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
-    """A constraint with sizes of inputs (``indptr.shape[0]``, ``len(indptr)``) called by their axes."""
+    """Return a constraint with sizes of inputs (``indptr.shape[0]``, ``len(indptr)``) called by their axes."""
 
     def axis(found: re.Match[str]) -> str:
         shape = (inputs.get(found["name"]) or {}).get("shape") or ()
@@ -172,7 +176,7 @@ def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
 
 
 def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
-    """The reference behind a ``run`` that has our signature, whatever its own is called."""
+    """Return the reference behind a ``run`` that has our signature, whatever its own is called."""
     names = ", ".join(item.record["inputs"])
     call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if found.dialect == "fi-trace" else names
     text = item.record["reference"].rstrip()
@@ -185,7 +189,7 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
 def adapted_solution(
     found: DataSet, item: StoredRecord, adapted: Adapted, omits: Sequence[str] | None = None
 ) -> AdaptedSolution | str:
-    """The Solution for our harness, or why it is not run.
+    """Return the Solution for our harness, or why it is not run.
 
     Args:
         found: the data set.
@@ -233,7 +237,7 @@ def adapted_solution(
 
 
 def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
-    """An entry point that writes its outputs, over one that returns them or that overwrites its inputs."""
+    """Return an entry point that writes its outputs, over one that returns them or that overwrites its inputs."""
     module = path.removesuffix(".py").replace("/", ".")
     inputs = list(definition.inputs)
     given = ", ".join(f"{name}={name}" for name in inputs) if by_keyword else ", ".join(inputs)
@@ -256,7 +260,7 @@ def _entry(definition: Definition, path: str, function: str, writes: bool, by_ke
 
 
 def _is_installed(text: str) -> bool:
-    """A dependency that is not here is left out: the source then fails by itself, and says where."""
+    """Return a dependency that is not here is left out: the source then fails by itself, and says where."""
     try:
         version(Requirement(text).name)
     except (InvalidRequirement, PackageNotFoundError):
@@ -273,14 +277,16 @@ SPARSE_ATTENTION = "dsa_sparse_attention"
 
 
 def is_drawn(definition: StoredRecord) -> bool:
-    """Whether it gives indices of the family of samplers, which are mostly drawn; what masks or scales gives numbers."""
+    """Return True if it gives indices of the family of samplers, which are mostly drawn; what masks or scales gives
+    numbers.
+    """
     if definition.record.get("op_type") != "sampling":
         return False
     return any(spec["dtype"].startswith("int") for spec in definition.record["outputs"].values())
 
 
 def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
-    """The last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
+    """Return the last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
     specs = dict(zip(outputs, item.record["outputs"].values(), strict=True))
     marked = [name for name in outputs if specs[name].get("optional") is True]
     if not marked and item.name.startswith(SPARSE_ATTENTION) and len(outputs) == 2:
@@ -290,7 +296,7 @@ def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[s
 
 
 def without_argument(definition: Definition, source: bytes, function: str) -> tuple[str, ...]:
-    """The optional outputs for which a function that is given its outputs has no parameter."""
+    """Return the optional outputs for which a function that is given its outputs has no parameter."""
     found = find_function(source, function)
     if found is None or found.args.vararg is not None or not definition.optional_outputs:
         return ()

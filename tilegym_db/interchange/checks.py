@@ -58,7 +58,7 @@ class Rules:
 
 
 def check_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """A key that must be there, with a text."""
+    """Yield a key that must be there, with a text."""
     value = record.get(key)
     if key not in record:
         yield where + key, "missing key"
@@ -67,7 +67,7 @@ def check_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator
 
 
 def check_name(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
-    """A key that must be there, with a text that can be a part of a path."""
+    """Yield a key that must be there, with a text that can be a part of a path."""
     yield from check_text(record, key)
     value = record.get(key)
     if isinstance(value, str) and value and (value in _UNSAFE or any(mark in value for mark in "/\\\0")):
@@ -75,25 +75,27 @@ def check_name(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
 
 
 def check_texts(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """A list of texts, where it is there."""
+    """Yield a list of texts, where it is there."""
     value = record.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         yield where + key, "must be a list of texts"
 
 
 def check_optional_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """A text or null, where it is there."""
+    """Yield a text or null, where it is there."""
     if not isinstance(record.get(key), str | None):
         yield where + key, f"must be a text or null, not {record[key]!r:.80}"
 
 
 def is_one_of(value: Any, allowed: Collection[str]) -> bool:
-    """Whether a value is a text and one of these; JSON may hold a list or an object there, which no set can be asked for."""
+    """Return True if a value is a text and one of these; JSON may hold a list or an object there, which no set can be
+    asked for.
+    """
     return isinstance(value, str) and value in allowed
 
 
 def number(value: Any) -> float | None:
-    """A number of JSON that a float can hold; None for anything else, booleans included."""
+    """Return a number of JSON that a float can hold; None for anything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -103,7 +105,7 @@ def number(value: Any) -> float | None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number that fits 64 bits, and no boolean."""
+    """Return True if a value is a whole number that fits 64 bits, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
@@ -112,7 +114,7 @@ def is_count(value: Any) -> bool:
 
 
 def check_definition(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Why a Definition is refused; empty where it is not."""
+    """Return why a Definition is refused; empty if it is not."""
     problems = [*check_name(record, "name"), *check_texts(record, "tags"), *check_optional_text(record, "description")]
     if rules.op_type_required or record.get("op_type") is not None:
         problems += check_name(record, "op_type")
@@ -212,7 +214,7 @@ def _reference(record: Mapping[str, Any], rules: Rules) -> Iterator[Problem]:
 
 
 def check_solution(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Why a Solution is refused; its sources are inline by now, whatever the dialect."""
+    """Return why a Solution is refused; its sources are inline by now, whatever the dialect."""
     problems = [*check_name(record, "name"), *check_name(record, "definition"), *check_name(record, "author")]
     problems += check_optional_text(record, "description")
     spec = record.get("spec")
@@ -277,7 +279,7 @@ def _sources(sources: Any, problems: list[Problem]) -> Iterator[str]:
 
 
 def check_workload(record: Any, rules: Rules, where: str = "") -> list[Problem]:
-    """Why a Workload is refused, alone; whether it fits its Definition is a finding."""
+    """Return why a Workload is refused, alone; whether it fits its Definition is a finding."""
     if not isinstance(record, dict):
         return [(where.rstrip(".") or "workload", "must be an object")]
     problems = list(check_text(record, "uuid", where))
@@ -315,7 +317,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def check_trace(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Why a line of a trace file is refused; one without solution and evaluation is a Workload's."""
+    """Return why a line of a trace file is refused; one without solution and evaluation is a Workload's."""
     problems = [*check_name(record, "definition"), *check_workload(record.get("workload"), rules, "workload.")]
     evaluation = record.get("evaluation")
     if record.get("solution") is None and evaluation is None:
@@ -365,5 +367,5 @@ def _figures(
 
 
 def _figure(value: Any) -> float | None:
-    """A figure, also one spelled as text where JSON has no word for it."""
+    """Return a figure, also one spelled as text where JSON has no word for it."""
     return float(value) if is_one_of(value, ("NaN", "Infinity", "-Infinity")) else number(value)

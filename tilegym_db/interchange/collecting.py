@@ -72,7 +72,7 @@ class Collection:
         return reason is not None
 
     def parse(self, path: str, content: bytes, line: int | None = None) -> tuple[dict[str, Any], str] | None:
-        """A JSON object and its digest; None where it was refused."""
+        """Return a JSON object and its digest; None if it was refused."""
         parsed = parse(content)
         if isinstance(parsed, str):
             self.refuse(path, [("", parsed)], line)
@@ -110,7 +110,7 @@ class Collection:
         )
 
     def first_of(self, kind: Kind, name: str, digest: str, path: str) -> tuple[str, str] | None:
-        """(path, digest) of the other file that has taken a name; None where this one now has."""
+        """(path, digest) of the other file that has taken a name; None if this one now has."""
         first = self._names.setdefault((kind, name), (path, digest))
         return first if first[0] != path else None
 
@@ -168,7 +168,9 @@ class Collection:
         return self._digests[path]
 
     def _changed(self, path: str, file: Path) -> str | None:
-        """How a blob differs, or may differ, from what it was when it was exported; None where it does not, or has no past."""
+        """Return how a blob differs, or may differ, from what it was when it was exported; None if it does not, or
+        has no past.
+        """
         if self.undeclared:
             return f"nobody knows whether {path} was changed after the export: {SIDE_FILE} {self.undeclared}"
         declared = self.declared.get(path)
@@ -192,7 +194,7 @@ class Collection:
             self.declared = found
 
     def header(self, path: str, file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
-        """The header of a safetensors file, read once."""
+        """Return the header of a safetensors file, read once."""
         if path not in self._headers:
             self._headers[path] = tensor_header(file)
         return self._headers[path]
@@ -221,7 +223,9 @@ class Collection:
         return findings
 
     def misfits(self, definition: Mapping[str, Any], workload: Mapping[str, Any], base: str = "") -> list[Problem]:
-        """The tensors of a Workload whose shape or dtype its Definition does not have. Call :meth:`tensor_problems` before."""
+        """Return the tensors of a Workload whose shape or dtype its Definition does not have. Call
+        :meth:`tensor_problems` before.
+        """
         problems: list[Problem] = []
         for name, given in workload["inputs"].items():
             spec = definition["inputs"].get(name)
@@ -264,7 +268,7 @@ class Collection:
                 self.records[at] = dataclasses.replace(item, findings=(*item.findings, text))
 
     def finish(self, name: str, home: Path) -> DataSet:
-        """The data set, with the digest of every file."""
+        """Return the data set, with the digest of every file."""
         self._note_repeated_workloads()
         files = []
         for path, file in sorted(self.sources.items()):
@@ -293,7 +297,7 @@ class DeclaredBlob:
 
 
 def declared_blobs(root: Path) -> dict[str, DeclaredBlob] | str | None:
-    """Path -> content at the time of the export; None where the data set says nothing of it, or why it cannot be read."""
+    """Path -> content at the time of the export; None if the data set says nothing of it, or why it cannot be read."""
     file = root / SIDE_FILE
     try:
         if not os.path.lexists(file):

@@ -64,7 +64,7 @@ class Draft:
 
 
 def draft_of(found: DataSet, name: str) -> Draft:
-    """The draft of one Definition of a data set.
+    """Return the draft of one Definition of a data set.
 
     Raises:
         NotFoundError: the data set has no such Definition.
@@ -116,7 +116,7 @@ def draft_of(found: DataSet, name: str) -> Draft:
 
 
 def _record(found: DataSet, adapted: Adapted) -> Definition:
-    """The adapted Definition with a tag for where it comes from, and inputs drawn as its own project draws them."""
+    """Return the adapted Definition with a tag for where it comes from, and inputs drawn as its own project draws them."""
     content = adapted.definition.to_dict()
     generators: dict[str, Any] = {}
     for name in adapted.definition.tensor_inputs:
@@ -236,7 +236,7 @@ class KnownSampler:
 
 
 def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | str:
-    """The sampler that an adapted Definition is, or why it is none whose law is known here.
+    """Return the sampler that an adapted Definition is, or why it is none whose law is known here.
 
     Args:
         definition: with the inputs and outputs of the foreign record.
@@ -277,7 +277,8 @@ def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
 
 
 def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, Any]:
-    """The content of a Definition that is judged by the law of ours, and takes a random number for each row as ours does.
+    """Return the content of a Definition that is judged by the law of ours, and takes a random number for each row as
+    ours does.
 
     Args:
         content: of the adapted Definition; its own reference is not used, since it draws by itself.
@@ -308,7 +309,7 @@ def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, 
 
 
 def draws_itself(sampler: KnownSampler) -> str | None:
-    """Why the data set's own Solutions are not called here; None where they are."""
+    """Return why the data set's own Solutions are not called here; None if they are."""
     if sampler.takes_uniform:
         return None
     return (
@@ -323,12 +324,12 @@ def draws_itself(sampler: KnownSampler) -> str | None:
 
 
 def base_of(found: DataSet, item: StoredRecord) -> str:
-    """The folder that paths of tensors in a Workload or Trace start at."""
+    """Return the folder that paths of tensors in a Workload or Trace start at."""
     return PurePosixPath(item.path).parent.as_posix() if found.dialect == sol_execbench.DIALECT else ""
 
 
 def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile:
-    """The file of an input.
+    """Return the file of an input.
 
     Args:
         found: the data set.

@@ -129,7 +129,7 @@ def why_drawn(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, st
 
 
 def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], folder: str, name: str) -> Blob | None:
-    """The blob that a Workload needs; None where everything may be drawn there, or lies in files already.
+    """Return the blob that a Workload needs; None if everything may be drawn there, or lies in files already.
 
     Args:
         definition: ours.
@@ -159,12 +159,12 @@ def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], 
 
 
 def blob_seed(workload: Workload) -> int:
-    """The seed that a Workload's blob is drawn from."""
+    """Return the seed that a Workload's blob is drawn from."""
     return int.from_bytes(hashlib.sha256(f"blob of {workload.uuid}".encode()).digest()[:8], "little") >> 1
 
 
 def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """The tensors of a blob by name, on the CPU: what a draw of all inputs from that seed has for them.
+    """Return the tensors of a blob by name, on the CPU: what a draw of all inputs from that seed has for them.
 
     Args:
         blob: whose.

@@ -32,7 +32,9 @@ _LOOKED_AT = 50
 
 
 def is_this(root: Path) -> bool:
-    """Whether a folder (or one file) holds such dumps: Definitions at its top, most of which name a flashinfer API."""
+    """Return True if a folder (or one file) holds such dumps: Definitions at its top, most of which name a flashinfer
+    API.
+    """
     files = [root] if root.suffix == ".json" else sorted(root.glob("*.json"))[:_LOOKED_AT]
     return any(_is_dump(file) for file in files)
 
@@ -52,7 +54,7 @@ def _is_dump(file: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Every dump; what breaks a rule is refused, with its reason.
+    """Return every dump; what breaks a rule is refused, with its reason.
 
     Raises:
         RecordError: two of them have one name.

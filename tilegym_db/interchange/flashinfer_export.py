@@ -87,7 +87,7 @@ class _Exporter:
         self.written: set[str] = set()
 
     def wanted(self) -> Iterator[Blob]:
-        """The blobs that its Workloads need, whether there will be room for them or not."""
+        """Yield the blobs that its Workloads need, whether there will be room for them or not."""
         for item in self.items:
             if why_not(item) is None:
                 yield from self.to_write.wanted(item, self._workloads_of(item))
@@ -190,7 +190,7 @@ class _Exporter:
         return name
 
     def _baseline(self) -> str | None:
-        """The one Solution of a Definition whose author is told as ``baseline``."""
+        """Return the one Solution of a Definition whose author is told as ``baseline``."""
         stock = stock_of(self.solutions.values())
         return None if stock is None else stock.name
 
@@ -219,14 +219,18 @@ class _Exporter:
 
 
 def _has_options(solution: SolutionFiles) -> bool:
-    """Whether the entry point can be given more than inputs and outputs: FlashInfer-Bench counts parameters, and refuses it."""
+    """Return True if the entry point can be given more than inputs and outputs: FlashInfer-Bench counts parameters, and
+    refuses it.
+    """
     spec = solution.record.spec
     function = find_function(solution.sources[spec.entry_path], spec.entry_function)
     return function is None or bool(function.args.kwonlyargs or function.args.defaults)
 
 
 def _adapter(source: Definition, solution: SolutionFiles, config: Config) -> str:
-    """An entry point for what FlashInfer-Bench cannot say: tunables, a chosen config, and outputs written over inputs."""
+    """Return an entry point for what FlashInfer-Bench cannot say: tunables, a chosen config, and outputs written over
+    inputs.
+    """
     spec = solution.record.spec
     module = spec.entry_path.removesuffix(".py").replace("/", ".")
     keywords = "".join(f", {name}={value!r}" for name, value in config.items())
@@ -295,14 +299,14 @@ class WorkloadWriter:
         self.export, self.catalog, self.source, self.blobs = export, catalog, source, blobs
 
     def wanted(self, item: Specialised, workloads: Sequence[Workload]) -> Iterator[Blob]:
-        """The blobs that Workloads need, whether there will be room for them or not."""
+        """Yield the blobs that Workloads need, whether there will be room for them or not."""
         for workload in workloads:
             blob = self._blob(item, workload)
             if isinstance(blob, Blob) and self._unsayable(workload) is None:
                 yield blob
 
     def _unsayable(self, workload: Workload) -> str | None:
-        """Why a Workload has no words there, whatever its inputs hold; None where it has."""
+        """Return why a Workload has no words there, whatever its inputs hold; None if it has."""
         strided = workload.layout_classes(self.source)
         if strided:
             return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
@@ -320,7 +324,7 @@ class WorkloadWriter:
         return f"blob/workloads/{self.source.op_type}/{item.name}"
 
     def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
-        """The blob that a Workload needs, or why nobody can say which."""
+        """Return the blob that a Workload needs, or why nobody can say which."""
         try:
             return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
         except RecordError as error:
@@ -464,13 +468,13 @@ class Specialised:
         return self.name.removeprefix(f"{self.source.name}_")
 
     def covers(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> bool:
-        """Whether a call of the Definition is one of this."""
+        """Return True if a call of the Definition is one of this."""
         bound = self.source.bind_axes(axes)
         same = all(bound[name] == size for name, size in self.constants.items())
         return same and self.source.bind_dtypes(dtypes) == dict(self.dtypes)
 
     def axis_of(self, entry: str | int) -> tuple[str, dict[str, Any]]:
-        """The axis that an entry of a shape becomes, and how it is declared."""
+        """Return the axis that an entry of a shape becomes, and how it is declared."""
         if isinstance(entry, int):
             return f"n{entry}", {"type": "const", "value": entry, "description": f"The number {entry}."}
         text = entry.strip()
@@ -497,7 +501,7 @@ class Specialised:
         return found
 
     def var_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """The sizes that a Workload of it states."""
+        """Return the sizes that a Workload of it states."""
         bound = self.source.bind_axes(axes)
         given = {name: size for name, size in bound.items() if name not in self.constants}
         return given | {name: evaluate_int(text, bound) for name, text in self.derived().items()}
@@ -532,7 +536,9 @@ class Specialised:
 
 
 def _returning_all(source: Definition) -> str:
-    """The reference; one of an operator that overwrites an input may return only what it does not, and so gets a frame."""
+    """Return the reference; one of an operator that overwrites an input may return only what it does not, and so gets a
+    frame.
+    """
     if not source.in_place:
         return source.reference
     arguments = ", ".join(source.inputs)
@@ -545,7 +551,7 @@ def _returning_all(source: Definition) -> str:
 
 
 def returned_outputs(source: Definition) -> str:
-    """The last lines of a function that has ``returned`` and the overwritten inputs: every output, in order."""
+    """Return the last lines of a function that has ``returned`` and the overwritten inputs: every output, in order."""
     values = "returned if isinstance(returned, tuple | list) else (returned,)"
     overwritten = {target: name for name, target in source.in_place.items()}
     settled = "".join(f"    outputs.setdefault({target!r}, {name})\n" for target, name in overwritten.items())
@@ -563,7 +569,7 @@ def _entries(source: Definition, tensors: Iterable[str]) -> list[str | int]:
 
 
 def constant_axes(source: Definition, workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """The axes that become constants, in the Definition's order."""
+    """Return the axes that become constants, in the Definition's order."""
     told = {str(entry).strip() for entry in _entries(source, source.inputs)}
     needed = {str(entry).strip() for entry in _entries(source, source.outputs)} - told
     hidden = {axis for entry in needed for axis in names_in(entry)[0]}
@@ -589,7 +595,7 @@ def _changing_within_a_model(workloads: Sequence[Workload]) -> set[str]:
 
 
 def specialised(source: Definition, workloads: Sequence[Workload]) -> list[Specialised]:
-    """One for each dtype binding and tuple of constants that the Workloads have, by name."""
+    """Return one for each dtype binding and tuple of constants that the Workloads have, by name."""
     constants = constant_axes(source, workloads)
     found: dict[str, Specialised] = {}
     for workload in workloads:
@@ -602,7 +608,7 @@ def specialised(source: Definition, workloads: Sequence[Workload]) -> list[Speci
 
 
 def why_not(item: Specialised) -> str | None:
-    """Why FlashInfer-Bench cannot be told this Definition; None where it can."""
+    """Return why FlashInfer-Bench cannot be told this Definition; None if it can."""
     for name in (*item.source.inputs, *item.source.outputs):
         dtype = item.source.dtype_of(name, item.dtypes)
         if dtype not in FIB_DTYPES:

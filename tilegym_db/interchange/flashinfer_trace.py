@@ -18,7 +18,7 @@ _FOLDERS = {"definitions": ".json", "solutions": ".json", "workloads": ".jsonl",
 
 
 def is_this(root: Path) -> bool:
-    """Whether a folder looks like such a tree."""
+    """Return True if a folder looks like such a tree."""
     return root.is_dir() and any(
         next((root / folder).rglob(f"*{suffix}"), None) is not None for folder, suffix in _FOLDERS.items()
     )
@@ -77,7 +77,7 @@ def _solution(found: Collection, path: str, file: Path) -> None:
 
 
 def defaults_filled(record: Mapping[str, Any], rules: Rules) -> tuple[dict[str, Any], list[str]]:
-    """A Solution with what its dialect takes for granted, and which keys that were: defaults differ by dialect."""
+    """Return a Solution with what its dialect takes for granted, and which keys that were: defaults differ by dialect."""
     spec = dict(record["spec"])
     defaults: dict[str, Any] = {
         "destination_passing_style": rules.destination_passing_default,

@@ -39,7 +39,7 @@ class ImportReport:
 
 
 def recognise(path: Path) -> Dialect:
-    """The dialect of a data set.
+    """Return the dialect of a data set.
 
     Raises:
         UsageError: there is nothing there, or it is in no dialect that is known.
@@ -120,7 +120,7 @@ def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
 
 
 def default_name(path: Path) -> str:
-    """A name for a data set, from its folder's."""
+    """Return a name for a data set, from its folder's."""
     return (
         re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower() if path.is_file() else path.name.lower()).strip("-._") or "data"
     )

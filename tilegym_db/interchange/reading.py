@@ -41,7 +41,7 @@ class Line:
 
 
 def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
-    """Every regular file below a folder as (path with '/', file), by path; and what cannot be one.
+    """Return every regular file below a folder as (path with '/', file), by path; and what cannot be one.
 
     A link is read as what it leads to, where that lies inside the root.
     """
@@ -65,14 +65,16 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
 
 
 def leads_out(file: Path, root: Path) -> bool:
-    """Whether a file is a link to what lies outside a folder or in a ``.git``. One that leads nowhere, or to itself, is none."""
+    """Return True if a file is a link to what lies outside a folder or in a ``.git``. One that leads nowhere, or to
+    itself, is none.
+    """
     # Not Path.resolve, which raises for a link to itself.
     real, real_root = Path(os.path.realpath(file)), os.path.realpath(root)
     return not real.is_relative_to(real_root) or _GIT in real.relative_to(real_root).parts
 
 
 def spelled_otherwise(file: Path, suffix: str) -> str | None:
-    """Why a file is left out that differs from what is read in the case of its suffix only; None for any other."""
+    """Return why a file is left out that differs from what is read in the case of its suffix only; None for any other."""
     if file.suffix == suffix or file.suffix.lower() != suffix:
         return None
     return f"its name ends in {file.suffix}, and only {suffix} is read: rename it"
@@ -94,7 +96,7 @@ def file_digest(file: Path) -> tuple[str, int]:
 
 
 def split_lines(content: bytes) -> Iterator[Line]:
-    """The lines that hold something; empty ones are skipped, as FlashInfer-Bench does."""
+    """Yield the lines that hold something; empty ones are skipped, as FlashInfer-Bench does."""
     if content.startswith(LFS_VERSION):
         yield Line(1, 0, content)  # one thing to refuse, not a reason for each of its lines
         return
@@ -118,7 +120,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
-    """A JSON object and its digest, or why it is none.
+    """Return a JSON object and its digest, or why it is none.
 
     The digest leaves white space out and keeps everything else apart: the order of keys, and the text of numbers.
     """
@@ -172,7 +174,7 @@ def _spelled_constant(text: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Why a path of a record cannot be one inside its data set or solution; None where it can."""
+    """Return why a path of a record cannot be one inside its data set or solution; None if it can."""
     pure = PurePosixPath(path)
     if not path or not pure.parts:
         return "is empty"
@@ -186,7 +188,7 @@ def path_problem(path: str) -> str | None:
 
 
 def lfs_pointer(file: Path) -> tuple[str, int] | None:
-    """The sha256 and size that a Git LFS pointer declares; None for a file that is none."""
+    """Return the sha256 and size that a Git LFS pointer declares; None for a file that is none."""
     if file.stat().st_size > _MAX_POINTER_BYTES:
         return None
     content = file.read_bytes()

@@ -55,7 +55,7 @@ TOLERANCE: dict[str, Any] = {
 
 
 def tolerance_problems(record: Mapping[str, Any], where: str = "") -> Iterator[Problem]:
-    """Why the tolerance of a Workload is refused; it may state none."""
+    """Yield why the tolerance of a Workload is refused; it may state none."""
     given = record.get("tolerance")
     if given is None:
         return
@@ -75,14 +75,14 @@ def tolerance_problems(record: Mapping[str, Any], where: str = "") -> Iterator[P
 
 
 def is_this(root: Path) -> bool:
-    """Whether some folder below holds a problem."""
+    """Return True if some folder below holds a problem."""
     return root.is_dir() and any(
         next(file.parent.glob("workload*.jsonl"), None) is not None for file in root.rglob("definition.json")
     )
 
 
 def read(root: Path) -> Collection:
-    """Every problem; what breaks a rule is refused, with its reason, and so is a name that other content has."""
+    """Return every problem; what breaks a rule is refused, with its reason, and so is a name that other content has."""
     found = Collection(DIALECT, RULES, root)
     paths, refused = walk(root)
     found.refused += refused

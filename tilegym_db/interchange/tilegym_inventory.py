@@ -18,12 +18,13 @@ _FOLDERS = ("kernel_definitions", "kernel_solutions")
 
 
 def is_this(root: Path) -> bool:
-    """Whether some folder below (or this one) is an inventory."""
+    """Return True if some folder below (or this one) is an inventory."""
     return root.is_dir() and (root.name in _FOLDERS or any(next(root.rglob(name), None) for name in _FOLDERS))
 
 
 def read(root: Path) -> Collection:
-    """Every record of the inventory, with the content of its sources; only those of the inventory's folders are kept.
+    """Return every record of the inventory, with the content of its sources; only those of the inventory's folders are
+    kept.
 
     Raises:
         RecordError: two Definitions or two Solutions have one name.
@@ -47,7 +48,7 @@ def read(root: Path) -> Collection:
 
 
 def _repository(root: Path) -> Path:
-    """The folder that source paths start at: the nearest one above with ``src``, else the inventory's own."""
+    """Return the folder that source paths start at: the nearest one above with ``src``, else the inventory's own."""
     folder = root.resolve()
     for candidate in (folder, *folder.parents):
         if (candidate / "src").is_dir():
@@ -79,7 +80,7 @@ def _solution(found: Collection, path: str, file: Path, record: dict[str, Any], 
 
 
 def _sources(found: Collection, record: Mapping[str, Any]) -> tuple[list[Problem], list[dict[str, str]]]:
-    """The sources with the content of their files, and why some cannot be had."""
+    """Return the sources with the content of their files, and why some cannot be had."""
     given = record.get("sources")
     paths = given.get("path") if isinstance(given, dict) else None
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):

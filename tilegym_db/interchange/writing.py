@@ -69,7 +69,7 @@ def write_tree(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Pa
 
 
 def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, bytes]:
-    """The files of an imported data set, as they were.
+    """Return the files of an imported data set, as they were.
 
     A line that was refused is not in its file. With ``op_type`` only what belongs to that family is there: its records, and the
     tensors that its Workloads name.
@@ -102,7 +102,7 @@ def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, byte
 def _kept_lines(
     found: DataSet, path: str, records: list[StoredRecord], wanted: Callable[[StoredRecord], bool]
 ) -> bytes | None:
-    """A file of records without the lines that were refused or are not wanted; None where nothing is left."""
+    """Return a file of records without the lines that were refused or are not wanted; None if nothing is left."""
     content = found.content(path)
     refused = {refusal.path for refusal in found.refused}
     whole = not any(f"{path}:" in place for place in refused) and all(wanted(item) for item in records)

@@ -117,7 +117,7 @@ def _not_run(item: StoredRecord, workload: Mapping[str, Any], machine: Machine, 
 
 
 def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[Judgement]:
-    """Every Solution on the same contents."""
+    """Yield every Solution on the same contents."""
     seed = secrets.randbits(62)
     definition = task.adapted.definition
     with scratch_folder() as scratch:
@@ -141,7 +141,7 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
 
 
 def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The constraints that could not be evaluated; :class:`RecordError` where the contents break one that could."""
+    """Return the constraints that could not be evaluated; :class:`RecordError` where the contents break one that could."""
     unchecked = []
     for text in task.adapted.tensor_constraints:
         try:
@@ -225,7 +225,9 @@ def _judge_adapted(
     *,
     interpret: bool,
 ) -> Judgement:
-    """One Solution in the sandbox, by what it gives; one that omits an output has no time, since nothing is like it."""
+    """Return one Solution in the sandbox, by what it gives; one that omits an output has no time, since nothing is like
+    it.
+    """
     expected, written, _ = given
     omits = adapted.record.spec.omits
     definition, common = narrowed(task.adapted.definition, omits), _common(task, item, adapted, given)
@@ -249,7 +251,9 @@ def _judge_adapted(
 
 
 def _prepared(adapted: AdaptedSolution, item: StoredRecord, folder: Path) -> SolutionFiles | str:
-    """A Solution that a worker can load, or why there is none: one bad Solution of a data set stops none of the others."""
+    """Return a Solution that a worker can load, or why there is none: one bad Solution of a data set stops none of the
+    others.
+    """
     try:
         return prepare_solution(adapted, folder)
     except RecordError as error:
@@ -284,12 +288,12 @@ class ComparedPair:
     solution: str
     workload: str
     foreign_status: str | None
-    """The newest line of the data set; None where it has none."""
+    """The newest line of the data set; None if it has none."""
     foreign_hardware: str | None
     foreign_latency_us: float | None
     ours: Judgement | None
     promoted_status: str | None = None
-    """Of the newest trace of what was added to the catalog from a draft: a promotion, or a failure. None where there is none."""
+    """Of the newest trace of what was added to the catalog from a draft: a promotion, or a failure. None if there is none."""
     promoted_gpu: str | None = None
     promoted_latency_us: float | None = None
 
@@ -308,7 +312,7 @@ class ComparedPair:
 
 
 def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
-    """The newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
+    """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
 
     Args:
         found: the data set.
@@ -335,7 +339,7 @@ def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trac
 def compared(
     found: DataSet, judgements: Sequence[Judgement], promoted: Mapping[PairKey, Trace] | None = None
 ) -> list[ComparedPair]:
-    """Every pair that either side has a verdict on, in the order of the data set."""
+    """Return every pair that either side has a verdict on, in the order of the data set."""
     promoted = promoted or {}
     foreign: dict[PairKey, Mapping[str, Any]] = {}
     for item in found.of_kind("trace"):
@@ -365,7 +369,7 @@ def compared(
 
 
 def summary(pairs: Sequence[ComparedPair]) -> dict[str, int]:
-    """How many pairs agree, and in which way the others do not."""
+    """Return how many pairs agree, and in which way the others do not."""
     return dict(Counter(pair.agreement for pair in pairs).most_common())
 
 
@@ -481,7 +485,7 @@ class ForeignRule:
     negative_infinity: bool = False
 
     def problem(self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> str | None:
-        """Why outputs are wrong by this rule; None where they are not."""
+        """Return why outputs are wrong by this rule; None if they are not."""
         for name, wanted in reference.items():
             reason = self._problem(outputs[name], wanted)
             if reason is not None:
@@ -515,7 +519,7 @@ class ForeignRule:
 
 
 def rule_for(dialect: str, definition: StoredRecord, workload: Mapping[str, Any]) -> ForeignRule | str:
-    """The rule that a data set judges a Definition by, or why it is not known here."""
+    """Return the rule that a data set judges a Definition by, or why it is not known here."""
     if dialect == sol_execbench.DIALECT:
         given = {**sol_execbench.TOLERANCE, **(workload.get("tolerance") or {})}
         return ForeignRule(

@@ -68,7 +68,7 @@ class Confined:
         return reply if isinstance(reply, Failure) else None
 
     def call(self, expected: Expected) -> Outputs | Failure:
-        """One call on the inputs of a case: what it wrote or returned, unjudged."""
+        """Return one call on the inputs of a case: what it wrote or returned, unjudged."""
         with SharedBuffers(plan_slot(self.definition, expected.case), 1, self.device) as buffers:
             reply = self._attach(buffers, expected.case)
             if isinstance(reply, Reply):
@@ -87,7 +87,7 @@ class Confined:
             return outputs
 
     def verify(self, expected: Expected, *, timed: bool) -> tuple[float | None, Failure | None]:
-        """Every gate on one case, poison, guard bands and repeats included; then a median time in microseconds."""
+        """Return every gate on one case, poison, guard bands and repeats included; then a median time in microseconds."""
         with SharedBuffers(plan_slot(self.definition, expected.case), 1, self.device) as buffers:
             reply = self._attach(buffers, expected.case)
             if isinstance(reply, Failure):
@@ -142,7 +142,7 @@ def prepare_solution(adapted: AdaptedSolution, folder: Path) -> SolutionFiles:
 
 
 def prepare_oracle(definition: Definition, folder: Path, *, lifted: bool) -> tuple[SolutionFiles, Definition]:
-    """A reference as a source that a worker can call, and the Definition of that call.
+    """Return a reference as a source that a worker can call, and the Definition of that call.
 
     ``lifted``: every floating-point input, cast and output is float64, so that nothing rounds; else as it is written.
     """
@@ -196,7 +196,7 @@ def outputs_of(
 def expected_by_reference(
     definition: Definition, case: Case, inputs: Values, device: str, folder: Path
 ) -> tuple[Expected, Outputs, str] | Failure:
-    """The oracle's outputs, those of the reference as it is written, and which oracle it is.
+    """Return the oracle's outputs, those of the reference as it is written, and which oracle it is.
 
     ``fp64``: the reference lifted; ``as_written`` where it does not survive that, or does not pass our gates against it.
     """

@@ -57,7 +57,7 @@ def _apart(returned: Any) -> Any:
 
 
 def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
-    """The dtypes that each input may have, in order; none for a number."""
+    """Return the dtypes that each input may have, in order; none for a number."""
     return [
         frozenset()
         if spec.is_scalar

@@ -22,7 +22,7 @@ Coefficients = tuple[torch.Tensor, torch.Tensor]
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter in float32, also where the model was cast to half precision; float64 stays."""
+    """Return a parameter in float32, also where the model was cast to half precision; float64 stays."""
     return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
@@ -149,7 +149,7 @@ class MHCPipeline(nn.Module):
         norm_eps: float = 1e-6,
         eps: float = 1e-6,
     ) -> None:
-        """Each sublayer maps [..., H] to [..., H]; one that changes nothing where none are given. Else as HyperConnection."""
+        """Each sublayer maps [..., H] to [..., H]; one that changes nothing if none are given. Else as HyperConnection."""
         super().__init__()
         self.num_connections = num_connections
         self.sublayers = nn.ModuleList([nn.Identity()] if sublayers is None else sublayers)

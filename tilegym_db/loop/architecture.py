@@ -148,7 +148,9 @@ class Cited:
 
 
 def _why_gone(text: str, here: Cited) -> str:
-    """Why a citation holds no longer; a case, ``trace:GPU/SOLUTION/AXES``, holds after another measurement, an id does not."""
+    """Return why a citation holds no longer; a case, ``trace:GPU/SOLUTION/AXES``, holds after another measurement, an
+    id does not.
+    """
     kind, _, name = text.partition(":")
     if text == UNMEASURED:
         return ""
@@ -185,7 +187,7 @@ def _version_findings(pattern: Pattern, pinned: Mapping[str, str]) -> list[str]:
 
 
 def _pinned(roots: Sequence[Path]) -> dict[str, str]:
-    """Package -> version, of a checkout's ``constraints.txt``; nothing where there is none."""
+    """Package -> version, of a checkout's ``constraints.txt``; nothing if there is none."""
     lines = [
         line for root in roots if (root / "constraints.txt").is_file() for line in (root / "constraints.txt").open()
     ]

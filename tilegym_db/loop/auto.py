@@ -115,7 +115,7 @@ class Kernelizer:
         self.say(f"{experiment.decision}: {experiment.reason}")
 
     def _on_trial(self) -> list[Task]:
-        """The tasks of this model whose kernels are on trial; what is decided already is carried out."""
+        """Return the tasks of this model whose kernels are on trial; what is decided already is carried out."""
         folder = loop_folder(self.home) / "trials"
         named = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
         decided = {one.task: one for one in journaled(Experiment, self.home)}
@@ -196,7 +196,7 @@ class Kernelizer:
     # -- the author ---------------------------------------------------------------------------------------------------
 
     def _author(self, task: Task) -> tuple[Attempt | None, str]:
-        """The last attempt at a task, and what the author's last problem was."""
+        """Return the last attempt at a task, and what the author's last problem was."""
         last, problem = last_attempt(task, self.home), ""
         if last is not None and last.verdict == "promoted":
             return last, ""
@@ -234,7 +234,7 @@ class Kernelizer:
         return problem
 
     def _judged(self, task: Task, folder: Path) -> Attempt:
-        """The verdict on what is in the folder; or the one that ``task submit`` came to while the loop waited."""
+        """Return the verdict on what is in the folder; or the one that ``task submit`` came to while the loop waited."""
         known = last_attempt(task, self.home) if (folder / SUBMITTED).is_file() else None
         return known or submit(task, folder, home=self.home, root=self.home / "catalog")
 
@@ -298,7 +298,7 @@ class Outcome:
     changed: dict[str, str] = field(default_factory=dict)
 
     def experiment(self, state: ModelState, task: Task, before: Coverage, base: str, seconds: float) -> Experiment:
-        """The record of it, for the journal."""
+        """Return the record of it, for the journal."""
         now = datetime.now(UTC)
         run = self.run
         content = {
@@ -324,7 +324,9 @@ class Outcome:
 
 
 def unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
-    """The outcome where no kernel was promoted: the last attempt, if any, and what the author's last problem was."""
+    """Return the outcome where no kernel was promoted: the last attempt, if any, and what the author's last problem
+    was.
+    """
     if problem == "timeout":
         return Outcome("timeout", "the budget ran out before the author was done")
     if attempt is None:
@@ -354,7 +356,7 @@ class Trial:
 
     @property
     def base(self) -> str:
-        """Digest of the table that the resolver reads now; empty where nothing is published for this user."""
+        """Digest of the table that the resolver reads now; empty if nothing is published for this user."""
         path = self.published / LOCK_NAME
         return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
 
@@ -419,7 +421,7 @@ class Trial:
 
 
 def _files_of(folder: Path) -> Mapping[str, bytes]:
-    """Contents by path below the folder; nothing where there is no folder."""
+    """Contents by path below the folder; nothing if there is no folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -441,7 +443,7 @@ def judge_digest(catalog: Catalog) -> str:
 
 
 def author_command(command: str) -> list[str]:
-    """The words of a command, with the program by its whole path: it is started in another folder than this one.
+    """Return the words of a command, with the program by its whole path: it is started in another folder than this one.
 
     Raises:
         UsageError: it is no command, or there is no such program.
@@ -469,7 +471,7 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
     """Start the command in a fresh folder with the prompt on stdin, and wait for it.
 
     Returns:
-        None where it left something to hand in, else what went wrong: ``timeout``, or how it ended.
+        None if it left something to hand in, else what went wrong: ``timeout``, or how it ended.
 
     Raises:
         UsageError: it is no command, or cannot be started.

@@ -61,7 +61,7 @@ class FitOptions:
 class FitReport:
     """What came of it.
 
-    ``calls`` are the kinds of calls that the model makes, ``measured`` what was measured of them now (None where nothing was
+    ``calls`` are the kinds of calls that the model makes, ``measured`` what was measured of them now (None if nothing was
     left to measure), ``runs`` the model before and after and ``new_runs`` how many of them were timed now, ``speedup`` the same
     of a model in memory. ``pieces`` say what share of the time each part of the model's own code takes, and what serves it.
     """
@@ -206,7 +206,9 @@ def _fit(
 
 
 def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Machine) -> list[str]:
-    """The Solutions that could serve calls of some Definitions here: a CPU runs no tile language but in an interpreter."""
+    """Return the Solutions that could serve calls of some Definitions here: a CPU runs no tile language but in an
+    interpreter.
+    """
     return [
         files.name
         for name in sorted(definitions)

@@ -148,7 +148,7 @@ def _task(piece: Piece, machine: Machine, language: str) -> Task:
 
 
 def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
-    """The time of each module class in one call of a model as it is, and all of it, in microseconds."""
+    """Return the time of each module class in one call of a model as it is, and all of it, in microseconds."""
 
     def call() -> Any:
         with torch.no_grad():
@@ -204,7 +204,7 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
 
 
 def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
-    """The Definitions that verified kernels serve in this model here, and every kind of call that it makes."""
+    """Return the Definitions that verified kernels serve in this model here, and every kind of call that it makes."""
     handle = patch_what_fits(model, verify=True, inputs=inputs, catalog=catalog)
     try:
         with torch.no_grad():
@@ -216,7 +216,7 @@ def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str]
 
 
 def kept_calls(captured: Sequence[Workload], tag: str) -> list[Workload]:
-    """The catalog's own record of each captured call, which has been added where it had none."""
+    """Return the catalog's own record of each captured call, which has been added where it had none."""
     keep_workloads(tuple(captured), tag)
     fresh = Catalog.default()
     known = {name: fresh.workloads_for(name) for name in {item.definition for item in captured}}
@@ -271,7 +271,9 @@ def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folde
 
 
 def _captured(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor) -> dict[str, Any]:
-    """The tensors of the first call of a module of the class: what it is given, its own weights, what it returns."""
+    """Return the tensors of the first call of a module of the class: what it is given, its own weights, what it
+    returns.
+    """
     module = next(item for item in model.modules() if type(item) is cls)
     kept: dict[str, Any] = {}
 

@@ -40,7 +40,7 @@ def serve(allow_submit: bool) -> None:
 
 
 def make_server(allow_submit: bool) -> MCPServer:
-    """The server with its tools; those that write only with ``allow_submit``."""
+    """Return the server with its tools; those that write only with ``allow_submit``."""
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
@@ -100,7 +100,7 @@ async def task_status(task: str | None = None) -> list[dict[str, Any]]:
 
 
 async def task_prompt(task: str) -> str:
-    """The page of a task for its author: operator, shapes, bars, rules, earlier attempts, patterns."""
+    """Return the page of a task for its author: operator, shapes, bars, rules, earlier attempts, patterns."""
     return await _command("task", "prompt", task)
 
 

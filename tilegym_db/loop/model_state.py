@@ -141,7 +141,7 @@ def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Se
 
 
 def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Coverage:
-    """The median of several profiles with the lowest and the highest."""
+    """Return the median of several profiles with the lowest and the highest."""
     ordered = sorted(min(max(share, 0.0), 1.0) for share in shares)
     return Coverage(
         median=ordered[len(ordered) // 2], low=ordered[0], high=ordered[-1], profiles=len(ordered), time_of=time_of
@@ -149,7 +149,7 @@ def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Cove
 
 
 def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
-    """The piece of stock code that costs most and that a task can be made for; None where nothing is left.
+    """Return the piece of stock code that costs most and that a task can be made for; None if nothing is left.
 
     Args:
         pieces: of the model as it is served now.
@@ -165,7 +165,7 @@ def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
 
 
 def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | None:
-    """Why the loop ends before nothing is left to do; None where it goes on.
+    """Return why the loop ends before nothing is left to do; None if it goes on.
 
     Args:
         experiments: of this run, in order.

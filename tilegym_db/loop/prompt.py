@@ -29,7 +29,7 @@ SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_1
 
 
 def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = None) -> str:
-    """The page of a task, from the records and the journal of attempts.
+    """Return the page of a task, from the records and the journal of attempts.
 
     Raises:
         ConflictError: the Definition or a pattern is not what it was when the task was made.
@@ -53,7 +53,7 @@ def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = No
 
 
 def prompt_text(task: Task, definition: Definition, attempts: Sequence[Attempt], patterns: Sequence[Pattern]) -> str:
-    """The page, in ten sections. Pure."""
+    """Return the page, in ten sections. Pure."""
     sections = (
         ("Operator", _operator(definition)),
         ("Shapes", _shapes(task)),

@@ -83,7 +83,9 @@ def recommend(
 
 
 def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
-    """The promotion for a call: of its very sizes, else the one whose sizes are nearest. Pure but for reading the catalog."""
+    """Return the promotion for a call: of its very sizes, else the one whose sizes are nearest. Pure but for reading
+    the catalog.
+    """
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
     axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
@@ -110,5 +112,5 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gp
 
 
 def _distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """How far apart two sizes are: the sum of factors between their axes, in powers of two."""
+    """Return how far apart two sizes are: the sum of factors between their axes, in powers of two."""
     return sum(abs(math.log2(max(one.get(name, 1), 1) / max(size, 1))) for name, size in other.items())

@@ -14,13 +14,13 @@ SHOWN = ("id", "definition", "language", "gpu", "objective", "workloads", "attem
 
 
 def tasks_table(home: Path | None = None) -> list[dict[str, Any]]:
-    """One row per task, in the order in which they were made."""
+    """Return one row per task, in the order in which they were made."""
     with open_store(home, read_only=True) as store:
         return [{name: row[name] for name in SHOWN} for row in task_rows(store)]
 
 
 def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
-    """One row per attempt at a task, with how far it came and why no further."""
+    """Return one row per attempt at a task, with how far it came and why no further."""
     own = sorted(attempts_at(task, home or default_home()), key=lambda one: one.number)
     return [
         {
@@ -43,12 +43,12 @@ def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
 
 
 def attempts_at(task: Task, home: Path) -> list[Attempt]:
-    """Each as far as it came, in the order in which they were received."""
+    """Return each as far as it came, in the order in which they were received."""
     return [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
 
 
 def last_attempt(task: Task, home: Path) -> Attempt | None:
-    """The one that was promoted, else the newest."""
+    """Return the one that was promoted, else the newest."""
     return max(attempts_at(task, home), key=lambda one: (one.verdict == "promoted", one.number), default=None)
 
 

@@ -20,12 +20,12 @@ from tilegym_db.records import Definition, Solution
 
 
 def candidate_root(home: Path | None = None) -> Path:
-    """The root of the candidates' catalog."""
+    """Return the root of the candidates' catalog."""
     return loop_folder(home) / "candidates"
 
 
 def with_candidates(catalog: Catalog | None = None, home: Path | None = None) -> Catalog:
-    """A catalog that has the submissions too, as they are on disk now."""
+    """Return a catalog that has the submissions too, as they are on disk now."""
     catalog = catalog or Catalog.default()
     return catalog.reread(candidate_root(home or default_home()))
 

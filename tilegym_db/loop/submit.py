@@ -54,7 +54,7 @@ class Submission:
     _device_s: float = 0.0
 
     def at(self, step: Step) -> bool:
-        """Whether a step was passed before, by this run or one that was killed."""
+        """Return True if a step was passed before, by this run or one that was killed."""
         return STEPS.index(self.attempt.stage) >= STEPS.index(step)
 
     def passed(self, step: Step, verdict: Verdict = "pending", **changes: Any) -> Attempt:
@@ -151,7 +151,7 @@ def submit(
 def _open(
     task: Task, definition: Definition, folder: Path, received: SolutionFiles | AttemptRefusal, home: Path
 ) -> tuple[Submission, bool]:
-    """The attempt that this source has already, or a new one; and whether it was there."""
+    """Return the attempt that this source has already, or a new one; and whether it was there."""
     if isinstance(received, AttemptRefusal):
         digest = folder_digest(folder)
         name = f"{task.definition}_{task.language}_{digest[:12]}"
@@ -212,7 +212,7 @@ def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog)
 
 
 def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> Attempt | None:
-    """Verify and time it; what is not measured yet is. None where it goes on."""
+    """Verify and time it; what is not measured yet is. None if it goes on."""
     traces = submission.on_device(lambda: _measure(submission, candidate, catalog, ("screen", "interpreter")))
     ids = tuple(trace.trace_id for trace in traces)
     refusal = screen_refusal(submission.task, traces)
@@ -230,7 +230,9 @@ def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) 
 
 
 def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog, tiers: tuple[str, ...]) -> list[Trace]:
-    """The traces of a candidate on the task's workloads in some tiers: those that there are, and what was missing."""
+    """Return the traces of a candidate on the task's workloads in some tiers: those that there are, and what was
+    missing.
+    """
     task, own = submission.task, with_candidates(catalog, submission.home)
     uuids = tuple(item.uuid for item in task.workloads)
     found = _stored(submission, candidate, own, tiers)
@@ -297,7 +299,7 @@ class AttemptRefusal:
 
 
 def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
-    """The Solution that a folder holds, or why it is none that the task asks for. Nothing of it runs.
+    """Return the Solution that a folder holds, or why it is none that the task asks for. Nothing of it runs.
 
     Raises:
         UsageError: ``folder`` is no folder.
@@ -383,7 +385,7 @@ def compile_refusal(results: Sequence[CompileResult]) -> AttemptRefusal | None:
 
 
 def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None:
-    """The first workload that a screen did not pass, or on which it is clearly slower than the bar.
+    """Return the first workload that a screen did not pass, or on which it is clearly slower than the bar.
 
     Args:
         task: names the workloads and the bar.
@@ -411,7 +413,7 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
 
 
 def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
-    """The first workload that was not promoted.
+    """Return the first workload that was not promoted.
 
     Args:
         task: names the workloads.
@@ -434,7 +436,7 @@ def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str,
 
 
 def unmeasured(task: Task, traces: Collection[Trace]) -> list[str]:
-    """The workloads of a task, by uuid, that none of the traces is about."""
+    """Return the workloads of a task, by uuid, that none of the traces is about."""
     seen = {trace.workload_uuid for trace in traces}
     return [item.uuid for item in task.workloads if item.uuid not in seen]
 

@@ -75,7 +75,7 @@ def create_task(
 def _content(
     store: Store, catalog: Catalog, operator: Definition, slug: str, workload: str | tuple[str, ...] | None
 ) -> dict[str, object]:
-    """The part of a task that follows from the records and from what was measured on a GPU."""
+    """Return the part of a task that follows from the records and from what was measured on a GPU."""
     chosen = _workloads(catalog, operator, slug, workload)
     return {
         "definition": operator.name,
@@ -112,7 +112,7 @@ def _check_request(language: str, min_speedup: float) -> None:
 
 
 def _kept(task: Task, home: Path) -> Task:
-    """The task of this content that is in the journal; written there first where none is."""
+    """Return the task of this content that is in the journal; written there first where none is."""
     with loop_lock(home):
         known = next((other for other in journaled(Task, home) if other.id == task.id), None)
         if known is None:
@@ -121,7 +121,7 @@ def _kept(task: Task, home: Path) -> Task:
 
 
 def unpromotable(language: str, gpu: str) -> str:
-    """Why no kernel for such a task can be promoted; empty where one can."""
+    """Return why no kernel for such a task can be promoted; empty if one can."""
     if gpu != CPU or language not in TILE_LANGUAGES:
         return ""
     return (
@@ -131,7 +131,7 @@ def unpromotable(language: str, gpu: str) -> str:
 
 
 def find_task(prefix: str, home: Path | None = None) -> Task:
-    """The task whose id begins so.
+    """Return the task whose id begins so.
 
     Raises:
         NotFoundError: none does, or several do.
@@ -145,7 +145,9 @@ def find_task(prefix: str, home: Path | None = None) -> Task:
 
 
 def patterns_for(catalog: Catalog, definition: Definition, language: str) -> list[Pattern]:
-    """The patterns that a prompt carries: those about the operator before those about its family and about everything."""
+    """Return the patterns that a prompt carries: those about the operator before those about its family and about
+    everything.
+    """
     patterns, _ = read_patterns(catalog)
     fitting = [item for item in patterns if item.fits(definition.name, definition.op_type, language)]
     return sorted(fitting, key=lambda item: (_distance(item, definition), item.id))[:MOST_PATTERNS]
@@ -159,7 +161,7 @@ def _distance(pattern: Pattern, definition: Definition) -> int:
 
 
 def _slug(gpu: str, store: Store) -> str:
-    """The one GPU that a task is for: of a family, the one in this machine, else the one that was measured."""
+    """Return the one GPU that a task is for: of a family, the one in this machine, else the one that was measured."""
     if gpu == "auto":
         return select_machine("auto").gpu
     return one_gpu_meant(parse_gpu(gpu), map(gpu_slug, driver_gpu_names()), traced_gpus(store))

@@ -59,8 +59,8 @@ class CallSite:
     Attributes:
         serve: ``serve(*inputs)`` gives the outputs by a kernel, or None with nothing done.
         dispatcher: what ``serve`` asks.
-        operator: what goes into compiled code; None where only stock code may.
-        training: serves calls that a derivative may be asked of; None where only stock code may.
+        operator: what goes into compiled code; None if only stock code may.
+        training: serves calls that a derivative may be asked of; None if only stock code may.
         stock: ``stock(*inputs)`` returns the outputs by the Definition's stock solution.
         bypassed: how many calls were not served, by reason.
         own_code: how many calls the model's own code would have run in each of its ways, where it has several.
@@ -133,7 +133,7 @@ class CallSite:
                 self.patience = self.give_up(self)
 
     def must_run_stock(self, training: bool, *tensors: Any) -> bool:
-        """Whether the call must run the stock code whatever was measured; if so it is counted.
+        """Return True if the call must run the stock code whatever was measured; if so it is counted.
 
         Args:
             training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
@@ -158,7 +158,7 @@ class CallSite:
         return True
 
     def ask(self, training: bool, *inputs: Any) -> Any:
-        """The outputs by a kernel, or None with nothing done, for a call that does not have to run stock code.
+        """Return the outputs by a kernel, or None with nothing done, for a call that does not have to run stock code.
 
         Args:
             training: the module's flag.
@@ -179,7 +179,7 @@ class CallSite:
         return outputs
 
     def traced(self, training: bool, *tensors: Any) -> Operator | None:
-        """The operator to put into compiled code for these tensors, or None for the stock code.
+        """Return the operator to put into compiled code for these tensors, or None for the stock code.
 
         A compiler runs this while it traces, and guards on what it reads. Nothing is counted, and an exported program has
         no operators of this package in it. One dtype only: what an operation of several dtypes gives is for PyTorch to say.
@@ -205,7 +205,7 @@ _numbers = itertools.count()
 
 
 def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
-    """A class that differs from ``base`` in ``forward`` only.
+    """Return a class that differs from ``base`` in ``forward`` only.
 
     It keeps the name, so that configs keyed by class name go on working; copying or pickling an instance gives back the base
     class, so that nothing of this package ends up in a checkpoint.
@@ -231,19 +231,20 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
 
 
 def is_patched(module: torch.nn.Module) -> bool:
-    """True where the module's class, or one that it derives from, was made by :func:`subclass`."""
+    """Return True if the module's class, or one that it derives from, was made by :func:`subclass`."""
     return hasattr(type(module), _MARK)
 
 
 def unpatched_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The module's class, or what it was before :func:`subclass` made another of it."""
+    """Return the module's class, or what it was before :func:`subclass` made another of it."""
     cls = type(module)
     replaced: type[torch.nn.Module] | None = vars(cls).get(_MARK)
     return cls if replaced is None else replaced
 
 
 def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:
-    """The same code, reading its globals from a module of its own in which some are replaced; and what removes that module.
+    """Return the same code, reading its globals from a module of its own in which some are replaced; and what removes
+    that module.
 
     The module is registered under a private name because tracers look a function's globals up by module name. It is removed
     by the second result, or with the function.
@@ -264,7 +265,7 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether calling a module does more than its class's forward: hooks, or a forward of its own."""
+    """Return True if calling a module does more than its class's forward: hooks, or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -273,21 +274,21 @@ def has_hooks(module: Any) -> bool:
 
 
 def rows(value: torch.Tensor) -> torch.Tensor | None:
-    """[..., N] as [M, N] without a copy; None where the strides do not allow it, or N is not the innermost one."""
+    """[..., N] as [M, N] without a copy; None if the strides do not allow it, or N is not the innermost one."""
     if value.dim() == 2 and value.stride(1) == 1:
         return value
     return value.view(-1, value.shape[-1]) if are_rows(value) else None
 
 
 def are_rows(value: torch.Tensor) -> bool:
-    """Whether :func:`rows` has an answer; a matrix counts only where it is not empty."""
+    """Return True if :func:`rows` has an answer; a matrix counts only where it is not empty."""
     if value.dim() < 2 or value.numel() == 0:
         return False
     return value.is_contiguous() or _has_mergeable_rows(value)
 
 
 def _has_mergeable_rows(value: torch.Tensor) -> bool:
-    """Whether the leading axes, from the last to the first, are steps of one constant stride."""
+    """Return True if the leading axes, from the last to the first, are steps of one constant stride."""
     *leading, last = zip(value.shape, value.stride(), strict=True)
     steps = [(size, stride) for size, stride in leading if size != 1]
     follow = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(steps))

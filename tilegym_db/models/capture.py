@@ -82,7 +82,9 @@ def captured_calls(
 
 
 def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: int) -> Mapping[str, Any] | None:
-    """The same arguments with random ids wherever there is a token; None where there are no ids, or no vocabulary."""
+    """Return the same arguments with random ids wherever there is a token; None if there are no ids, or no
+    vocabulary.
+    """
     ids, mask, size = given.get("input_ids"), given.get("attention_mask"), _vocabulary(model)
     if not isinstance(ids, torch.Tensor) or size is None:
         return None
@@ -117,7 +119,7 @@ def _vocabulary(model: torch.nn.Module) -> int | None:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, overlaps and alignment in memory of its own."""
+    """Return a copy with the same strides, overlaps and alignment in memory of its own."""
     if tensor.numel() == 0:
         return tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -128,7 +130,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a model's arguments for one run, which may change them, as it does a cache of keys and values.
+    """Return a copy of a model's arguments for one run, which may change them, as it does a cache of keys and values.
 
     Raises:
         UsageError: an argument cannot be copied, such as a tensor that a graph of gradients leads to.
@@ -174,7 +176,9 @@ class _Recorder:
 
 
 def _is_activation(value: Any) -> bool:
-    """Whether a model may overwrite it before it is looked at. Weights stay as they are, and those of experts are large."""
+    """Return True if a model may overwrite it before it is looked at. Weights stay as they are, and those of experts
+    are large.
+    """
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
@@ -228,7 +232,7 @@ CAPTURED = "captured"
 
 
 def workload_of(definition: Definition, call: CapturedCall, allocate: Allocate) -> Workload | None:
-    """The sizes, dtypes, scalars and strides of a captured call; None where no Workload can say them.
+    """Return the sizes, dtypes, scalars and strides of a captured call; None if no Workload can say them.
 
     That is so for a call that is none of the Definition (stock code serves it), and for a tensor that overlaps itself.
     """
@@ -264,13 +268,15 @@ def workload_of(definition: Definition, call: CapturedCall, allocate: Allocate) 
 
 
 def _settled_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides, with that of a dimension of size 1, which may be anything, as if the dimensions after it were dense."""
+    """Return the strides, with that of a dimension of size 1, which may be anything, as if the dimensions after it were
+    dense.
+    """
     dense = contiguous_strides(value.shape)
     return tuple(own if size != 1 else step for size, own, step in zip(value.shape, value.stride(), dense, strict=True))
 
 
 def new_workloads(workloads: Iterable[Workload], catalog: Catalog, tags: Sequence[str] = ()) -> list[Workload]:
-    """Those that the catalog does not have under whatever spelling, with more tags.
+    """Return those that the catalog does not have under whatever spelling, with more tags.
 
     Two Workloads are one where sizes, dtypes, scalars and strides agree: ``strided(S*D, 1)`` is ``strided(1024, 1)``.
     """

@@ -34,7 +34,7 @@ class Found:
     apart: the rotary function of a rope, the norm that a layer calls with its residual sum, the Definition that some calls of an
     attention are. ``samples`` are the modules to probe, which speak for the others. ``norm`` is what was found of the norm that a
     layer calls. ``before`` is what the patched forward calls first, through a call site of its own. ``nominee`` is what the site
-    computes once that is confirmed. ``reason`` says why the site stays stock; empty where it may be patched.
+    computes once that is confirmed. ``reason`` says why the site stays stock; empty if it may be patched.
     """
 
     kind: str
@@ -67,14 +67,14 @@ class Nominee(NamedTuple):
         return self.code.attributes.get(name, name)
 
     def value(self, module: Module, name: str) -> Any:
-        """An input that a module keeps, or that its code has as a constant; None where it has no such attribute."""
+        """Return an input that a module keeps, or that its code has as a constant; None if it has no such attribute."""
         constant = self.code.constants.get(name)
         value = getattr(module, self.attribute(name), None) if constant is None else constant
         # A whole number stands for another in a model's code; a Definition takes what it says.
         return float(value) if type(value) is int and self.definition.inputs[name].dtype in FLOATS else value
 
     def why_no_number(self, module: Module, name: str) -> str:
-        """Why what a module has for a number of the Definition is none; empty where it is one."""
+        """Return why what a module has for a number of the Definition is none; empty if it is one."""
         value, dtype = self.value(module, name), self.definition.inputs[name].dtype
         expected = bool if dtype == "bool" else float if dtype in FLOATS else int
         if type(value) is expected:
@@ -111,7 +111,7 @@ class OwnCode(NamedTuple):
     """The model's own code of a part that it can run in several ways.
 
     ``way`` is the name of the one that is set. ``call(*inputs) -> output`` runs the one that is set when it is called, on the
-    inputs of the Definition; None where no Definition describes the part.
+    inputs of the Definition; None if no Definition describes the part.
     """
 
     way: str
@@ -125,7 +125,7 @@ class Part(Protocol):
     """
 
     def find(self, model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-        """The groups of modules that look like it; ``others`` are those of the parts that it comes after."""
+        """Return the groups of modules that look like it; ``others`` are those of the parts that it comes after."""
 
     def variants(self, found: Found, known: KnownCode) -> Variants | str:
         """What their code may compute, or why no Definition describes it."""
@@ -134,7 +134,9 @@ class Part(Protocol):
         """Random inputs and what the module's own code gives for them, or why it cannot be probed."""
 
     def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | Globals:
-        """The forward that asks for a kernel first, or what the forward is to see in place of functions that it calls."""
+        """Return the forward that asks for a kernel first, or what the forward is to see in place of functions that it
+        calls.
+        """
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class KnownCode:
         return tuple(sorted(self._by_part))
 
     def definitions(self, part: str) -> list[Definition]:
-        """Every Definition of a part, by name."""
+        """Return every Definition of a part, by name."""
         return [
             definition
             for definition in self.catalog.definitions.values()
@@ -171,13 +173,13 @@ class KnownCode:
         ]
 
     def is_stated(self, part: str, function: Any) -> bool:
-        """Whether a Definition of a part states this very code."""
+        """Return True if a Definition of a part states this very code."""
         return (fingerprint(function) or "") in self._by_part.get(part, {})
 
     def look_up(
         self, part: str, function: Any, callees: Mapping[str, Any], what: str, undescribed: Mapping[str, str]
     ) -> list[Nominee] | str:
-        """The Definitions of a part that a function may compute, or why there are none.
+        """Return the Definitions of a part that a function may compute, or why there are none.
 
         Args:
             part: the kind of part.
@@ -221,7 +223,7 @@ def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[Found]:
 
 
 def of_class(ask: Callable[[type[Module]], Answer]) -> Callable[[Module], Answer]:
-    """A question about the class of a module, asked once for each class."""
+    """Return a question about the class of a module, asked once for each class."""
     answers: dict[type[Module], Answer] = {}
 
     def asked(module: Module) -> Answer:
@@ -234,16 +236,16 @@ def of_class(ask: Callable[[type[Module]], Answer]) -> Callable[[Module], Answer
 
 
 def names_in_code(function: Any) -> tuple[str, ...]:
-    """The globals and attributes that a function's code names."""
+    """Return the globals and attributes that a function's code names."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return () if code is None else tuple(code.co_names)
 
 
 def methods(cls: type[Module]) -> dict[str, Any]:
-    """The methods of a class and its bases, the class's own ones first."""
+    """Return the methods of a class and its bases, the class's own ones first."""
     return {name: value for owner in reversed(cls.__mro__) for name, value in vars(owner).items()}
 
 
 def is_plain(function: Any) -> bool:
-    """Whether a function is one of plain source, not wrapped and not built in."""
+    """Return True if a function is one of plain source, not wrapped and not built in."""
     return isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")

@@ -44,7 +44,7 @@ class GpuTime:
     """GPU time of one call in microseconds: kernels, copies and fills, added up over all streams.
 
     ``replayed_us`` are replays of CUDA graphs. What was recorded into one may well be kernels of this package; in a replay
-    nothing says so, and it is not counted as theirs. ``reason`` says why there are no figures, empty where there are.
+    nothing says so, and it is not counted as theirs. ``reason`` says why there are no figures, empty if there are.
     """
 
     total_us: float = 0.0
@@ -54,7 +54,7 @@ class GpuTime:
 
     @property
     def share(self) -> float | None:
-        """Time in verified kernels over all GPU time; None where there are no figures."""
+        """Time in verified kernels over all GPU time; None if there are no figures."""
         return None if self.reason or not self.total_us else sum(self.by_definition.values()) / self.total_us
 
     @property
@@ -125,7 +125,9 @@ def _thread_of(event: Mapping[str, Any]) -> _Thread:
 
 
 def _mark_at(marks: Sequence[tuple[float, float, str]], moment: float) -> str | None:
-    """The Definition of the mark around a moment. Marks of one thread follow each other: a kernel calls no call site."""
+    """Return the Definition of the mark around a moment. Marks of one thread follow each other: a kernel calls no call
+    site.
+    """
     index = bisect.bisect_right(marks, moment, key=lambda mark: mark[0]) - 1
     if index < 0 or moment > marks[index][1]:
         return None
@@ -180,7 +182,7 @@ def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> 
 
 
 def exported(profiler: Any) -> list[Mapping[str, Any]]:
-    """The events of a profile that has ended."""
+    """Return the events of a profile that has ended."""
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
         path = Path(folder) / "profile.json"
         profiler.export_chrome_trace(str(path))
@@ -223,7 +225,7 @@ def time_of(model: torch.nn.Module) -> TimeOf:
 
 
 def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[ModuleTime], float]:
-    """The time of each module class in one call, the longest first; and all of it, in microseconds.
+    """Return the time of each module class in one call, the longest first; and all of it, in microseconds.
 
     Args:
         model: whose modules are marked.

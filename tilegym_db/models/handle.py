@@ -88,7 +88,7 @@ class Handle:
         return sum(site.dispatcher.report().kernel_calls for site in own if site.dispatcher is not None)
 
     def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
-        """Each call site: what it is, what serves it and why, how often it was called.
+        """Return each call site: what it is, what serves it and why, how often it was called.
 
         Args:
             profile: a call to :meth:`profile` first.
@@ -166,7 +166,7 @@ class Handle:
             module.__class__ = ours
 
     def _describe(self, found: Found, reason: str, catalog: Catalog) -> CallSite | None:
-        """Enter a call site into the report; returns the way to its kernels, None where it stays stock."""
+        """Enter a call site into the report; returns the way to its kernels, None if it stays stock."""
         if not reason and is_patched(found.modules[0]):
             reason = SHARED
         own = _own_code(found)
@@ -267,7 +267,7 @@ def _restore(module: Module, ours: type[Module]) -> bool:
 
 
 def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward that stands in for that of some modules, from the parts that share it."""
+    """Return the forward that stands in for that of some modules, from the parts that share it."""
     stock: Any = calls[0].found.module_class.forward
     by_kind: dict[str, list[PartCall]] = {}
     for call in calls:
@@ -298,7 +298,8 @@ NEVER_FOLLOWED = "none of its first {} calls could be served by what comes after
 
 
 def why_given_up(site: CallSite) -> dict[CallSite, str]:
-    """The reason for a site whose patience is over, and for the one before it; empty where a kernel has served a call.
+    """Return the reason for a site whose patience is over, and for the one before it; empty if a kernel has served a
+    call.
 
     A site with another before it is asked only where that one was served, so that it may have had fewer calls.
     """
@@ -316,7 +317,9 @@ def why_given_up(site: CallSite) -> dict[CallSite, str]:
 
 
 def is_compiled_code_about() -> bool:
-    """Whether this process holds code that torch.compile made: its guards look at classes, and would have it compiled anew."""
+    """Return True if this process holds code that torch.compile made: its guards look at classes, and would have it
+    compiled anew.
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     made = getattr(frames, "output_codes", None)
     return frames is not None and bool(getattr(made, "seen", True))

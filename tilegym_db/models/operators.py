@@ -62,7 +62,7 @@ class OperatorImpl:
     """Inputs may come with any leading axes, and are rows of a matrix to the Definition."""
 
     def compute(self, *inputs: Any) -> Any:
-        """The outputs by a kernel, else by the stock solution; in the layout that ``allocate`` gives."""
+        """Return the outputs by a kernel, else by the stock solution; in the layout that ``allocate`` gives."""
         first = inputs[0]
         are_matrices = first.dim() == 2
         given = inputs if are_matrices else self._as_matrices(inputs)
@@ -75,7 +75,9 @@ class OperatorImpl:
         return outputs.view(*first.shape[:-1], outputs.shape[-1])
 
     def is_left_to_stock(self, *inputs: Any) -> bool:
-        """Whether compiled code leaves a call to stock at the sizes that its symbols stand for; False where those are unknown."""
+        """Return True if compiled code leaves a call to stock at the sizes that its symbols stand for; False if
+        those are unknown.
+        """
         with unset_fake_temporarily():
             hinted = [_with_hints(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             if any(value is None for value in hinted):
@@ -84,9 +86,10 @@ class OperatorImpl:
             return not self.dispatcher.belongs_in_compiled_code(given, inputs[0].device, self.allocate)
 
     def run_stock(self, *inputs: Any, as_matrices: bool = True) -> Any:
-        """The operations of the stock solution, to be traced or differentiated, in the layout that ``allocate`` gives.
+        """Return the operations of the stock solution, to be traced or differentiated, in the layout that ``allocate``
+        gives.
 
-        ``as_matrices`` is False where it :meth:`takes_leading_axes`.
+        ``as_matrices`` is False if it :meth:`takes_leading_axes`.
         """
         found, outputs = self.stock(*(self._as_matrices(inputs) if as_matrices else inputs)), self.allocate(*inputs)
         if isinstance(outputs, tuple):
@@ -94,7 +97,8 @@ class OperatorImpl:
         return found if found.shape == outputs.shape else found.view(outputs.shape)
 
     def takes_leading_axes(self, *inputs: Any) -> bool:
-        """Whether the stock solution gives rows the same bits under the leading axes of such inputs as in a matrix.
+        """Return True if the stock solution gives rows the same bits under the leading axes of such inputs as in a
+        matrix.
 
         It is only known to take matrices; so it is tried on a few rows of the same size. Traced without views it is the model's
         own code to the compiler, down to the shapes of what it leaves in memory.
@@ -112,7 +116,7 @@ class OperatorImpl:
             return found.shape[:-1] == few[0].shape[:-1] and torch.equal(found.view(want.shape), want)
 
     def _as_matrices(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The inputs in the Definition's shape."""
+        """Return the inputs in the Definition's shape."""
         if not self.has_rows:
             return inputs
         return [
@@ -122,7 +126,7 @@ class OperatorImpl:
 
 
 def _with_hints(value: torch.Tensor) -> torch.Tensor | None:
-    """A tensor without memory of the sizes that a tracer saw."""
+    """Return a tensor without memory of the sizes that a tracer saw."""
     numbers = [_hint(number) for number in (*value.shape, *value.stride())]
     if any(number is None for number in numbers):
         return None
@@ -158,7 +162,7 @@ _defining = threading.Lock()
 
 
 def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] | None = None) -> CallSite:
-    """A call site of a Definition that models call, for eager and for compiled code.
+    """Return a call site of a Definition that models call, for eager and for compiled code.
 
     Args:
         definition: what is called.
@@ -189,7 +193,7 @@ def _write(own: Callable[..., Any], *args: Any) -> None:
 
 
 def _operator(definition: Definition) -> Callable[..., Any]:
-    """The operator of a Definition, defined at its first use; of another one of its name, under another name."""
+    """Return the operator of a Definition, defined at its first use; of another one of its name, under another name."""
     stated = "" if definition.serving is None else definition.serving.model_dump_json()
     called = re.sub(r"\W", "_", definition.name)
     with _defining:
@@ -223,7 +227,7 @@ def _define(definition: Definition, called: str) -> Callable[..., Any]:
 
 
 def _type_of(definition: Definition, name: str) -> str:
-    """How an operator's schema calls the type of an input."""
+    """Return how an operator's schema calls the type of an input."""
     spec = definition.inputs[name]
     if not spec.is_scalar:
         return "Tensor"
@@ -236,7 +240,7 @@ def _run(*args: Any) -> Any:
 
 
 def _differentiate(operator: Any, *args: Any) -> Any:
-    """A call that a derivative may be asked of runs stock operations.
+    """Return a call that a derivative may be asked of runs stock operations.
 
     Patched forwards put none into compiled code, but a transform inside that code can hide from them that it wants one.
     """

@@ -190,7 +190,7 @@ def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:
 
 
 def _why_not(found: Found, choice: _Choice, served: Served) -> str:
-    """Why a group stays stock; empty where it is to be patched."""
+    """Return why a group stays stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
     if choice.ops is not None and found.definition not in choice.ops:
@@ -317,7 +317,7 @@ class Served:
         self._held: dict[tuple[int, ...], _Held] = {}
 
     def why_never(self, found: Found) -> str:
-        """Why no call of a group could ever be served; empty where one could."""
+        """Return why no call of a group could ever be served; empty if one could."""
         if found.reason or found.nominee is None:
             return found.reason
         own = self._why_never(found, found.nominee.definition)
@@ -344,14 +344,16 @@ class Served:
 
 
 class _Held(NamedTuple):
-    """Where some modules are or may be moved to, and what they compute in; None where their weights do not say."""
+    """Where some modules are or may be moved to, and what they compute in; None if their weights do not say."""
 
     devices: tuple[torch.device, ...]
     dtypes: frozenset[str] | None
 
 
 def _are_all_stated(found: Found) -> bool:
-    """Whether all that the modules keep has a dtype that the Definition states: float32 weights beside streams of any dtype."""
+    """Return True if all that the modules keep has a dtype that the Definition states: float32 weights beside streams
+    of any dtype.
+    """
     if found.nominee is None:
         return False
     definition = found.nominee.definition
@@ -386,7 +388,8 @@ NOT_IN_MEMORY = "its weights are not in memory"
 
 
 def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
-    """Every group of modules that looks like a part that can be served, in the order in which the model has them.
+    """Return every group of modules that looks like a part that can be served, in the order in which the model has
+    them.
 
     Parts that are made of others come last.
     """
@@ -454,7 +457,7 @@ def _confirm(
 
 
 def _one_per_code(nominees: Sequence[Nominee]) -> list[Nominee]:
-    """One nominee for each way in which inputs lie in a module: those that share it are told apart by one probe."""
+    """Return one nominee for each way in which inputs lie in a module: those that share it are told apart by one probe."""
     distinct: dict[tuple[tuple[str, ...], str], Nominee] = {}
     for nominee in nominees:
         distinct.setdefault((tuple(nominee.definition.inputs), str(nominee.code.attributes)), nominee)
@@ -484,7 +487,9 @@ _looking = threading.Lock()
 
 
 def current_catalog() -> Catalog:
-    """The shipped catalog with the user's overlay, as :meth:`Catalog.default` has it; the same object while nothing changed."""
+    """Return the shipped catalog with the user's overlay, as :meth:`Catalog.default` has it; the same object while
+    nothing changed.
+    """
     catalog = Catalog.default()
     with _looking:
         if _kept and _kept[0].catalog.roots == catalog.roots and not _has_changed(catalog.roots, _kept[0].state):

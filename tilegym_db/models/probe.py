@@ -32,12 +32,12 @@ class Draw:
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """The next tensor of a shape."""
+        """Return the next tensor of a shape."""
         drawn = torch.randn(shape, generator=self._generator, device=self._generator.device)
         return drawn.to(torch.bfloat16)
 
     def mixing(self, rows: int, columns: int) -> torch.Tensor:
-        """A matrix of -1, 0 and 1 with two entries in each row or column, whichever are more.
+        """Return a matrix of -1, 0 and 1 with two entries in each row or column, whichever are more.
 
         Products with it add two terms and a few zeros, which gives the same bits in whatever order.
         """
@@ -59,7 +59,7 @@ def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch
 
 
 def matches(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
-    """The names of those Definitions whose bits the probe has."""
+    """Return the names of those Definitions whose bits the probe has."""
     inputs, returned = probe
     return [one.name for one in definitions if _same(returned, _expected(one, inputs, catalog))]
 
@@ -70,7 +70,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 
 def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., Any] | None:
-    """``stock(*inputs) -> outputs`` of a Definition's stock solution; None where it has none that returns its outputs."""
+    """``stock(*inputs) -> outputs`` of a Definition's stock solution; None if it has none that returns its outputs."""
     stock = stock_of(catalog.solutions_for(definition.name))
     if stock is None or stock.record.spec.destination_passing_style or definition.in_place:
         return None
@@ -78,7 +78,7 @@ def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., An
 
 
 def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) -> tuple[torch.Tensor, ...]:
-    """What a Definition says of the inputs, in its own order; nothing where it takes others."""
+    """What a Definition says of the inputs, in its own order; nothing if it takes others."""
     if set(inputs) != set(definition.inputs):
         return ()
     given = {name: inputs[name] for name in definition.inputs}
@@ -119,7 +119,9 @@ WEIGHTS = (1.0, 2.0, 4.0)
 
 
 def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
-    """A bf16 activation [rows, columns] whose blocks of some width have scales of few bits, and no value near a tie."""
+    """Return a bf16 activation [rows, columns] whose blocks of some width have scales of few bits, and no value near a
+    tie.
+    """
     shape = (rows, columns // width, width)
     codes = (SMALLEST + (LARGEST - SMALLEST) * draw(*shape).float().abs().clamp(max=1.0)).to(CODES).float()
     between = (
@@ -132,13 +134,13 @@ def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
 
 
 def choice(draw: Draw, values: Sequence[float], *shape: int) -> torch.Tensor:
-    """One of some values everywhere, bf16."""
+    """Return one of some values everywhere, bf16."""
     order = draw(*shape).float().flatten().argsort() % len(values)
     return torch.tensor(values, dtype=torch.bfloat16, device=order.device)[order].view(shape)
 
 
 def single(draw: Draw, rows: int, columns: int) -> torch.Tensor:
-    """A matrix with one entry of -1 or 1 in each row."""
+    """Return a matrix with one entry of -1 or 1 in each row."""
     matrix = torch.zeros_like(draw(rows, columns))
     places = draw(rows).float().argsort() % columns
     matrix[torch.arange(rows, device=matrix.device), places] = draw(rows).sign()

@@ -34,8 +34,8 @@ Outputs = dict[str, torch.Tensor]
 class Proof:
     """What came of one captured call. Errors are relative Frobenius norms against fp64, those of the worst output.
 
-    ``kernel`` is None where stock code serves such a call anyway. ``reason`` says why there is no kernel, or why the one
-    there is must not be used; it is empty where the proof holds.
+    ``kernel`` is None if stock code serves such a call anyway. ``reason`` says why there is no kernel, or why the one
+    there is must not be used; it is empty if the proof holds.
     """
 
     stage: str
@@ -48,17 +48,17 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True where a kernel was tried and may be used."""
+        """True if a kernel was tried and may be used."""
         return self.kernel is not None and not self.reason
 
     @property
     def failed(self) -> bool:
-        """True where a kernel was tried and must not be used."""
+        """True if a kernel was tried and must not be used."""
         return self.kernel is not None and bool(self.reason)
 
 
 def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype) -> float:
-    """The relative error that a kernel may have.
+    """Return the relative error that a kernel may have.
 
     Args:
         stock_error: that of the model's own code.
@@ -109,7 +109,8 @@ def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Pro
 def _in_both_modes(
     launch: Callable[..., Any], definition: Definition, call: CapturedCall, allocate: Allocate
 ) -> tuple[list[Outputs], list[Outputs], str]:
-    """The outputs of each call kept, as models generate and once more as they are served; and an input that was changed.
+    """Return the outputs of each call kept, as models generate and once more as they are served; and an input that was
+    changed.
 
     The second time in the opposite order, so that each call but the last comes after others of its kind.
     """
@@ -174,7 +175,7 @@ def _is_measured(value: torch.Tensor) -> bool:
 def _run(
     launch: Callable[..., Any], definition: Definition, inputs: tuple[Any, ...], allocate: Allocate
 ) -> tuple[Outputs, str]:
-    """Every output by name, and the name of an input that was changed and must not be."""
+    """Return every output by name, and the name of an input that was changed and must not be."""
     given = {
         name: copied(value) if isinstance(value, torch.Tensor) else value
         for name, value in zip(definition.inputs, inputs, strict=True)

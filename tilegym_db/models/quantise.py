@@ -88,7 +88,7 @@ def _check_served(handle: Handle, way: str) -> None:
 
 
 def _proved(quantisation: Quantisation, recorded: Recorded, handle: Handle, way: str) -> tuple[LayerProof, ...]:
-    """A proof of each layer; where speed is asked for, one that no kernel served has a reason."""
+    """Return a proof of each layer; where speed is asked for, one that no kernel served has a reason."""
     proofs = []
     for name, module in quantisation.layers.items():
         served = handle.kernel_calls(PART)
@@ -147,7 +147,7 @@ TELLS_DTYPE = "its weight comes first in a model whose dtype is that of its firs
 
 
 def why_no_products(device: str, capability: tuple[int, int] | None) -> str:
-    """Why a device cannot multiply FP8 codes; empty where it can.
+    """Return why a device cannot multiply FP8 codes; empty if it can.
 
     Args:
         device: its type, ``cuda`` or another.
@@ -191,7 +191,7 @@ def refuse(model: Module, way: str) -> None:
 
 
 def choose(model: Module) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
-    """The layers to quantise by name, and why each other linear layer, and experts, are not."""
+    """Return the layers to quantise by name, and why each other linear layer, and experts, are not."""
     patterns, places = _default_skips(model), Counter(_places(model))
     chosen, skipped = {}, {}
     for name, module in model.named_modules():
@@ -211,14 +211,14 @@ def choose(model: Module) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
 
 
 def _telling_dtypes(model: Module) -> set[int]:
-    """The identity of each parameter whose dtype transformers gives as that of a model or of a model in it."""
+    """Return the identity of each parameter whose dtype transformers gives as that of a model or of a model in it."""
     models = [module for module in model.modules() if isinstance(getattr(type(module), "dtype", None), property)]
     firsts = [next((value for value in one.parameters() if value.is_floating_point()), None) for one in models]
     return {id(first) for first in firsts if first is not None}
 
 
 def _places(model: Module) -> Iterable[int]:
-    """The identity of every parameter, once for each module that holds it."""
+    """Return the identity of every parameter, once for each module that holds it."""
     return (id(value) for module in model.modules() for value in module._parameters.values() if value is not None)
 
 
@@ -274,7 +274,8 @@ class Kept(NamedTuple):
     itself: weakref.ref[torch.nn.Parameter]
 
     def back(self, device: torch.device) -> torch.nn.Parameter:
-        """The parameter itself where it is still there (a twin of the model may share it), else one of the same bits.
+        """Return the parameter itself where it is still there (a twin of the model may share it), else one of the same
+        bits.
 
         Also one of the same bits where somebody moved or cast the parameter, which is no part of this model any more then.
         """
@@ -415,7 +416,7 @@ class BlockwiseLinear(torch.nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def __copy__(self) -> BlockwiseLinear:
-        """A layer of the same parameters; what :mod:`.parts.fp8_linear` probes."""
+        """Return a layer of the same parameters; what :mod:`.parts.fp8_linear` probes."""
         twin = BlockwiseLinear.__new__(BlockwiseLinear)
         vars(twin).update(vars(self))
         return twin

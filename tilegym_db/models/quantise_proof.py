@@ -39,7 +39,7 @@ class LayerProof:
     """Relative Frobenius errors of one layer's output against fp64, on what the model's own run gave it.
 
     ``fp8_error`` is that of the layer as it is served, ``bf16_error`` that of the layer as it was. ``reason`` says why the layer
-    was given its own weight back; empty where it stays quantised.
+    was given its own weight back; empty if it stays quantised.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LogitsProof:
 
     @property
     def why_refused(self) -> str:
-        """Why a model that gives these logits must not be served; empty where it may."""
+        """Why a model that gives these logits must not be served; empty if it may."""
         against, off = ("bf16", self.difference) if self.fp8_error is None else ("fp64", self.fp8_error)
         if off <= LARGEST_LOGITS_ERROR:
             return ""
@@ -174,7 +174,7 @@ def _exact_logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor | str
 
 
 def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerInput | None) -> LayerProof:
-    """The errors of a quantised layer as it is served, and of the layer as it was.
+    """Return the errors of a quantised layer as it is served, and of the layer as it was.
 
     The layer runs on as many rows as the model gave it, since how many there are decides what serves it: those that were kept,
     over and over. Of the errors of each repetition the largest counts.
@@ -183,7 +183,7 @@ def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerI
         name: of the layer.
         module: quantised, and patched as it will be.
         original: the weight [N, K] that it had.
-        given: what the model gave it; None where the run did not call it.
+        given: what the model gave it; None if the run did not call it.
     """
     shape = (original.shape[0], original.shape[1])
     if given is None:
@@ -201,7 +201,7 @@ def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerI
 
 
 def prove_logits(model: Module, recorded: Recorded) -> LogitsProof:
-    """The errors of the logits of a quantised model, on the run that was recorded before."""
+    """Return the errors of the logits of a quantised model, on the run that was recorded before."""
     found, stock, exact = _logits(model, recorded.given), recorded.logits, recorded.exact
     tokens = stock.numel() // max(1, stock.shape[-1])
     same = (found.argmax(dim=-1) == stock.argmax(dim=-1)).double().mean()

@@ -20,7 +20,7 @@ VECTOR_NOISE = 0.1
 
 
 def load_config(path: Path, layers: int | None = None) -> Any:
-    """The config of a transformers model, from its JSON file or from a folder with a ``config.json``.
+    """Return the config of a transformers model, from its JSON file or from a folder with a ``config.json``.
 
     Args:
         path: the file or the folder.
@@ -97,7 +97,7 @@ def build_model(config: Any, device: str, dtype: str) -> Any:
 
 
 def unchecked_model(config: Any, device: str, dtype: str) -> Any:
-    """A causal language model in eval mode with random weights, the same at every call on one kind of device.
+    """Return a causal language model in eval mode with random weights, the same at every call on one kind of device.
 
     Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
 

@@ -48,7 +48,7 @@ class CallSiteReport:
 
     @property
     def all_counts(self) -> tuple[DispatchReport, ...]:
-        """``counts`` and ``training``; empty where the site is stock as a whole."""
+        """``counts`` and ``training``; empty if the site is stock as a whole."""
         return () if self.counts is None else (self.counts, *self.training)
 
 
@@ -105,7 +105,7 @@ class PatchReport:
         return table
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
-        """One row per captured call, with the columns :data:`PROOF_COLUMNS`; None where nothing was tried."""
+        """Return one row per captured call, with the columns :data:`PROOF_COLUMNS`; None if nothing was tried."""
         return [
             (
                 f"{site.module_class} x{site.modules}",
@@ -162,11 +162,11 @@ class PatchReport:
         return table
 
     def __str__(self) -> str:
-        """The tables as text, in the width of the terminal or of ``COLUMNS``; without either, in 160 characters."""
+        """Return the tables as text, in the width of the terminal or of ``COLUMNS``; without either, in 160 characters."""
         return self.text(min(160, shutil.get_terminal_size((160, 24)).columns))
 
     def text(self, width: int) -> str:
-        """The tables as text, in lines of ``width`` characters."""
+        """Return the tables as text, in lines of ``width`` characters."""
         from rich.console import Console
 
         console = Console(width=width)

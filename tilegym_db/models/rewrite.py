@@ -30,9 +30,9 @@ ADD_NORM = "_tilegym_db_add_norm"
 
 
 def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
-    """The function that a class's forward runs, out of the wrappers of transformers whose part is known.
+    """Return the function that a class's forward runs, out of the wrappers of transformers whose part is known.
 
-    None where another wrapper is around it, whose part is not known, or it is no function of plain source.
+    None if another wrapper is around it, whose part is not known, or it is no function of plain source.
     """
     forward: Any = undecorated(without_checkpointing(cls.forward))
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
@@ -42,7 +42,7 @@ def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
 
 @once_per_function
 def fused_norms(forward: FunctionType) -> tuple[str, ...]:
-    """The attributes of ``self`` that are called with a sum right after it was made; empty where there are none."""
+    """Return the attributes of ``self`` that are called with a sum right after it was made; empty if there are none."""
     function = parsed(forward)
     if function is None:
         return ()
@@ -51,7 +51,8 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
 
 
 def rewritten(forward: FunctionType, norm: str) -> FunctionType:
-    """The same function with the add before one of its :func:`fused_norms`, and the norm, as a call of :data:`ADD_NORM`.
+    """Return the same function with the add before one of its :func:`fused_norms`, and the norm, as a call of
+    :data:`ADD_NORM`.
 
     Its globals are those of ``forward``.
     """
@@ -62,7 +63,9 @@ def rewritten(forward: FunctionType, norm: str) -> FunctionType:
 
 
 def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType:
-    """A function of another tree than that of ``forward``, with its globals, its defaults and the lines of its source."""
+    """Return a function of another tree than that of ``forward``, with its globals, its defaults and the lines of its
+    source.
+    """
     _forget_annotations(function)
     tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
@@ -76,7 +79,9 @@ def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType
 
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
-    """The tree of a function of plain source, without decorators that rename arguments; None of any other function."""
+    """Return the tree of a function of plain source, without decorators that rename arguments; None of any other
+    function.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError):
@@ -148,7 +153,8 @@ def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
 
 
 def is_owned(box: tuple[torch.Tensor]) -> bool:
-    """Whether the tensor that a rewritten forward passes on is held by that forward alone: object, tensor and memory.
+    """Return True if the tensor that a rewritten forward passes on is held by that forward alone: object, tensor and
+    memory.
 
     To be asked in a function that the forward calls with the tensor in a tuple, and that has it in one variable: these
     references are counted once, with tensors that nobody else can know. Passed as it is, a call of a Python function would hold
@@ -207,13 +213,13 @@ PRODUCT = "linear"
 
 @once_per_function
 def is_routing(forward: FunctionType) -> bool:
-    """Whether a function has that shape."""
+    """Return True if a function has that shape."""
     function = parsed(forward)
     return function is not None and _product(function) is not None
 
 
 def with_route(forward: FunctionType) -> FunctionType:
-    """The same function, which asks :data:`ROUTE` after its product."""
+    """Return the same function, which asks :data:`ROUTE` after its product."""
     function = parsed(forward)
     product = None if function is None else _product(function)
     assert function is not None, "ask is_routing first"

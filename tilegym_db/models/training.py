@@ -44,14 +44,14 @@ class Training:
         self._maybe_for_nothing = False
 
     def ask(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
-        """The outputs of a call by a kernel, to be differentiated where grad is enabled.
+        """Return the outputs of a call by a kernel, to be differentiated where grad is enabled.
 
         Args:
             inputs: in the Definition's shapes and order.
             training: the module's flag. Without it nobody may want the gradients: the reports say what to do then.
 
         Returns:
-            The outputs; None where stock code must serve the call, with nothing done; or the reason why no backward could
+            The outputs; None if stock code must serve the call, with nothing done; or the reason why no backward could
             ever serve it.
         """
         self._maybe_for_nothing |= not training
@@ -154,7 +154,7 @@ class _Way:
 
 
 def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
-    """Whether somebody must see PyTorch operations, or the gradients are batches in disguise."""
+    """Return True if somebody must see PyTorch operations, or the gradients are batches in disguise."""
     if _dispatch_modes() or _functorch_level():
         return True
     return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
@@ -165,7 +165,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, way: _Way, *inputs: Any) -> Any:
-        """The outputs by a kernel; None, and nothing is recorded, where stock code must serve the call."""
+        """Return the outputs by a kernel; None, and nothing is recorded, where stock code must serve the call."""
         outputs = way.serve(*inputs)
         if outputs is not None:
             made = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -179,7 +179,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradients of the inputs; with grad enabled (``create_graph``) they can be differentiated again."""
+        """Return the gradients of the inputs; with grad enabled (``create_graph``) they can be differentiated again."""
         kept = {**ctx.numbers, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
         found = ctx.way.gradients(kept, grads)
         wanted = ctx.needs_input_grad[1:]
@@ -187,7 +187,7 @@ class _Call(torch.autograd.Function):
 
 
 def training_of(definition: Definition, catalog: Catalog) -> Training | None:
-    """The ways that a call site of a Definition has in training; None where no Definition gives gradients of it.
+    """Return the ways that a call site of a Definition has in training; None if no Definition gives gradients of it.
 
     Args:
         definition: of the call site.

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[FunctionType], Answer]:
-    """A question about the source of a function, which does not change while the function lives: asked once."""
+    """Return a question about the source of a function, which does not change while the function lives: asked once."""
     answers: weakref.WeakKeyDictionary[FunctionType, Answer] = weakref.WeakKeyDictionary()
 
     @functools.wraps(ask)
@@ -40,7 +40,7 @@ def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[Functi
 
 
 def fingerprint(function: Any) -> str | None:
-    """16 hex digits, or None where the code that runs is not to be had as source.
+    """16 hex digits, or None if the code that runs is not to be had as source.
 
     That is so for what is built in, generated, or wrapped: a wrapper shows the source of what it wraps and does more.
     """
@@ -59,7 +59,7 @@ def _of_source(function: FunctionType) -> str | None:
 
 
 def source_fingerprint(source: str) -> str | None:
-    """As :func:`fingerprint`, from the text of one function; None where it is anything else."""
+    """As :func:`fingerprint`, from the text of one function; None if it is anything else."""
     try:
         tree = ast.parse(textwrap.dedent(source))
     except SyntaxError:  # a lambda in the middle of an expression, for one
@@ -142,14 +142,16 @@ def decorated_alike(forward: Any, function: Callable[..., Any]) -> Callable[...,
 
 
 def without_checkpointing(forward: Any) -> Any:
-    """A layer's forward out of the wrapper for gradient checkpointing; ``forward`` itself where it has none."""
+    """Return a layer's forward out of the wrapper for gradient checkpointing; ``forward`` itself where it has none."""
     if isinstance(forward, FunctionType) and forward.__code__ in _checkpointing_codes():
         return getattr(forward, "__wrapped__", None)
     return forward
 
 
 def is_renaming(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
-    """Whether a decorator in a function's source is one that renames arguments; ``scope`` has the globals of the function."""
+    """Return True if a decorator in a function's source is one that renames arguments; ``scope`` has the globals of the
+    function.
+    """
     match decorator:
         case ast.Call(func=ast.Name(id=name)):
             made_by = getattr(scope.get(name), "__code__", None)
@@ -193,13 +195,13 @@ def _checkpointing_codes() -> frozenset[CodeType]:
 
 
 def wrapper_codes(decorator: Any) -> frozenset[CodeType]:
-    """The code of the wrappers that a decorator with arguments puts around functions: two functions deep in it."""
+    """Return the code of the wrappers that a decorator with arguments puts around functions: two functions deep in it."""
     made = _codes_in(getattr(decorator, "__code__", None))
     return frozenset(inner for code in made for inner in _codes_in(code))
 
 
 def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
-    """The code of the functions that a function defines."""
+    """Return the code of the functions that a function defines."""
     return (const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType))
 
 
@@ -230,7 +232,9 @@ OF_PACKAGES = (
 
 
 def of_models() -> tuple[type[Exception], ...]:
-    """The classes to catch around code of a model that may not run here, among them those of packages that are loaded."""
+    """Return the classes to catch around code of a model that may not run here, among them those of packages that are
+    loaded.
+    """
     classes = [getattr(sys.modules.get(module), name, None) for module, name in OF_PACKAGES]
     return (*BUILT_IN, *(one for one in classes if isinstance(one, type) and issubclass(one, Exception)))
 
@@ -271,7 +275,7 @@ def wrapper_of(forward: Any) -> Wrapper | None:
 
 @cache
 def _wrapping_codes() -> frozenset[Any]:
-    """The code of that wrapper."""
+    """Return the code of that wrapper."""
     try:
         from transformers.integrations.moe import use_experts_implementation as decorator
     except ImportError:
@@ -280,14 +284,16 @@ def _wrapping_codes() -> frozenset[Any]:
 
 
 def implementations(forward: Any) -> dict[str, Any]:
-    """The known implementations that a wrapped forward can run -> the function in its registry; the loop itself has none."""
+    """Return the known implementations that a wrapped forward can run -> the function in its registry; the loop itself
+    has none.
+    """
     wrapper = wrapper_of(forward)
     assert wrapper is not None, "found by it"
     return {name: wrapper.registry.get(name) for name in KNOWN if name == EAGER or name in wrapper.registry}
 
 
 def way_of(module: torch.nn.Module) -> str:
-    """The implementation that a module of experts is set to."""
+    """Return the implementation that a module of experts is set to."""
     return str(getattr(getattr(module, "config", None), "_experts_implementation", None))
 
 

@@ -1,7 +1,7 @@
 """Every operator of the catalog as a plain function: ``tilegym_db.ops.rms_norm(x, weight, eps)``.
 
 A function allocates its outputs and returns them in the order of the Definition. It runs the fastest verified kernel of this
-machine for the call at hand, and the Definition's reference where there is none. ``backend="reference"`` asks for the
+machine for the call at hand, and the Definition's reference if there is none. ``backend="reference"`` asks for the
 reference, the name of a solution for that solution. ``help(tilegym_db.ops.rms_norm)`` says what its arguments are.
 """
 
@@ -16,7 +16,7 @@ __all__: list[str] = []  # one name for each Definition, and none before it is a
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The function of the Definition of that name, made at its first use."""
+    """Return the function of the Definition of that name, made at its first use."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import NotFoundError
     from tilegym_db.ops.function import operator_function

@@ -84,7 +84,7 @@ def _annotations(definition: Definition) -> dict[str, Any]:
 
 
 def described(definition: Definition, catalog: Catalog) -> str:
-    """The docstring of a function: arguments, results, sizes, and the kernels that are verified for it."""
+    """Return the docstring of a function: arguments, results, sizes, and the kernels that are verified for it."""
     lines = [definition.description or definition.name, "", "Args:"]
     lines += [f"    {name}: {text}" for name, text in arguments(definition).items()]
     lines += ["    backend: 'auto', 'reference', or the name of a verified solution.", "", "Returns:"]
@@ -97,7 +97,7 @@ def described(definition: Definition, catalog: Catalog) -> str:
 
 
 def arguments(definition: Definition) -> dict[str, str]:
-    """Each input with its shape, dtype and description."""
+    """Return each input with its shape, dtype and description."""
     return {name: _spelled(definition, name, spec) for name, spec in definition.inputs.items()}
 
 
@@ -164,7 +164,8 @@ _defining = threading.Lock()
 
 
 def define(operator: CatalogOperator) -> Callable[..., Any]:
-    """A library operator that runs an operator, under its name, or under a name with a number where that is taken.
+    """Return a library operator that runs an operator, under its name, or under a name with a number where that is
+    taken.
 
     It returns the outputs that are not written in place.
     """
@@ -253,7 +254,7 @@ class CatalogOperator:
         self._making = threading.Lock()
 
     def __call__(self, inputs: tuple[Any, ...], backend: str = AUTO) -> Any:
-        """The outputs, in the order of the Definition; of those written in place, the inputs themselves.
+        """Return the outputs, in the order of the Definition; of those written in place, the inputs themselves.
 
         Raises:
             UsageError: an argument does not fit the Definition; the message names it.
@@ -271,7 +272,9 @@ class CatalogOperator:
         return self.returned(inputs, self.written(inputs, backend))
 
     def written(self, inputs: tuple[Any, ...], backend: str) -> Any:
-        """One output or a tuple of them, without those written in place, by a kernel or the reference; raises as a call does."""
+        """Return one output or a tuple of them, without those written in place, by a kernel or the reference; raises as
+        a call does.
+        """
         serve, dispatcher = self._backends.get(backend) or self._make(backend)
         try:
             outputs = serve(*inputs)
@@ -310,7 +313,9 @@ class CatalogOperator:
     # -- the reference ------------------------------------------------------------------------------------------------
 
     def is_differentiated(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether a derivative may be asked of a call, or a transform looks at it: only plain operations answer that."""
+        """Return True if a derivative may be asked of a call, or a transform looks at it: only plain operations answer
+        that.
+        """
         if torch.is_grad_enabled():
             for index in self._tensors:  # at every call: a generator would take as long again
                 if getattr(inputs[index], "requires_grad", False):
@@ -334,7 +339,7 @@ class CatalogOperator:
         return found[0] if len(found) == 1 else found
 
     def _by_reference(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The outputs that are not written in place; the others are written."""
+        """Return the outputs that are not written in place; the others are written."""
         definition = self.definition
         given = dict(zip(definition.inputs, inputs, strict=True))
         own = {name: value.clone() if name in definition.in_place else value for name, value in given.items()}

@@ -34,7 +34,7 @@ Help on function rms_norm in module tilegym_db.ops:
 - A call allocates its outputs and returns them in the order of the Definition, one tensor or a tuple. An output that is written
   in place is the input itself.
 - It runs the fastest kernel that is verified for these sizes, dtypes, strides and scalars on this GPU and faster than the code
-  that models run, by the rules of `resolve`; where there is none, on whatever machine, the reference of the Definition.
+  that models run, by the rules of `resolve`; if there is none, on whatever machine, the reference of the Definition.
 - `backend="reference"` runs the reference, to compare with. `backend="rms_norm_triton"` runs that solution, or says why it is not
   verified for the call.
 - An argument that does not fit (a rank, a size, a dtype, a number) is an error that names it.

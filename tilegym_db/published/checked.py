@@ -31,7 +31,7 @@ _NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
 
 
 def checked_file() -> Path:
-    """The list that comes with the package."""
+    """Return the list that comes with the package."""
     return shipped_root() / "workloads" / "checked-records.json"
 
 
@@ -46,7 +46,7 @@ class Checked:
         self._keys: dict[str, str] = {}
 
     def content(self, path: Path) -> bytes:
-        """The bytes of a file.
+        """Return the bytes of a file.
 
         Raises:
             RecordError: it cannot be read.
@@ -56,24 +56,24 @@ class Checked:
         return self._contents[path]
 
     def lists(self, path: Path) -> bool:
-        """Whether a file is on the list, changed or not."""
+        """Return True if a file is on the list, changed or not."""
         return str(path) in self._files
 
     def definition_digest(self, name: str) -> str | None:
-        """The digest of a Definition that is known to be valid; None for another."""
+        """Return the digest of a Definition that is known to be valid; None for another."""
         known = self._listed["definitions"].get(name)
         return known[1] if known and known[0] == self.definition_key(name) else None
 
     def solution(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> bool:
-        """Whether a Solution is known to be valid."""
+        """Return True if a Solution is known to be valid."""
         return self._is(path, lambda: self.solution_key(path, record, sources))
 
     def workloads(self, path: Path, definition: str) -> bool:
-        """Whether every line of a file is known to be a Workload of this Definition, as it is written."""
+        """Return True if every line of a file is known to be a Workload of this Definition, as it is written."""
         return self._is(path, lambda: self.workloads_key(path, definition))
 
     def plausible(self) -> frozenset[str]:
-        """The Definitions of whose shipped traces none can be doubted."""
+        """Return the Definitions of whose shipped traces none can be doubted."""
         keys = self.trace_keys()
         return frozenset(
             name
@@ -84,7 +84,9 @@ class Checked:
     # -- what validity depends on ------------------------------------------------------------------------------------
 
     def definition_key(self, name: str) -> str:
-        """A digest of the file of a Definition, and of that of its forward; '' where there is none or it cannot be read."""
+        """Return a digest of the file of a Definition, and of that of its forward; '' if there is none or it cannot
+        be read.
+        """
         if name not in self._keys:
             self._keys[name] = self._definition_key(name)
         return self._keys[name]
@@ -102,12 +104,12 @@ class Checked:
             return ""
 
     def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
-        """A digest of the record of a Solution, of its sources, and of its Definition."""
+        """Return a digest of the record of a Solution, of its sources, and of its Definition."""
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
         return self._of_definition(record.definition, self.content(path), *parts)
 
     def workloads_key(self, path: Path, definition: str) -> str:
-        """A digest of a file of Workloads and of their Definition."""
+        """Return a digest of a file of Workloads and of their Definition."""
         try:
             return self._of_definition(definition, self.content(path))
         except RecordError:
@@ -173,7 +175,9 @@ def _key(name: str, *parts: bytes) -> str:
 
 
 def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
-    """The :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by their names."""
+    """Return the :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by
+    their names.
+    """
     path = checked_file()
     try:
         stamp = path.stat().st_mtime_ns
@@ -204,7 +208,7 @@ Audience = Literal["this user", "others"]
 
 
 def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> str | None:
-    """Why a promoted pass may not serve; None where it may.
+    """Return why a promoted pass may not serve; None if it may.
 
     A worker that is not confined could have reached what judged it. Sources that the package ships were promoted confined by
     whoever released it, or at least read by them; on a machine that confines nobody they may serve its own user, and nobody else.

@@ -85,12 +85,13 @@ _Rows = list[tuple[Point, list[list[Any]]]]
 
 
 def dtypes_key(dtypes: Mapping[str, str]) -> DtypesKey:
-    """A dtype binding as a key."""
+    """Return a dtype binding as a key."""
     return tuple(sorted(dtypes.items()))
 
 
 def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
-    """The passes of a trace set, put together for a dtype binding once it is asked for; ``path`` is named in errors.
+    """Return the passes of a trace set, put together for a dtype binding once it is asked for; ``path`` is named in
+    errors.
 
     Raises:
         RecordError: not a trace set, or damaged.
@@ -119,7 +120,7 @@ def scalar_hull(points: Iterable[Mapping[str, Scalar]]) -> dict[str, tuple[float
 
 
 def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
-    """The entries of some points, each with its candidates, the fastest first."""
+    """Return the entries of some points, each with its candidates, the fastest first."""
     borrowed = parsed.foreign_runs if origin == "local" else frozenset()
     grouped: dict[tuple[str, ...], tuple[Point, dict[str, Any], list[Candidate]]] = {}
     for point, identity, candidate in _passes(parsed, places, origin, borrowed):
@@ -155,7 +156,7 @@ _IDENTITY = ("definition", "definition_version", "definition_digest", "op_type")
 def _passes(
     parsed: TraceSet, places: _Rows, origin: str, borrowed: frozenset[str]
 ) -> Iterator[tuple[Point, dict[str, Any], Candidate]]:
-    """Every pass with its time. What is of no use here (kernels, notes, times of day) is not put together."""
+    """Yield every pass with its time. What is of no use here (kernels, notes, times of day) is not put together."""
     header = parsed.header
     shared = {name: getattr(header, name) for name in _IDENTITY}
     for point, rows in places:

@@ -50,22 +50,24 @@ def record_files(catalog: Catalog) -> list[Path]:
 
 
 def published_folders(catalog: Catalog) -> list[Path]:
-    """The published traces that come with a catalog, one folder a GPU."""
+    """Return the published traces that come with a catalog, one folder a GPU."""
     return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
 
 
 def is_trace_file(name: str) -> bool:
-    """Whether a file of one GPU's published folder holds traces: ``<op_type>/<definition>.jsonl``, by its path in that folder."""
+    """Return True if a file of one GPU's published folder holds traces: ``<op_type>/<definition>.jsonl``, by its path
+    in that folder.
+    """
     return "/" in name and name.endswith(".jsonl") and not name.endswith(TUNING_SUFFIX)
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The files of traces of one GPU's published folder."""
+    """Return the files of traces of one GPU's published folder."""
     return [path for path in regular_files(folder, "*/*.jsonl") if is_trace_file(path.relative_to(folder).as_posix())]
 
 
 def shipped_traces(catalog: Catalog) -> list[Path]:
-    """The published traces that come with a catalog."""
+    """Return the published traces that come with a catalog."""
     return [path for folder in published_folders(catalog) for path in trace_files(folder)]
 
 
@@ -75,22 +77,22 @@ def shipped_locks(catalog: Catalog) -> list[Path]:
 
 
 def published_peaks_files(catalog: Catalog) -> list[Path]:
-    """The peaks that come with a catalog, one file a GPU."""
+    """Return the peaks that come with a catalog, one file a GPU."""
     return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
 
 
 def published_model_files(catalog: Catalog) -> list[Path]:
-    """The runs of whole models that come with a catalog, one file a model and GPU."""
+    """Return the runs of whole models that come with a catalog, one file a model and GPU."""
     return [path for folder in published_folders(catalog) for path in model_files(folder)]
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of runs of whole models in one GPU's published folder."""
+    """Return the files of runs of whole models in one GPU's published folder."""
     return [path for name in (OLD_MODELS_NAME, f"*{MODELS_SUFFIX}") for path in regular_files(folder, name)]
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:
-    """The steps of searches that come with a catalog, one file a Definition and GPU."""
+    """Return the steps of searches that come with a catalog, one file a Definition and GPU."""
     names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
     return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
 
@@ -104,12 +106,12 @@ def pattern_files(catalog: Catalog) -> list[Path]:
 
 
 def own_peaks_files(home: Path) -> list[Path]:
-    """Every calibration made on this machine, oldest first."""
+    """Return every calibration made on this machine, oldest first."""
     return regular_files(home / "peaks", "*.json")
 
 
 def own_tuning_files(home: Path) -> list[Path]:
-    """The log of every search on this machine."""
+    """Return the log of every search on this machine."""
     return regular_files(home / "tuning", "*.jsonl")
 
 
@@ -119,7 +121,7 @@ def loop_folder(home: Path | None = None) -> Path:
 
 
 def loop_files(home: Path, catalog: Catalog) -> list[Path]:
-    """The journals of the loop, and the pages of patterns."""
+    """Return the journals of the loop, and the pages of patterns."""
     return [*regular_files(loop_folder(home), "*.jsonl"), *pattern_files(catalog)]
 
 
@@ -129,7 +131,7 @@ def imported_folder(home: Path) -> Path:
 
 
 def imported_manifests(home: Path) -> list[Path]:
-    """The manifests of all imported data sets, by path."""
+    """Return the manifests of all imported data sets, by path."""
     return regular_files(imported_folder(home), "*/*/manifest.json")
 
 

@@ -34,7 +34,7 @@ _SIGNATURE = re.compile(rb', "signature": "([0-9a-f]{64})"\}\s*$')
 
 
 def signature(home: Path, purpose: Purpose, content: bytes) -> str:
-    """The signature of some content by the key of a home folder, which is made where there is none.
+    """Return the signature of some content by the key of a home folder, which is made if there is none.
 
     Raises:
         StoreError: the key cannot be read or written.
@@ -44,19 +44,19 @@ def signature(home: Path, purpose: Purpose, content: bytes) -> str:
 
 
 def is_signed(home: Path, purpose: Purpose, content: bytes, claimed: str) -> bool:
-    """Whether ``claimed`` is what :func:`signature` gives for this content here."""
+    """Return True if ``claimed`` is what :func:`signature` gives for this content here."""
     key = _read_key(home)
     return key is not None and hmac.compare_digest(_hmac(key, purpose, content), claimed)
 
 
 def signed_line(home: Path, text: str) -> bytes:
-    """A line of a journal: one JSON object with its signature as the last key."""
+    """Return a line of a journal: one JSON object with its signature as the last key."""
     content = text.encode()
     return content[:-1] + f', "signature": "{signature(home, "trace", content)}"}}\n'.encode()
 
 
 def split_line(line: bytes) -> tuple[bytes, str | None]:
-    """The object that a line holds, as it was before it was signed, and its signature; None where it has none."""
+    """Return the object that a line holds, as it was before it was signed, and its signature; None if it has none."""
     found = _SIGNATURE.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
@@ -94,7 +94,7 @@ def _cached_key(path: Path, _mtime_ns: int, _inode: int) -> bytes:
 
 
 def _make_key(home: Path) -> bytes:
-    """A new key, or that of another process which made one at the same moment."""
+    """Return a new key, or that of another process which made one at the same moment."""
     path = home / KEY_NAME
     try:
         home.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ SLACK = 1.001
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the figures of a pass at one point must keep to; None where nothing is known. Times are microseconds."""
+    """What the figures of a pass at one point must keep to; None if nothing is known. Times are microseconds."""
 
     least_us: float | None = None
     rel_fro: float | None = None
@@ -43,7 +43,7 @@ def bounds_of(
     cold_l2: bool,
     timer: str,
 ) -> Bounds:
-    """The bounds at one point.
+    """Return the bounds at one point.
 
     Args:
         definition: the operator; states tolerances and the compulsory work.
@@ -62,7 +62,7 @@ def bounds_of(
 def _error_bounds(
     definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str]
 ) -> tuple[float | None, float | None, float]:
-    """The widest over all outputs: a trace states the worst of them and not which one it was."""
+    """Return the widest over all outputs: a trace states the worst of them and not which one it was."""
     rel_fro, worst_row, matched = 0.0, 0.0, 1.0
     for name in definition.outputs:
         limits = limits_for(definition, definition.dtype_of(name, dtypes), "tf32")
@@ -93,7 +93,7 @@ def why_implausible(
     worst_row_rel: float | None,
     matched_ratio: float | None,
 ) -> str | None:
-    """Why the figures of a pass cannot be true, or None where they can."""
+    """Return why the figures of a pass cannot be true, or None if they can."""
     if latency_us is not None and ci_low_us is not None and ci_high_us is not None:
         if bounds.least_us is not None and latency_us < bounds.least_us:
             return f"{latency_us:.4g} us is below the physics floor of {bounds.least_us:.4g} us"

@@ -37,7 +37,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(record: type[Record]) -> dict[str, Any]:
-    """The JSON Schema of one record."""
+    """Return the JSON Schema of one record."""
     schema = {"$schema": DIALECT, **record.model_json_schema(by_alias=True)}
     for model in _models_of(record):
         part = schema if model is record else schema.get("$defs", {}).get(model.__name__)
@@ -47,7 +47,7 @@ def json_schema(record: type[Record]) -> dict[str, Any]:
 
 
 def _models_of(record: type[BaseModel]) -> set[type[BaseModel]]:
-    """The model and every class of this package's records: those that a schema names are among them."""
+    """Return the model and every class of this package's records: those that a schema names are among them."""
     found: set[type[BaseModel]] = {record}
     waiting: list[type[BaseModel]] = [RecordPart]
     while waiting:

@@ -79,7 +79,7 @@ class SharedPlace:
         return self.root if self.is_local else self.shown
 
     def names(self, folder: str) -> list[str]:
-        """The files below a folder of it, by name; none where there is no such folder.
+        """Return the files below a folder of it, by name; none where there is no such folder.
 
         Raises:
             StoreError: it cannot be reached or listed to its end.
@@ -97,7 +97,7 @@ class SharedPlace:
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """The first ``limit`` bytes of a file; None where there is none.
+        """Return the first ``limit`` bytes of a file; None if there is none.
 
         Raises:
             StoreError: it cannot be read.
@@ -150,7 +150,7 @@ class SharedPlace:
             raise self.refused(what, error) from None
 
     def refused(self, what: str, error: OSError) -> StoreError:
-        """Why something could not be done there, and what to look at."""
+        """Return why something could not be done there, and what to look at."""
         reason = hidden(str(error)).rstrip(".")
         if self.is_local:
             reason = hidden(error.strerror or str(error)).rstrip(".")
@@ -168,7 +168,7 @@ class SharedPlace:
 
 
 def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A message without the credentials of the environment, which a service may repeat in what it answers."""
+    """Return a message without the credentials of the environment, which a service may repeat in what it answers."""
     for value in filter(None, (environment.get(name) for name in SECRETS)):
         text = text.replace(value, "***")
     return text

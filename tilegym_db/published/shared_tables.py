@@ -82,7 +82,7 @@ def address_digest(address: str) -> str:
 
 
 def tables_in(home: Path, gpu: str | None = None) -> list[SharedTable]:
-    """Every table of one GPU slug, or of all, by folder; those that cannot be read say why."""
+    """Return every table of one GPU slug, or of all, by folder; those that cannot be read say why."""
     try:
         folders = sorted(tables_folder(home).glob(f"{gpu or '*'}/*"))
     except OSError:
@@ -101,7 +101,7 @@ def serving(tables: Iterable[SharedTable], *, trust: bool = False) -> list[Share
 
 
 def damage_of(table: SharedTable) -> str:
-    """Why a table or a file of it is not what its lock says; reads all of them. Empty where it is whole."""
+    """Return why a table or a file of it is not what its lock says; reads all of them. Empty where it is whole."""
     try:
         for name in table.snapshot.files:
             table.snapshot.read(table.snapshot.folder / name)

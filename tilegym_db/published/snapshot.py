@@ -54,7 +54,7 @@ class TraceLock(Record):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The published files of one GPU. ``files`` is empty where nobody says what they should be."""
+    """The published files of one GPU. ``files`` is empty if nobody says what they should be."""
 
     folder: Path
     gpu: str
@@ -64,7 +64,7 @@ class Snapshot:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, path: Path, what: str = "published file") -> bytes:
-        """The content of a file of the folder.
+        """Return the content of a file of the folder.
 
         Raises:
             RecordError: it is not what the lock says, or cannot be read.
@@ -98,7 +98,7 @@ class Snapshot:
 
 
 def open_snapshot(folder: Path, home: Path) -> Snapshot:
-    """The published files of ``traces/<gpu>``; the key is that of the home folder.
+    """Return the published files of ``traces/<gpu>``; the key is that of the home folder.
 
     Raises:
         RecordError: the lock is not valid, or of a newer version.
@@ -119,7 +119,7 @@ def _origin(folder: Path, lock: TraceLock, home: Path) -> Origin:
 
 
 def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[str, str], home: Path) -> str:
-    """The text of a lock; signed, unless the folder is the package's own."""
+    """Return the text of a lock; signed, unless the folder is the package's own."""
     lock = TraceLock(gpu=gpu, sm=sm, published=published, files=dict(sorted(files.items())))
     if folder.parent.resolve() != (shipped_root() / "traces").resolve():
         lock = signed_lock(lock, home)
@@ -127,17 +127,19 @@ def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[st
 
 
 def signed_lock(lock: TraceLock, home: Path) -> TraceLock:
-    """The lock with the signature of this installation."""
+    """Return the lock with the signature of this installation."""
     return lock.model_copy(update={"signature": signature(home, "lock", lock.signed_content)})
 
 
 def sha256(content: bytes) -> str:
-    """The digest that locks state."""
+    """Return the digest that locks state."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, trust: bool = False) -> bytes | None:
-    """The content of a file of ``traces/<gpu>`` that somebody vouches for; None, with the reason in ``refused``, for another."""
+    """Return the content of a file of ``traces/<gpu>`` that somebody vouches for; None, with the reason in ``refused``,
+    for another.
+    """
     try:
         snapshot = open_snapshot(folder, home)
         if snapshot.origin == "foreign" and not trust:
@@ -267,7 +269,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
 
 
 def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
-    """The traces of published folders (``traces/<gpu>``), by who vouches for each folder.
+    """Return the traces of published folders (``traces/<gpu>``), by who vouches for each folder.
 
     A folder that is not valid, or a file that is not what the lock says, is left out with the reason.
     """

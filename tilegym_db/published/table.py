@@ -74,7 +74,9 @@ class ResolverTable:
     def from_entries(
         cls, gpu: str, sm: str, published: str, entries: list[dict[str, Any]], source: str, origin: str = "local"
     ) -> Self:
-        """A table of parsed JSON ``entries``, as ``resolver.json`` had them; ``source`` is the file, for error messages."""
+        """Return a table of parsed JSON ``entries``, as ``resolver.json`` had them; ``source`` is the file, for error
+        messages.
+        """
         grouped: dict[str, list[dict[str, Any]]] = {}
         for raw in entries:
             grouped.setdefault(raw["definition"], []).append(raw)
@@ -103,11 +105,11 @@ class ResolverTable:
         return self._measured(definition).scalars
 
     def dtypes_of(self, definition: str) -> tuple[Mapping[str, str], ...]:
-        """The dtype bindings that a Definition was measured with."""
+        """Return the dtype bindings that a Definition was measured with."""
         return tuple(dict(key) for key in self._measured(definition).by_dtypes)
 
     def entries(self, definition: str, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
-        """Every measured point of a Definition under one dtype binding."""
+        """Return every measured point of a Definition under one dtype binding."""
         key = definition, dtypes_key(dtypes)
         known = self._entries.get(key)
         if known is None:
@@ -157,7 +159,7 @@ class ResolverTable:
         return peaks
 
     def __iter__(self) -> Iterator[Entry]:
-        """Every entry, Definition by Definition."""
+        """Yield every entry, Definition by Definition."""
         for definition in self.definitions:
             for dtypes in self.dtypes_of(definition):
                 yield from self.entries(definition, dtypes)
@@ -172,7 +174,8 @@ class ResolverTable:
 
 
 def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
-    """The snapshot of a GPU slug or family: one published on this machine wins over the shipped one of the same GPU.
+    """Return the snapshot of a GPU slug or family: one published on this machine wins over the shipped one of the same
+    GPU.
 
     A foreign one is passed over, with a warning, unless ``trust``.
     """
@@ -197,7 +200,7 @@ def _is_vouched_for(folder: Path) -> bool:
 
 
 def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
-    """The published table of a GPU, or None where nothing was published for it. Kept until the snapshot changes.
+    """Return the published table of a GPU, or None if nothing was published for it. Kept until the snapshot changes.
 
     Args:
         gpu: a slug or a family.
@@ -216,7 +219,7 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
-    """The tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
+    """Return the tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
     there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
     slugs = gpus_meant(gpu, (table.gpu for table in there))
     return [table for table in there if table.gpu == slugs[0]] if slugs else []
@@ -247,7 +250,7 @@ def _cached_table(folder: Path, trust: bool, _stamps: tuple[tuple[int, int], ...
 def _cached_with_shared(
     folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
 ) -> ResolverTable:
-    """The published table of a folder with what tables of a team add to it; those never change."""
+    """Return the published table of a folder with what tables of a team add to it; those never change."""
     base = None if folder is None else read_folder(folder, trust=trust)
     own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
     snapshots = [open_snapshot(path, home()) for path in shared]
@@ -268,7 +271,7 @@ def _cached_with_shared(
 
 
 def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
-    """The table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
+    """Return the table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
     snapshot = _snapshot_of(folder, trust)
     old = folder / OLD_TABLE_NAME
     if old.is_file() and (OLD_TABLE_NAME in snapshot.files or not trace_files(folder)):
@@ -290,7 +293,7 @@ def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
 
 
 def _set_files(snapshot: Snapshot) -> dict[str, SetFile]:
-    """The trace sets of a folder, by Definition."""
+    """Return the trace sets of a folder, by Definition."""
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
     paths = [snapshot.folder / name for name in names if is_trace_file(name)]
     return {path.stem: SetFile(snapshot, path) for path in paths}
@@ -327,7 +330,7 @@ class SetFile:
     path: Path
 
     def content(self) -> bytes:
-        """Its bytes.
+        """Return its bytes.
 
         Raises:
             RecordError: it is not what the lock says.
@@ -335,14 +338,14 @@ class SetFile:
         return self.snapshot.read(self.path, "trace set")
 
     def entries(self) -> MeasuredEntries:
-        """Its entries, with the origin of the folder; raises as :meth:`content`, and where it is no trace set."""
+        """Return its entries, with the origin of the folder; raises as :meth:`content`, and where it is no trace set."""
         return entries_of(self.content(), self.path, self.snapshot.origin)
 
 
 def merged_entries(
     published: Callable[[], MeasuredEntries] | None, own: SetFile | None, shared: Sequence[SetFile]
 ) -> MeasuredEntries:
-    """The entries of one Definition from the published table and those of a team.
+    """Return the entries of one Definition from the published table and those of a team.
 
     A file of a team that is not what its lock says is left out with a warning; one of the published table is an error, as ever.
 
@@ -468,7 +471,7 @@ def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str,
 
 
 def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
-    """The entries of one Definition; ``source`` is the file, for error messages.
+    """Return the entries of one Definition; ``source`` is the file, for error messages.
 
     Raises:
         RecordError: one is not valid.

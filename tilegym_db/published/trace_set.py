@@ -105,7 +105,7 @@ class TraceSetHeader(Record):
 
 
 def is_trace_set(content: bytes) -> bool:
-    """Whether a file's content is a set, by how it starts; else it holds one whole trace a line."""
+    """Return True if a file's content is a set, by how it starts; else it holds one whole trace a line."""
     return content.startswith(MARK)
 
 
@@ -140,24 +140,24 @@ class TraceSet:
         return cls(header, points, str(source))
 
     def traces(self) -> Iterator[dict[str, Any]]:
-        """Every trace as :meth:`Trace.to_dict` gives it, point by point."""
+        """Yield every trace as :meth:`Trace.to_dict` gives it, point by point."""
         for _, traces in self.by_point():
             yield from traces
 
     def by_point(self) -> Iterator[tuple[Point, list[dict[str, Any]]]]:
-        """The points in the order of the file, each with its traces."""
+        """Yield the points in the order of the file, each with its traces."""
         for point, rows in self.rows():
             yield point, self.traces_of(point, rows)
 
     def traces_of(self, point: Point, rows: list[list[Any]]) -> list[dict[str, Any]]:
-        """The traces of some rows of :meth:`rows`."""
+        """Return the traces of some rows of :meth:`rows`."""
         try:
             return [assembled(shared, point, pieces) for shared, pieces in self._pieces(rows)]
         except _DAMAGE as error:
             raise damaged(self.source, error) from None
 
     def rows(self) -> Iterator[tuple[Point, list[list[Any]]]]:
-        """The points in the order of the file, each with its rows as they are."""
+        """Yield the points in the order of the file, each with its rows as they are."""
         seen: list[Point] = []
         for raw in self.points:
             try:
@@ -264,7 +264,7 @@ class TraceSet:
         return [self.header.alternatives[index][0] for index in self.header.setups[row[0]][4]]
 
     def _mirrored(self, row: list[Any], solution: str) -> tuple[int, int, int]:
-        """The inverse of what another row says of a Solution."""
+        """Return the inverse of what another row says of a Solution."""
         for triple, name in zip(triples(row), self._alternatives(row), strict=True):
             if triple is not None and name == solution:
                 return inverse(triple)
@@ -325,14 +325,14 @@ class Point(NamedTuple):
 
 
 def inverse(triple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The comparison seen from the other side, in the same units: ratio, and its distances to both ends."""
+    """Return the comparison seen from the other side, in the same units: ratio, and its distances to both ends."""
     ratio, below, above = triple
     middle, low, high = (round(RATIO / (value / RATIO)) for value in (ratio, ratio + above, ratio - below))
     return middle, middle - low, high - middle
 
 
 def triples(row: list[Any]) -> list[tuple[int, int, int] | None]:
-    """The comparisons of a row; None for one that is stated elsewhere."""
+    """Return the comparisons of a row; None for one that is stated elsewhere."""
     found: list[tuple[int, int, int] | None] = []
     position, end = COMPARISONS_AT, len(row)
     while position < end:
@@ -346,7 +346,7 @@ def triples(row: list[Any]) -> list[tuple[int, int, int] | None]:
 
 
 def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
-    """The fields that all traces of a setup have alike. ``header`` has those that all of the set share."""
+    """Return the fields that all traces of a setup have alike. ``header`` has those that all of the set share."""
     name, digest, language, role, _ = pieces.solution
     gpu_name, sm, driver, cuda, libs = pieces.host
     facts = pieces.facts
@@ -377,7 +377,9 @@ def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
 
 
 def assembled(shared: Mapping[str, Any], point: Point, pieces: Pieces) -> dict[str, Any]:
-    """One trace as :meth:`Trace.to_dict` gives it; ``shared`` is what :func:`shared_fields` gives, whose parts it holds."""
+    """Return one trace as :meth:`Trace.to_dict` gives it; ``shared`` is what :func:`shared_fields` gives, whose parts
+    it holds.
+    """
     trace = {**shared, "timestamp": spelled_time(pieces.time), "workload_uuid": point.workload_uuid}
     trace["axes"] = dict(point.axes)
     for name, values in (("dtypes", point.dtypes), ("scalars", point.scalars), ("layouts", point.layouts)):
@@ -404,7 +406,7 @@ def assembled(shared: Mapping[str, Any], point: Point, pieces: Pieces) -> dict[s
 
 
 def spelled_time(time: datetime) -> str:
-    """A time in UTC as a trace spells it."""
+    """Return a time in UTC as a trace spells it."""
     return time.isoformat().replace("+00:00", "Z")
 
 

@@ -38,7 +38,7 @@ _QUALIFIERS = re.compile(r"(?:void )?(?:\w+::)*(?:\w+<\d+, (?:\w+::)*)?")
 def encode_traces(
     traces: Sequence[Mapping[str, Any]], provides: Mapping[str, str | None], foreign: Iterable[str] = ()
 ) -> str:
-    """The text of the trace set of one Definition and GPU.
+    """Return the text of the trace set of one Definition and GPU.
 
     Args:
         traces: as :meth:`Trace.to_dict` gives them, all of one Definition, meaning and GPU, in the order to keep; at least
@@ -221,7 +221,7 @@ class _Encoder:
         return found
 
     def _mirrors(self, trace: dict[str, Any], comparison: Mapping[str, Any]) -> bool:
-        """True where the alternative's row says the same, the other way round."""
+        """Return True if the alternative's row says the same, the other way round."""
         key = self._point_key(trace), trace["run_id"]
         peer = self.peers.get((*key, comparison["with"]))
         triple = triple_of(comparison)
@@ -244,7 +244,7 @@ def _grouped(names: Iterable[str]) -> list[list[str]]:
 
 
 def _exact_sol_us(traces: Iterable[Mapping[str, Any]]) -> float | None:
-    """A speed of light that rounds to the one the traces of a point state and gives each of their ratios."""
+    """Return a speed of light that rounds to the one the traces of a point state and gives each of their ratios."""
     timed = [trace["performance"] for trace in traces if (trace.get("performance") or {}).get("sol_us") is not None]
     if not timed:
         return None
@@ -299,7 +299,7 @@ Triple = tuple[int, int, int]
 
 
 def rounded(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """A trace's fields (:meth:`Trace.to_dict`) with the digits that a trace set keeps."""
+    """Return a trace's fields (:meth:`Trace.to_dict`) with the digits that a trace set keeps."""
     result = dict(trace)
     correctness = result.get("correctness")
     if correctness is not None:
@@ -320,7 +320,7 @@ def _whole_nanoseconds(part: Mapping[str, Any], names: Iterable[str]) -> dict[st
 
 
 def difference(decoded: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that the columns do not give back, as they are; null for one that is not there."""
+    """Return the fields that the columns do not give back, as they are; null for one that is not there."""
     keys = [*trace, *(key for key in decoded if key not in trace)]
     return {key: trace.get(key) for key in keys if decoded.get(key) != trace.get(key)}
 
@@ -338,7 +338,7 @@ def host_of(trace: Mapping[str, Any]) -> list[Any]:
 
 
 def triple_of(comparison: Mapping[str, Any]) -> Triple:
-    """A ratio, and its distances to both ends of its interval, in hundred thousandths."""
+    """Return a ratio, and its distances to both ends of its interval, in hundred thousandths."""
     ratio, low, high = (round(comparison[key] * RATIO) for key in ("ratio", "ci_low", "ci_high"))
     return ratio, ratio - low, high - ratio
 

@@ -50,7 +50,7 @@ class TuningSetHeader(Record):
 
 
 def encode_steps(definition: str, steps: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a set, of what :meth:`TuningStep.to_dict` gives; all of one GPU and Definition, at least one."""
+    """Return the text of a set, of what :meth:`TuningStep.to_dict` gives; all of one GPU and Definition, at least one."""
     tables: dict[str, list[Any]] = {
         name: [] for name in ("runs", "solutions", "workloads", "configs", "outcomes", "reasons")
     }
@@ -96,12 +96,12 @@ def encode_steps(definition: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_tuning_set(content: bytes) -> bool:
-    """Whether a file's content is a set, by how it starts; else it holds one whole step a line."""
+    """Return True if a file's content is a set, by how it starts; else it holds one whole step a line."""
     return content.startswith(_MARK)
 
 
 def decode_steps(content: bytes, source: Path) -> Iterator[dict[str, Any]]:
-    """Every step of a set as :meth:`TuningStep.to_dict` gives it.
+    """Yield every step of a set as :meth:`TuningStep.to_dict` gives it.
 
     Raises:
         RecordError: not such a set, or damaged.

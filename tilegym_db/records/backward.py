@@ -17,7 +17,7 @@ from tilegym_db.records.definition_rules import GRADIENT
 
 
 def bind_forward(backward: Definition, forward: Definition) -> Definition:
-    """The same backward, which now knows the forward that computes its saved tensors.
+    """Return the same backward, which now knows the forward that computes its saved tensors.
 
     Raises:
         RecordError: it cannot be the backward of that.
@@ -32,7 +32,7 @@ def bind_forward(backward: Definition, forward: Definition) -> Definition:
 
 
 def forward_of(backward: Definition) -> Definition:
-    """The forward that computes the saved tensors of a backward.
+    """Return the forward that computes the saved tensors of a backward.
 
     Raises:
         RecordError: it was not read from a catalog that has it.
@@ -47,12 +47,12 @@ def forward_of(backward: Definition) -> Definition:
 
 
 def differentiated(backward: Definition) -> tuple[str, ...]:
-    """The inputs of the forward Definition that a backward one gives the gradients of, in its order of outputs."""
+    """Return the inputs of the forward Definition that a backward one gives the gradients of, in its order of outputs."""
     return tuple(name.removeprefix(GRADIENT) for name in backward.outputs)
 
 
 def backward_problem(forward: Definition, backward: Definition) -> str:
-    """Why one Definition cannot be the backward of another; empty where it can."""
+    """Return why one Definition cannot be the backward of another; empty if it can."""
     if forward.in_place:
         return f"{forward.name} overwrites its input '{next(iter(forward.in_place))}', which its gradient may need"
     for name, spec in backward.inputs.items():
@@ -96,7 +96,8 @@ def _differs(where: str, spec: TensorSpec, twin: TensorSpec | None, forward: Def
 
 
 def backward_call(backward: Definition, call: Call) -> Call:
-    """The call that will be made of a backward Definition after a call of the forward one, as far as can be known then.
+    """Return the call that will be made of a backward Definition after a call of the forward one, as far as can be
+    known then.
 
     The gradients that come in are taken to lie in memory as the outputs do: that is what PyTorch gives back for most of
     what follows. Of those that go out nothing is said.

@@ -114,7 +114,7 @@ class Record(RecordPart):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """One JSON object with ``schema_version`` first where the record has one."""
+        """Return one JSON object with ``schema_version`` first where the record has one."""
         content = self.to_dict()
         if "schema_version" in type(self).model_fields:
             content = {"schema_version": self.model_dump()["schema_version"], **content}
@@ -155,7 +155,9 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[tupl
 
 
 def _keys_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A place in a record, without the name that pydantic gives to a member of a union (``str``, ``function-after[...]``)."""
+    """Return a place in a record, without the name that pydantic gives to a member of a union (``str``,
+    ``function-after[...]``).
+    """
     last = str(loc[-1]) if len(loc) > 1 else ""
     return loc[:-1] if last in ("str", "int", "float", "bool") or last.endswith(("]", ")")) else loc
 
@@ -166,7 +168,7 @@ def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a JSON value that digests and identities are computed from."""
+    """Return the one spelling of a JSON value that digests and identities are computed from."""
     return _CANONICAL.encode(value)
 
 
@@ -241,7 +243,7 @@ Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
 
 
 def shown(text: str, most: int = 120) -> str:
-    """A text as a message may show it: on one line, and cut where it is long."""
+    """Return a text as a message may show it: on one line, and cut where it is long."""
     clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
     return clean if len(text) <= most else f"{clean[:most]}..."
 
@@ -287,7 +289,7 @@ class _RepeatedKeyError(Exception):
 
 
 def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
         text: the whole of a file, or a line of one.

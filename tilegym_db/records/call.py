@@ -99,7 +99,7 @@ def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
 
 
 def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | Scalar]) -> Call:
-    """The axes, dtypes, layouts and scalars of a call.
+    """Return the axes, dtypes, layouts and scalars of a call.
 
     Args:
         definition: the operator called.
@@ -155,7 +155,8 @@ def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: 
 
 
 def is_code_selecting(definition: Definition, scalar: str) -> bool:
-    """True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one (eps).
+    """Return True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one
+    (eps).
 
     False as well for one that is the size of an axis: its axis says all about it.
     """
@@ -166,7 +167,7 @@ def is_code_selecting(definition: Definition, scalar: str) -> bool:
 
 
 def solve_dtypes(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """The dtype of every dtype variable, from the dtypes of the tensors by name."""
+    """Return the dtype of every dtype variable, from the dtypes of the tensors by name."""
     bound: dict[str, str] = {}
     for name, found in dtypes.items():
         declared = (definition.inputs.get(name) or definition.outputs[name]).dtype
@@ -189,7 +190,7 @@ def _record_dtype(found: str, choices: Sequence[str]) -> str:
 def solve_axes(
     definition: Definition, shapes: Mapping[str, Sequence[int]], scalars: Mapping[str, Scalar] | None = None
 ) -> dict[str, int]:
-    """Every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
+    """Return every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
 
     A dimension given as ``N`` binds it; one given as an expression with a single unknown axis is solved where ``+``,
     ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4), and ``//`` in a packed row, whose codes fill whole bytes
@@ -241,7 +242,7 @@ def _dimensions(
 
 
 def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, packed: bool = False) -> bool:
-    """Check a dimension whose axes are known, or bind the one that is not; False where it must wait for others."""
+    """Check a dimension whose axes are known, or bind the one that is not; False if it must wait for others."""
     if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
         return True  # a plain axis, as nearly every dimension is: nothing to take apart
     unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
@@ -258,7 +259,8 @@ def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, pa
 
 
 def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) -> int | None:
-    """The value of the one unknown name in ``node`` that makes it ``target``, rounded down; None where not unique.
+    """Return the value of the one unknown name in ``node`` that makes it ``target``, rounded down; None if not
+    unique.
 
     ``packed`` says that divisions leave no rest.
 
@@ -288,7 +290,7 @@ def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) 
 
 
 def _known(node: ast.expr, axes: Mapping[str, int]) -> int | None:
-    """The value of a part of an expression, where all its axes are known."""
+    """Return the value of a part of an expression, where all its axes are known."""
     text = ast.unparse(node)
     if names_in(text)[0] - set(axes):
         return None
@@ -325,7 +327,7 @@ def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> d
 
 
 def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar]) -> dict[str, int]:
-    """The axes of a call, with those that only a scalar states.
+    """Return the axes of a call, with those that only a scalar states.
 
     Raises:
         UsageError: an axis and its scalar contradict each other.
@@ -344,6 +346,6 @@ def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: 
 def scalars_with_axes(
     definition: Definition, scalars: Mapping[str, Scalar], axes: Mapping[str, int]
 ) -> dict[str, Scalar]:
-    """The scalars of a call whose sizes are known: those that are a size have that of their axis."""
+    """Return the scalars of a call whose sizes are known: those that are a size have that of their axis."""
     sizes = {scalar: axes[axis] for scalar, axis in definition.size_scalars.items() if axis in axes}
     return {**scalars, **sizes}

@@ -31,7 +31,7 @@ class Case:
 
     @classmethod
     def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
-        """The Workload's own shape, with fresh contents."""
+        """Return the Workload's own shape, with fresh contents."""
         return cls(
             workload.call(definition),
             distribution=distribution,
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True where sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
+        """True if sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
         return self.distribution == EXACT and not self.files
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:

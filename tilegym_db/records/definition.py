@@ -235,7 +235,7 @@ class Definition(Record):
         return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Every axis with its size, const axes included.
+        """Return every axis with its size, const axes included.
 
         Raises:
             RecordError: an axis is missing, unknown, negative, disagrees with a const axis or breaks a constraint.
@@ -272,7 +272,7 @@ class Definition(Record):
         return {name: bound[name] for name in self.axes}
 
     def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        """Every dtype variable with its dtype; one with a single choice need not be given.
+        """Return every dtype variable with its dtype; one with a single choice need not be given.
 
         Raises:
             RecordError: a variable is missing or unknown, or its dtype is not one that the Definition lists.
@@ -300,12 +300,12 @@ class Definition(Record):
         return bound
 
     def dtype_of(self, name: str, dtypes: Mapping[str, str]) -> str:
-        """The concrete dtype of an input or output under a dtype binding."""
+        """Return the concrete dtype of an input or output under a dtype binding."""
         spec = self.inputs.get(name) or self.outputs[name]
         return dtypes.get(spec.dtype, spec.dtype)
 
     def shape_of(self, name: str, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape of a tensor under an axis binding.
+        """Return the concrete shape of a tensor under an axis binding.
 
         Raises:
             RecordError: there is no such tensor.
@@ -316,7 +316,9 @@ class Definition(Record):
         return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
 
     def strides_of(self, name: str, axes: Mapping[str, int], layout: str | None = None) -> tuple[int, ...]:
-        """A tensor's strides in elements: by a layout that a call names, else by the Definition's own, else contiguous."""
+        """Return a tensor's strides in elements: by a layout that a call names, else by the Definition's own, else
+        contiguous.
+        """
         return layout_strides(layout or self.layouts.get(name, "contiguous"), self.shape_of(name, axes), axes)
 
     def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:

@@ -50,10 +50,10 @@ DType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": 
 
 
 def short_dtype(name: str) -> str:
-    """The usual abbreviation (``bfloat16`` -> ``bf16``), for tables a person reads."""
+    """Return the usual abbreviation (``bfloat16`` -> ``bf16``), for tables a person reads."""
     return _SHORT.get(name, name)
 
 
 def scalar_type(dtype: str) -> type:
-    """The Python type of a scalar input of a dtype."""
+    """Return the Python type of a scalar input of a dtype."""
     return bool if dtype == "bool" else int if dtype in INTEGER_DTYPES else float

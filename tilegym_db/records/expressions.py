@@ -54,7 +54,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> ast.expr:
-    """The checked syntax tree of ``text``; raises :class:`RecordError` for anything but arithmetic."""
+    """Return the checked syntax tree of ``text``; raises :class:`RecordError` for anything but arithmetic."""
     if len(text) > MAX_LENGTH:
         raise RecordError(
             f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...",
@@ -77,7 +77,8 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def _check_constants(node: ast.expr, text: str) -> bool:
-    """Whether a part has no name in it. One that has none is worked out once, so that ``9**9**9`` is refused when it is read.
+    """Return True if a part has no name in it. One that has none is worked out once, so that ``9**9**9`` is refused
+    when it is read.
 
     Raises:
         RecordError: such a part is out of bounds or divides by zero, or an exponent is.
@@ -118,7 +119,7 @@ def _depth(tree: ast.AST) -> int:
 
 
 def names_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The axis names and the ``sizeof`` dtype variables that ``text`` uses."""
+    """Return the axis names and the ``sizeof`` dtype variables that ``text`` uses."""
     axes: set[str] = set()
     dtypes: set[str] = set()
     _collect(parse_expression(text), axes, dtypes)
@@ -126,7 +127,8 @@ def names_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int | float | bool:
-    """The value of ``text`` where each axis is its integer size and ``sizeof(T)`` the bytes of the dtype bound to T.
+    """Return the value of ``text`` where each axis is its integer size and ``sizeof(T)`` the bytes of the dtype bound
+    to T.
 
     A value that is not an axis but a dtype name (``sizeof(float32)``) is looked up as that dtype. Raises
     :class:`RecordError` for an unknown name, a division by zero or a number out of bounds.
@@ -279,7 +281,7 @@ class Unknown(Exception):
 
 
 def holds(text: str, values: Mapping[str, Any]) -> bool:
-    """Whether a constraint holds for sizes (by axis) and tensors or numbers (by input).
+    """Return True if a constraint holds for sizes (by axis) and tensors or numbers (by input).
 
     Raises:
         Unknown: it uses a name, a method or syntax that is not known.
@@ -301,7 +303,7 @@ def holds(text: str, values: Mapping[str, Any]) -> bool:
 
 
 def constraint_problem(text: str, names: Collection[str]) -> str | None:
-    """Why :func:`holds` can never evaluate a constraint over these axes and inputs; None where it may."""
+    """Return why :func:`holds` can never evaluate a constraint over these axes and inputs; None if it may."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -365,7 +367,7 @@ def _value(node: ast.expr, values: Mapping[str, Any], depth: int) -> Any:
 
 
 def _is_true(value: Any) -> bool:
-    """A comparison of tensors holds where it does for every element."""
+    """Return a comparison of tensors holds where it does for every element."""
     return bool(value.all() if hasattr(value, "numel") else value)
 
 

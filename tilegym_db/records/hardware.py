@@ -59,7 +59,7 @@ _DRIVER_NAMES: tuple[tuple[str, str], ...] = (
 
 
 def gpu_slug(driver_name: str) -> str:
-    """The slug of the device that the driver calls ``driver_name``; an unknown one is spelled from its own name."""
+    """Return the slug of the device that the driver calls ``driver_name``; an unknown one is spelled from its own name."""
     for pattern, slug in _DRIVER_NAMES:
         if re.search(pattern, driver_name, re.IGNORECASE):
             return slug
@@ -72,12 +72,13 @@ def gpu_family(slug: str) -> str:
 
 
 def same_gpu(asked: str, slug: str) -> bool:
-    """True where ``asked`` (a slug or a family) covers ``slug``."""
+    """Return True if ``asked`` (a slug or a family) covers ``slug``."""
     return asked == slug or (asked not in GPU_SLUGS and gpu_family(slug) == asked)
 
 
 def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` slugs that a name means, sorted: the one that is called so, else every one of that family.
+    """Return those of ``known`` slugs that a name means, sorted: the one that is called so, else every one of that
+    family.
 
     This is what decides what ``h100`` means, for every command, the Python API and (as ``gpu_family``) SQL.
     """
@@ -86,7 +87,8 @@ def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
 
 
 def one_gpu_meant(asked: str, *known: Iterable[str]) -> str:
-    """The one slug that a name means where only one will do: of the first group of ``known`` slugs that has any, the first.
+    """Return the one slug that a name means where only one will do: of the first group of ``known`` slugs that has any,
+    the first.
 
     Where none has, it is the first that is called so at all.
     """
@@ -98,7 +100,7 @@ def one_gpu_meant(asked: str, *known: Iterable[str]) -> str:
 
 
 def parse_gpu(text: str) -> str:
-    """A GPU slug or family that a user typed, in lower case.
+    """Return a GPU slug or family that a user typed, in lower case.
 
     Raises:
         HardwareError: no such GPU; the message lists the known ones.

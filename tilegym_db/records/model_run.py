@@ -107,7 +107,7 @@ class ModelRun(Record):
     throttled: Flag | None = None
     """Whether heat or power delivery slowed the GPU meanwhile; null where nobody says."""
     proved: Flag = False
-    """True where the patch was made with ``verify=True``."""
+    """True if the patch was made with ``verify=True``."""
     stock: ModelTiming
     patched: ModelTiming
     ttft_speedup: Estimate
@@ -116,7 +116,7 @@ class ModelRun(Record):
     kernels: dict[str, Int64] = {}
     """Definition -> calls that ran a verified kernel, in one generation."""
     experts: dict[str, Int64] = {}
-    """Implementation of experts in transformers -> calls of it by the stock model in one generation; empty where it has none.
+    """Implementation of experts in transformers -> calls of it by the stock model in one generation; empty if it has none.
     ``generate`` may decode with another one than it prefills with."""
     gpu_shares: dict[str, Real] | None = None
     """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
@@ -229,7 +229,7 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
         speedup: stock time over patched time with its interval, where there is one.
         rounds: that count, by each way.
         kernel_calls: calls in one generation of the patched model that ran a verified kernel.
-        control: stock time over the time of :data:`CONTROL` in the same rounds; None where it took no part.
+        control: stock time over the time of :data:`CONTROL` in the same rounds; None if it took no part.
     """
     if kernel_calls == 0:
         return Claim("nothing", "no kernel ran in the patched model, so both ran stock code")

@@ -36,7 +36,7 @@ def forget_sources() -> None:
 # Parsing is a third of what reading a catalog takes, and one process reads the same sources many times over.
 @functools.lru_cache(maxsize=2048)
 def parse_source(source: str | bytes) -> ast.Module:
-    """The functions at the top level of a source text, without their bodies; to be read only.
+    """Return the functions at the top level of a source text, without their bodies; to be read only.
 
     Raises:
         RecordError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
@@ -73,7 +73,7 @@ def _functions(source: str | bytes, key: str = "") -> ast.Module:
 
 
 def _header(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]) -> str:
-    """The text of a function from ``def`` to its colon, with an empty body."""
+    """Return the text of a function from ``def`` to its colon, with an empty body."""
     first = function.body[0]
     on_a_line_of_the_header = lines[first.lineno - 1][: first.col_offset].strip()
     if on_a_line_of_the_header or hasattr(first, "decorator_list"):  # a decorator stands above its function's line
@@ -100,7 +100,7 @@ def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None
 
 
 def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
-    """The parameters of the last function of that name at the top level of ``source``; None where there is none.
+    """Return the parameters of the last function of that name at the top level of ``source``; None if there is none.
 
     Those that no positional argument can fill are spelled with their stars.
 

@@ -95,7 +95,7 @@ def speed_of_light(
     *,
     math_mode: Literal["ieee", "tf32"] = "ieee",
 ) -> SpeedOfLight | None:
-    """The least time that a call would take if nothing but the calibrated peaks held it up.
+    """Return the least time that a call would take if nothing but the calibrated peaks held it up.
 
     Args:
         definition: states the compulsory flops and bytes.
@@ -105,7 +105,7 @@ def speed_of_light(
         math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only where it says ``tf32``.
 
     Returns:
-        None where the Definition states no cost, or the call has nothing to do.
+        None if the Definition states no cost, or the call has nothing to do.
     """
     flops, size = definition.cost_of(axes, dtypes)
     if flops <= 0 and size <= 0:
@@ -129,12 +129,12 @@ def speed_of_light(
 
 
 def sol_ratio(sol: SpeedOfLight, latency_us: float) -> float:
-    """The share of the speed of light that a call reached; above 1 where it beat the calibration's own kernels."""
+    """Return the share of the speed of light that a call reached; above 1 where it beat the calibration's own kernels."""
     return sol.us / latency_us
 
 
 def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> str | None:
-    """Why a time cannot be true, or None where it can.
+    """Return why a time cannot be true, or None if it can.
 
     Args:
         latency_us: the claimed time of one call.
@@ -167,7 +167,7 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
 
 
 def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> float:
-    """The shortest time that :func:`below_floor` believes, in microseconds; arguments as there."""
+    """Return the shortest time that :func:`below_floor` believes, in microseconds; arguments as there."""
     memory_us = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2) / peaks.memory_ceiling_bytes_per_s * 1e6
     compute_us = _least_compute_us(sol, product_ceiling(sol.operand, peaks))
     launch_us = _least_launch_us(peaks) if timer == peaks.timer else 0.0
@@ -175,7 +175,7 @@ def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -
 
 
 def product_ceiling(operand: str | None, peaks: GpuPeaks) -> float | None:
-    """Flop/s that no product of such operands can exceed on this GPU; None where that is not known."""
+    """Flop/s that no product of such operands can exceed on this GPU; None if that is not known."""
     per_clock = PRODUCT_FLOPS_PER_CLOCK.get(peaks.sm, {})
     known = [per_clock[width] for width in _WIDTHS.get(operand or "", ()) if width in per_clock]
     return max(known) * peaks.sm_count * peaks.max_sm_mhz * 1e6 if known else None
@@ -198,13 +198,15 @@ def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:
 
 
 def _operand(definition: Definition, dtypes: Mapping[str, str]) -> str | None:
-    """The narrowest dtype among the floating-point inputs: no product can run faster than on these."""
+    """Return the narrowest dtype among the floating-point inputs: no product can run faster than on these."""
     used = {definition.dtype_of(name, dtypes) for name in definition.tensor_inputs}
     return next((name for name in _WIDTHS if name in used), None)
 
 
 def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float | None:
-    """The calibrated flop/s of the fastest product that the GPU has for such operands; None where none was measured."""
+    """Return the calibrated flop/s of the fastest product that the GPU has for such operands; None if none was
+    measured.
+    """
     if operand == "float32" and math_mode == "ieee":
         measured = peaks.flops.get("float32")
         return measured.value if measured else None
@@ -218,7 +220,7 @@ def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float
 
 
 def _crossing_bytes(sol: SpeedOfLight, l2_bytes: int, *, cold_l2: bool) -> float:
-    """The bytes that must cross the memory bus between the start and the end of a call."""
+    """Return the bytes that must cross the memory bus between the start and the end of a call."""
     late = min(sol.written_bytes, l2_bytes)  # dirty in the L2 when the call ends
     read = sol.read_bytes - sol.chosen_bytes
     early = 0.0 if cold_l2 else min(read, l2_bytes)  # in the L2 when it begins

@@ -43,7 +43,7 @@ Config = dict[str, Tunable]
 
 
 def config_id(config: Mapping[str, Tunable]) -> str:
-    """One text per config, whatever the order of its tunables; ``{}`` is the source's own defaults."""
+    """Return one text per config, whatever the order of its tunables; ``{}`` is the source's own defaults."""
     return canonical_json(dict(config))
 
 
@@ -184,7 +184,9 @@ class SolutionSpec(RecordPart):
         return self
 
     def runs_on(self, target: str) -> bool:
-        """True where it is declared for a target. Python code that states no targets of its own runs where PyTorch does."""
+        """Return True if it is declared for a target. Python code that states no targets of its own runs where PyTorch
+        does.
+        """
         return target in self.target_hardware or (self.language == "python" and self.target_hardware == TARGETS)
 
     @property
@@ -274,13 +276,13 @@ class Solution(Record):
         *,
         target: str | None = None,
     ) -> str | None:
-        """Why this Solution does not serve the request, or None where its declared limits cover it.
+        """Return why this Solution does not serve the request, or None if its declared limits cover it.
 
         Args:
             axes: every axis of the Definition with its size.
             dtypes: dtype variable -> dtype.
             layouts: tensor -> layout class; a tensor not named is contiguous.
-            target: the device's ``sm_XX``, or ``cpu``; None where it does not matter.
+            target: the device's ``sm_XX``, or ``cpu``; None if it does not matter.
         """
         for variable, choices in self.spec.dtypes.items():
             if dtypes.get(variable) not in choices:
@@ -301,7 +303,7 @@ class Solution(Record):
         return None
 
     def configs(self) -> Iterator[Config]:
-        """Every point of the search space, in a fixed order; one empty config where nothing is tunable."""
+        """Yield every point of the search space, in a fixed order; one empty config where nothing is tunable."""
         names = list(self.spec.tunables)
         for values in itertools.product(*(self.spec.tunables[name] for name in names)):
             yield dict(zip(names, values, strict=True))
@@ -337,7 +339,8 @@ def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layo
 
 
 def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
-    """The Definition without these outputs, as a Solution that omits them is called and judged; its digest is the whole one's.
+    """Return the Definition without these outputs, as a Solution that omits them is called and judged; its digest is
+    the whole one's.
 
     Its cost is the whole one's too: nothing that omits an output is timed.
     """
@@ -357,7 +360,7 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
 
 
 def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
-    """Why a Solution has no times, and with them no promotion and no rank; None where it may have."""
+    """Return why a Solution has no times, and with them no promotion and no rank; None if it may have."""
     if not omits:
         return None
     return (
@@ -371,12 +374,14 @@ def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
 
 
 def called_with(definition: Definition, *, destination_passing_style: bool) -> tuple[str, ...]:
-    """The positional arguments of ``run``: the inputs in order, then (destination passing) the outputs it writes."""
+    """Return the positional arguments of ``run``: the inputs in order, then (destination passing) the outputs it
+    writes.
+    """
     return (*definition.inputs, *definition.written_outputs) if destination_passing_style else tuple(definition.inputs)
 
 
 def signature_problem(record: Solution, source: bytes | str, definition: Definition) -> str | None:
-    """Why the entry point cannot be called as the Definition calls it, or None where it can.
+    """Return why the entry point cannot be called as the Definition calls it, or None if it can.
 
     Args:
         record: names the function, the calling style and the tunables, which arrive as keyword arguments.
@@ -409,6 +414,6 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
 
 
 def find_function(source: bytes | str, name: str) -> ast.FunctionDef | None:
-    """The last definition of a function at the top level of a source text."""
+    """Return the last definition of a function at the top level of a source text."""
     found = [node for node in parse_source(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
     return found[-1] if found else None

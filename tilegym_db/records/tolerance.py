@@ -59,7 +59,8 @@ LIMITS: dict[str, Limits] = {
 
 
 def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits | None:
-    """The bounds for an output of this dtype, or None for integers, booleans, scales and what is only moved, which must be exact.
+    """Return the bounds for an output of this dtype, or None for integers, booleans, scales and what is only moved,
+    which must be exact.
 
     Scales are all of dtype e8m0, and the float32 outputs of a quantiser: beside codes, under an oracle that is the
     reference as written. Only where something else is computed first, as an activation is, may they be off by what the
@@ -106,7 +107,7 @@ def _leaves_no_room(override: Tolerance) -> bool:
 
 
 def _is_moved(definition: Definition, dtype: str) -> bool:
-    """Whether a dtype variable with this choice is that of an input and of an output."""
+    """Return True if a dtype variable with this choice is that of an input and of an output."""
     taken, given = ({spec.dtype for spec in specs.values()} for specs in (definition.inputs, definition.outputs))
     return any(dtype in definition.dtypes.get(variable, ()) for variable in taken & given)
 

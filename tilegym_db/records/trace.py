@@ -70,7 +70,9 @@ class Comparison(RecordPart):
 
     @classmethod
     def against(cls, name: str, provides: str | None, *, ratio: float, ci_low: float, ci_high: float) -> Self:
-        """A comparison with the solution ``name``; ``with`` is a keyword of Python, so no argument can have that name."""
+        """Return a comparison with the solution ``name``; ``with`` is a keyword of Python, so no argument can have that
+        name.
+        """
         return cls.model_validate(
             {"with": name, "provides": provides, "ratio": ratio, "ci_low": ci_low, "ci_high": ci_high}
         )
@@ -245,7 +247,8 @@ def new_trace_id(
 
 
 def clip_log(text: str) -> str:
-    """A log of at most :data:`MAX_LOG_CHARACTERS`: head, tail, and of what lies between, the lines that name an error.
+    """Return a log of at most :data:`MAX_LOG_CHARACTERS`: head, tail, and of what lies between, the lines that name an
+    error.
 
     Compilers say what is wrong first or last; but a generated kernel's listing may come before it and a stack after.
     """

@@ -174,11 +174,11 @@ class Workload(Record):
         )
 
     def scalars(self) -> dict[str, Scalar]:
-        """The scalar inputs by name."""
+        """Return the scalar inputs by name."""
         return {name: spec.value for name, spec in self.inputs.items() if isinstance(spec, ScalarInput)}
 
     def files(self) -> dict[str, SafetensorsInput]:
-        """The inputs that a file holds, by name."""
+        """Return the inputs that a file holds, by name."""
         return {name: spec for name, spec in self.inputs.items() if isinstance(spec, SafetensorsInput)}
 
     def layout_classes(self, definition: Definition) -> dict[str, str]:

@@ -40,7 +40,7 @@ _IN_A_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\
 
 
 def page(data: ReportData, *, version: str, title: str = "tilegym-db report") -> str:
-    """The page as one text of HTML."""
+    """Return the page as one text of HTML."""
     folder = files("tilegym_db.report")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         folder.joinpath("page.html.j2").read_text("utf-8")
@@ -162,7 +162,7 @@ def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -
 
 
 def reproduce_command(row: Mapping[str, Any]) -> str:
-    """The command that verifies the case of a trace again, for a shell; empty values are left out.
+    """Return the command that verifies the case of a trace again, for a shell; empty values are left out.
 
     Of what was measured on a file: the command that measures it again.
     """
@@ -183,7 +183,7 @@ def reproduce_command(row: Mapping[str, Any]) -> str:
 
 
 def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with ``flops`` and ``bytes`` of a call, by the Definition's cost; None where it states none."""
+    """Return the rows with ``flops`` and ``bytes`` of a call, by the Definition's cost; None if it states none."""
     records = {row["name"]: Definition.from_json(row["record"], f"definition {row['name']}") for row in definitions}
     known: dict[tuple[str, str, str], tuple[float, float] | None] = {}
     for row in rows:

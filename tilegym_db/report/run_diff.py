@@ -48,7 +48,7 @@ class RunDiff:
     differences: Sequence[Difference]
 
     def of(self, change: Change) -> list[Difference]:
-        """The differences of one kind, the largest change of time first."""
+        """Return the differences of one kind, the largest change of time first."""
         return sorted(
             (one for one in self.differences if one.change == change),
             key=lambda one: -abs(math.log(one.ratio)) if one.ratio else 0.0,
@@ -64,7 +64,7 @@ class RunDiff:
 
 
 def read_diff(store: Store, a: str, b: str) -> RunDiff:
-    """Two runs by their ids, or the starts of them.
+    """Return two runs by their ids, or the starts of them.
 
     Raises:
         NotFoundError: there is no such run, or several begin so.
@@ -93,7 +93,7 @@ def change_of(row: Mapping[str, Any]) -> tuple[Change, float | None]:
 
 
 def diff_page(diff: RunDiff, *, version: str) -> str:
-    """The page as one text of HTML: no script, and nothing is loaded."""
+    """Return the page as one text of HTML: no script, and nothing is loaded."""
     folder = files("tilegym_db.report")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         folder.joinpath("run_diff.html.j2").read_text("utf-8")

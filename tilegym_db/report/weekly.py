@@ -69,13 +69,13 @@ class _Form:
     see_all: str
 
     def table(self, columns: Sequence[Column], rows: Rows, empty: str) -> str:
-        """A table of the rows, or of the first of them and how many are left out."""
+        """Return a table of the rows, or of the first of them and how many are left out."""
         shown = rows if self.whole else rows[:SHOWN]
         left_out = len(rows) - len(shown)
         return _table(columns, shown, empty) + (self.rest(f"{left_out} more of {len(rows)} rows") if left_out else "")
 
     def rest(self, what: str) -> str:
-        """The line below a table that says what it leaves out."""
+        """Return the line below a table that says what it leaves out."""
         return f"\n\n{what}" + (f": `{self.see_all}`" if self.see_all else "") + "."
 
 
@@ -96,7 +96,7 @@ def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
 
 
 def _models(rows: Rows, form: _Form) -> str:
-    """Every way of every run, or where these are many, one line a model and GPU of what was timed and claimed."""
+    """Return every way of every run, or where these are many, one line a model and GPU of what was timed and claimed."""
     if form.whole or len(rows) <= FEW:
         return _table(MODELS, rows, NO_MODEL)
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
@@ -119,7 +119,7 @@ def _models(rows: Rows, form: _Form) -> str:
 
 
 def _leaders(store: Store) -> list[dict[str, Any]]:
-    """The solution that is fastest on most shapes of each operator and GPU; rows come with most wins first."""
+    """Return the solution that is fastest on most shapes of each operator and GPU; rows come with most wins first."""
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for row in leaderboard_rows(store):
         first.setdefault((row["definition"], row["gpu"]), row)
@@ -232,6 +232,6 @@ def _table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], empty: 
 
 
 def _cell(value: object) -> str:
-    """A value that can neither end its cell nor its row."""
+    """Return a value that can neither end its cell nor its row."""
     text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

@@ -54,7 +54,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Decision:
-    """``solution`` is None where stock code runs."""
+    """``solution`` is None if stock code runs."""
 
     solution: SolutionFiles | None
     config: Config
@@ -63,7 +63,7 @@ class Decision:
 
 
 def no_kernel(reason: str, gpu: str) -> Decision:
-    """The decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
+    """Return the decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
     return Decision(None, {}, Evidence("stock", reason, gpu), ())
 
 
@@ -77,7 +77,7 @@ def decide(
 
     Args:
         request: a checked request.
-        table: the published measurements of the request's GPU; None where there are none.
+        table: the published measurements of the request's GPU; None if there are none.
         solutions: the catalog's solutions of the Definition, by name.
         backward: what was decided about its backward, for a request in training. Without a kernel there, stock code runs
             forward too: autograd goes back the way that it came.
@@ -98,13 +98,14 @@ def decide(
 def judge(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> Decision:
-    """The decision by one measured point."""
+    """Return the decision by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
     return _conclude(point, table, solutions, eligible, rejected, request.serving)
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
-    """Why a kernel that serves a call in eager mode stays out of code that is compiled; None where it pays there too.
+    """Return why a kernel that serves a call in eager mode stays out of code that is compiled; None if it pays there
+    too.
 
     A compiler does not see into a kernel: what it could have fused with the call's neighbours is what the kernel must win back.
     """
@@ -133,7 +134,7 @@ def judge_each_serving(
 def _sort_out(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """The candidates of a point that may serve the request, and why each of the others may not."""
+    """Return the candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
     stock = soonest_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
@@ -207,7 +208,8 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
 
 
 def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candidate, list[Rejection]]:
-    """The lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the others lost.
+    """Return the lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the
+    others lost.
 
     Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
     host decides how fast a model is.
@@ -251,7 +253,7 @@ HOST_NOISE_US = 5.0
 
 
 def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
-    """Why a measured candidate may not serve the request, whatever its latency; None where it may."""
+    """Return why a measured candidate may not serve the request, whatever its latency; None if it may."""
     if files is None:
         return "it is not in the catalog any more"
     if candidate.solution_digest != files.digest:
@@ -278,7 +280,9 @@ def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | No
 
 
 def _not_verified(candidate: Candidate) -> str | None:
-    """Why the measurement is not one to trust. Publishing leaves such out; a table may have been written by hand."""
+    """Return why the measurement is not one to trust. Publishing leaves such out; a table may have been written by
+    hand.
+    """
     if candidate.tier not in VERIFIED_TIERS:
         return (
             f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
@@ -291,7 +295,7 @@ def _not_verified(candidate: Candidate) -> str | None:
 
 
 def _not_faster(candidate: Candidate, bar: float) -> str | None:
-    """Why the measurement does not say "faster than stock, by more than noise"."""
+    """Return why the measurement does not say "faster than stock, by more than noise"."""
     if candidate.latency_us is None or candidate.speedup_ci_low is None:
         return "it was not compared with the stock code"
     if candidate.speedup_ci_low > bar:
@@ -308,7 +312,9 @@ def soonest_done(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
-    """Why a kernel that is faster on the device holds a model up all the same: the host is not done with it in time."""
+    """Return why a kernel that is faster on the device holds a model up all the same: the host is not done with it in
+    time.
+    """
     if stock is None or stock.latency_us is None or stock.host_us is None:
         return None
     if candidate.latency_us is None or candidate.host_us is None:
@@ -332,12 +338,14 @@ def ranked(eligible: Sequence[Candidate]) -> list[Candidate]:
 
 
 def tied(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest candidate and those inside its noise."""
+    """Return the fastest candidate and those inside its noise."""
     return [candidate for candidate in ranked if _inside_noise(candidate, ranked[0])]
 
 
 def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
-    """True where the confidence intervals overlap, or the next process may see it otherwise; a missing interval is the point."""
+    """Return True if the confidence intervals overlap, or the next process may see it otherwise; a missing interval is
+    the point.
+    """
     if (candidate.latency_us or 0.0) - (best.latency_us or 0.0) <= PROCESS_NOISE_US:
         return True
     low = candidate.ci_low_us if candidate.ci_low_us is not None else candidate.latency_us
@@ -365,7 +373,7 @@ class MeasuredPoint(NamedTuple):
 
 
 def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
-    """The point to judge by, or why there is none."""
+    """Return the point to judge by, or why there is none."""
     definition = request.definition
     entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
     if not entries:
@@ -406,7 +414,9 @@ def selecting_scalars(definition: Definition) -> tuple[str, ...]:
 def outside_scalars(
     definition: Definition, scalars: Mapping[str, Scalar], ranges: Mapping[str, tuple[float, float]]
 ) -> str | None:
-    """Why a continuous scalar of a call is none that was verified; None where each lies within its range or has none."""
+    """Return why a continuous scalar of a call is none that was verified; None if each lies within its range or has
+    none.
+    """
     for name, value in scalars.items():
         if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
             continue
@@ -419,7 +429,7 @@ def outside_scalars(
 
 
 def equal_scalars(entry: Entry, scalars: Mapping[str, Scalar]) -> int:
-    """How many scalars have the value that was measured."""
+    """Return how many scalars have the value that was measured."""
     return sum(entry.call.scalars.get(name) == value for name, value in scalars.items())
 
 
@@ -461,7 +471,7 @@ Axes = Mapping[str, int]
 def axes_beyond(
     definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]
 ) -> tuple[str, ...] | str:
-    """The axes whose measured range a request is beyond, harmlessly; or why no point says anything about it.
+    """Return the axes whose measured range a request is beyond, harmlessly; or why no point says anything about it.
 
     Args:
         definition: the operator.
@@ -503,7 +513,7 @@ def _why_far(size: int, sizes: set[int]) -> str:
 
 
 def _why_other_ratio(name: str, group: Sequence[str], asked: Axes, points: Sequence[Axes]) -> str:
-    """Why the ratio of an axis to one of its group is another than those that were measured."""
+    """Return why the ratio of an axis to one of its group is another than those that were measured."""
     for other in group:
         if other == name or not asked[other]:
             continue
@@ -516,7 +526,7 @@ def _why_other_ratio(name: str, group: Sequence[str], asked: Axes, points: Seque
 
 
 def _why_other_work(definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]) -> str:
-    """Why the work of a request, in bytes that must move, is less or more than that of all points."""
+    """Return why the work of a request, in bytes that must move, is less or more than that of all points."""
     work = definition.cost_of(asked, dtypes)[1]
     known = [definition.cost_of({**asked, **point}, dtypes)[1] for point in points]
     if min(known) <= work <= max(known):

@@ -32,7 +32,7 @@ def device_gpu(device: torch.device) -> tuple[str, str]:
 
 
 def default_gpu() -> tuple[str, str]:
-    """The current CUDA device where PyTorch has one, else the CPU; works without PyTorch."""
+    """Return the current CUDA device where PyTorch has one, else the CPU; works without PyTorch."""
     if not driver_files():
         return CPU, CPU
     try:
@@ -45,7 +45,7 @@ def default_gpu() -> tuple[str, str]:
 
 
 def common_device(args: Sequence[Any]) -> torch.device | str:
-    """The one device all tensor arguments lie on, or why a kernel must not be given them.
+    """Return the one device all tensor arguments lie on, or why a kernel must not be given them.
 
     A tensor subclass (a distributed, fake or quantised tensor) looks like its parts from outside and is not.
     """

@@ -128,7 +128,8 @@ class Dispatcher:
         return compile_serve(self.definition, spans.recent.get, miss_span, self._failed, allocate, growing)
 
     def belongs_in_compiled_code(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
-        """Whether a call with such inputs (tensors on ``meta`` will do) on a device pays as a kernel inside compiled code.
+        """Return True if a call with such inputs (tensors on ``meta`` will do) on a device pays as a kernel inside
+        compiled code.
 
         Nothing is loaded, remembered or counted.
         """
@@ -392,7 +393,7 @@ class Spans:
 
 
 def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher:
-    """A launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
+    """Return a launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
 
     Compile and argument errors show at the first launch. Keeping a copy at every launch would cost what the kernel
     saves.
@@ -429,13 +430,13 @@ def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher
 
 
 def octave(size: int) -> tuple[int, int]:
-    """The sizes from one power of two up to the next that ``size`` lies among; a span is never longer."""
+    """Return the sizes from one power of two up to the next that ``size`` lies among; a span is never longer."""
     low = 1 << (max(size, 1).bit_length() - 1)
     return low, 2 * low - 1
 
 
 def span_around(size: int, is_alike: Callable[[int], bool]) -> tuple[int, int]:
-    """The sizes around one, within its octave, up to which both ends are decided alike.
+    """Return the sizes around one, within its octave, up to which both ends are decided alike.
 
     Args:
         size: what was decided; not asked about again.
@@ -446,7 +447,7 @@ def span_around(size: int, is_alike: Callable[[int], bool]) -> tuple[int, int]:
 
 
 def _farthest(inside: int, limit: int, is_alike: Callable[[int], bool]) -> int:
-    """The last size from ``inside`` towards ``limit`` that is alike, by bisection."""
+    """Return the last size from ``inside`` towards ``limit`` that is alike, by bisection."""
     if limit == inside or is_alike(limit):
         return limit
     outside = limit
@@ -467,14 +468,16 @@ def answer(decision: Decision) -> tuple[Any, ...]:
 
 
 def are_bounds_of(axis: str, definition: Definition, decision: Decision) -> bool:
-    """Whether what limits a decided kernel to some sizes of an axis are bounds, as ``L >= 2`` is and ``L % 16 == 0`` is not."""
+    """Return True if what limits a decided kernel to some sizes of an axis are bounds, as ``L >= 2`` is and ``L % 16 ==
+    0`` is not.
+    """
     own: Iterable[str] = () if decision.solution is None else decision.solution.record.spec.constraints
     texts = (*definition.constraints, *own)
     return all(_is_bound(parse_expression(text), axis) for text in texts if axis in names_in(text)[0])
 
 
 def _is_bound(node: ast.expr, axis: str) -> bool:
-    """Whether an expression compares the axis itself with something that does not depend on it."""
+    """Return True if an expression compares the axis itself with something that does not depend on it."""
     if not isinstance(node, ast.Compare) or len(node.ops) != 1:
         return False
     sides = (node.left, node.comparators[0])
@@ -487,7 +490,7 @@ def _is_bound(node: ast.expr, axis: str) -> bool:
 def alike_span(
     axis: str, call: Call, decision: Decision, definition: Definition, choose: Callable[[Call], Decision]
 ) -> tuple[int, int]:
-    """The sizes of an axis around that of a call which are decided as the call is.
+    """Return the sizes of an axis around that of a call which are decided as the call is.
 
     Args:
         axis: of the Definition.

@@ -123,7 +123,7 @@ def _compile(
 
 
 def size_of(definition: Definition, axis: str) -> tuple[str, int]:
-    """The first input that has an axis, and which of its dimensions that is.
+    """Return the first input that has an axis, and which of its dimensions that is.
 
     Raises:
         ValueError: an output has it too, or no input.
@@ -221,7 +221,7 @@ def _expression(definition: Definition, serving: Serving, name: str) -> str:
 
 
 def _strided(definition: Definition, serving: Serving, name: str) -> str:
-    """An output whose strides the Definition says; gaps between its elements are memory that nobody writes to."""
+    """Return an output whose strides the Definition says; gaps between its elements are memory that nobody writes to."""
     spec, text = definition.outputs[name], definition.layouts[name]
     if serving.rows is not None and serving.rows in (spec.shape or ()):
         raise UsageError(
@@ -241,7 +241,9 @@ def _is_like(given: TensorSpec, output: TensorSpec) -> bool:
 
 
 def _base(definition: Definition, spec: TensorSpec) -> tuple[str, str]:
-    """The input that a new tensor takes its device from, and the dtype argument where it is not that of the input."""
+    """Return the input that a new tensor takes its device from, and the dtype argument where it is not that of the
+    input.
+    """
     for name in definition.tensor_inputs:
         if definition.inputs[name].dtype == spec.dtype:
             return name, ""
@@ -253,7 +255,7 @@ def _base(definition: Definition, spec: TensorSpec) -> tuple[str, str]:
 
 
 def _sizes(definition: Definition, serving: Serving, name: str) -> list[str]:
-    """One Python expression of the inputs per dimension of an output; leading axes of rows are one, with a star."""
+    """Return one Python expression of the inputs per dimension of an output; leading axes of rows are one, with a star."""
     found = []
     for entry in definition.outputs[name].shape or ():
         if entry == serving.rows and serving.rows is not None:

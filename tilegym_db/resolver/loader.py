@@ -34,7 +34,7 @@ _LOADING = threading.Lock()
 
 
 def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[..., Any]:
-    """The entry point of a solution, if its source is the verified one. Loaded once per digest and process.
+    """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process.
 
     Raises:
         SolutionError: the source on disk is not the verified one, or fails to import.
@@ -55,7 +55,7 @@ def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[...
 
 
 def load_launcher(definition: Definition, solution: SolutionFiles, config: Config, verified_digest: str) -> Launcher:
-    """A destination-passing callable with the config bound; raises as :func:`load_verified` does."""
+    """Return a destination-passing callable with the config bound; raises as :func:`load_verified` does."""
     entry = load_verified(solution, verified_digest)
     bound = partial(entry, **config) if config else entry
     if solution.record.spec.destination_passing_style:
@@ -100,7 +100,7 @@ class _Promise:
         self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
 
     def keep(self, value: Any, inputs: tuple[Any, ...]) -> Any:
-        """The value, or a copy where it is not laid out as promised.
+        """Return the value, or a copy where it is not laid out as promised.
 
         Raises:
             SolutionError: it has another shape or dtype.
@@ -115,7 +115,7 @@ class _Promise:
         return value.new_empty_strided(self.shape, self.strides).copy_(value)
 
     def _is_laid_out(self, strides: tuple[int, ...]) -> bool:
-        """Whether strides are the promised ones, but for dimensions of one element."""
+        """Return True if strides are the promised ones, but for dimensions of one element."""
         if strides == self.strides:
             return True
         found = zip(self.shape, strides, self.strides, strict=True)
@@ -146,7 +146,7 @@ def _private_copy(solution: SolutionFiles) -> SolutionFiles:
 
 @cache
 def _session_folder() -> Path:
-    """A folder only this user can enter, for the life of the process: compilers read sources long after import."""
+    """Return a folder only this user can enter, for the life of the process: compilers read sources long after import."""
     folder = Path(tempfile.mkdtemp(prefix="tilegym-db-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

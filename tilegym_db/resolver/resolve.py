@@ -62,7 +62,7 @@ class Resolved:
 
     @property
     def is_stock(self) -> bool:
-        """True where nothing verified is faster, so that ``solution`` is the Definition's stock code."""
+        """True if nothing verified is faster, so that ``solution`` is the Definition's stock code."""
         return self.evidence.source == "stock"
 
     def __call__(self, *args: Any) -> None:
@@ -88,7 +88,7 @@ def resolve(
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Resolved:
-    """The fastest verified solution for a call, else the Definition's stock code.
+    """Return the fastest verified solution for a call, else the Definition's stock code.
 
     Args:
         definition: name or record of the operator.
@@ -156,7 +156,7 @@ def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[s
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
-    """What is decided about the gradients of a request in training; None where no Definition gives them."""
+    """What is decided about the gradients of a request in training; None if no Definition gives them."""
     backward = _backward(request.definition, catalog, request.mode)
     if backward is None:
         return None
@@ -175,7 +175,7 @@ def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
 
 
 def _backward(definition: Definition, catalog: Catalog, mode: Mode) -> Definition | None:
-    """The Definition of all gradients of a call in training; None where there is none to ask for."""
+    """Return the Definition of all gradients of a call in training; None if there is none to ask for."""
     if mode != "training" or definition.backward_of is not None:
         return None
     return next(iter(catalog.backwards_of(definition.name)), None)
@@ -190,7 +190,7 @@ def call_site(
     backward: Definition | None = None,
     only: str | None = None,
 ) -> Dispatcher:
-    """A new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
+    """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
         definition: the operator that is called there.
@@ -469,7 +469,7 @@ class PointIndex:
         scalars: Mapping[str, Scalar],
         serving: str | None,
     ) -> Decision | None:
-        """The decision at one of the points that differ in layouts and in continuous scalars only."""
+        """Return the decision at one of the points that differ in layouts and in continuous scalars only."""
         special = _NOTHING_SPECIAL
         if layouts:
             if not (layouts.keys() <= self._tensors and _CLASSES.issuperset(layouts.values())):
@@ -498,7 +498,7 @@ def index_of(
     sm: str,
     unavailable: Mapping[str, str],
 ) -> PointIndex:
-    """The index of a Definition, made once per table and set of Solutions; arguments as of :class:`PointIndex`."""
+    """Return the index of a Definition, made once per table and set of Solutions; arguments as of :class:`PointIndex`."""
     digests = frozenset((name, files.digest) for name, files in solutions.items())
     key = definition.name, definition.digest, digests, sm, frozenset(unavailable.items())
     index: PointIndex | None = table.indexes.get(key)
@@ -523,15 +523,15 @@ def why_never_served(
     dtypes: Collection[str] | None = None,
     unavailable: Mapping[str, str] | None = None,
 ) -> str:
-    """Why no call of a Definition can be given a kernel, whatever its sizes; empty where some call can.
+    """Return why no call of a Definition can be given a kernel, whatever its sizes; empty if some call can.
 
     Args:
         definition: the operator.
-        table: the published measurements of the GPU; None where there are none.
+        table: the published measurements of the GPU; None if there are none.
         solutions: the catalog's Solutions of the Definition, by name.
         gpu: the GPU's slug, for the reason.
         sm: its ``sm_XX``, or ``cpu``.
-        dtypes: those that the model's tensors have; None where that is not known.
+        dtypes: those that the model's tensors have; None if that is not known.
         unavailable: language -> why it cannot run in this process.
     """
     if table is None:
@@ -575,7 +575,7 @@ def _at(
     sm: str,
     unavailable: Mapping[str, str],
 ) -> str:
-    """Why even a call that is exactly a measured point gets no kernel; empty where it does."""
+    """Return why even a call that is exactly a measured point gets no kernel; empty if it does."""
     scalars = entry.call.scalars
     try:
         request = make_request(

@@ -148,7 +148,7 @@ class Sandbox:
 def find_sandbox(
     tried: Sequence[Confinement], start: Callable[[int, Confinement], int], refused: tuple[type[Exception], ...]
 ) -> Sandbox:
-    """The first confinement in which a process starts.
+    """Return the first confinement in which a process starts.
 
     Args:
         tried: best first.
@@ -284,14 +284,14 @@ def _lets_others_in(folder: Path) -> bool:
 
 
 def choose_user(supervisor: int) -> int:
-    """A user number that nobody else has: by the supervisor's process id, within what this system can map."""
+    """Return a user number that nobody else has: by the supervisor's process id, within what this system can map."""
     _, _, count = (int(text) for text in Path("/proc/self/uid_map").read_text().split()[:3])
     most = min(count, _MOST_USERS) - 2
     return most - supervisor % (most - _USERS_FROM if most > 2 * _USERS_FROM else most // 4)
 
 
 def is_readable_by_others(path: Path) -> bool:
-    """True if every user who gets to this path can read it and all that is in it."""
+    """Return True if every user who gets to this path can read it and all that is in it."""
     waiting, checked = [path], 0
     while waiting:
         current = waiting.pop()
@@ -394,7 +394,7 @@ class FilterOptions:
 
 
 def build_filter(machine: Processor, options: FilterOptions) -> list[Instruction]:
-    """The program for one processor."""
+    """Return the program for one processor."""
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, machine.audit_code),

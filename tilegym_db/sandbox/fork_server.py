@@ -248,7 +248,7 @@ def _first_line() -> bytes:
 
 
 def _user_for(spec: WorkerSpec) -> int | None:
-    """The user to become, or None: not asked for, or the Solution's own files are not for others to read."""
+    """Return the user to become, or None: not asked for, or the Solution's own files are not for others to read."""
     if spec.confinement.level < 3 or not spec.confinement.own_user:
         return None
     return choose_user(os.getpid()) if all(is_readable_by_others(Path(path)) for path in spec.readable) else None
@@ -279,7 +279,7 @@ def fork_to(run: Callable[[], int]) -> int:
 
 
 def _first_process(spec: WorkerSpec, user: int | None, log: int, status: int) -> int:
-    """The first process of the namespace: prepares it, starts the worker, reaps, and says how the worker ended."""
+    """Return the first process of the namespace: prepares it, starts the worker, reaps, and says how the worker ended."""
     prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     _use_log(log)
     folder = Path(spec.folder)
@@ -302,7 +302,7 @@ def _first_process(spec: WorkerSpec, user: int | None, log: int, status: int) ->
 
 
 def _worker(spec: WorkerSpec, user: int | None, log: int) -> int:
-    """The worker: confined, introduced to the harness, and then no longer to be trusted."""
+    """Return the worker: confined, introduced to the harness, and then no longer to be trusted."""
     os.setsid()
     prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     _use_log(log)

@@ -100,5 +100,5 @@ INTERPRETERS: dict[str, Interpreter] = {
 
 
 def interpreted_here(language: str, *, on_gpu: bool) -> bool:
-    """Whether a Solution in a language is interpreted on this machine, and so not timed."""
+    """Return True if a Solution in a language is interpreted on this machine, and so not timed."""
     return not on_gpu and language in INTERPRETERS

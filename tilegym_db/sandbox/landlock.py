@@ -64,7 +64,7 @@ class _PathRule(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version of the kernel's Landlock; 0 where it has none."""
+    """Return the version of the kernel's Landlock; 0 where it has none."""
     try:
         return invoke("landlock_create_ruleset", None, 0, _ASK_VERSION)
     except SandboxError:
@@ -165,7 +165,7 @@ def program_folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def catalog_folders() -> list[Path]:
-    """The folders of definitions, solutions, workloads and traces, in a checkout or in an installed package."""
+    """Return the folders of definitions, solutions, workloads and traces, in a checkout or in an installed package."""
     names = ("definitions", "solutions", "workloads", "traces")
     for root in (PACKAGE.parent, PACKAGE / "_data"):
         if (root / "definitions").is_dir():

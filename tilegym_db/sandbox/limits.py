@@ -51,7 +51,7 @@ class Usage:
 
 
 def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
-    """The bound that is exceeded, in words, or None."""
+    """Return the bound that is exceeded, in words, or None."""
     if usage.processes > bounds.processes:
         return f"it ran {usage.processes} processes (at most {bounds.processes})"
     if usage.memory_bytes > bounds.memory_bytes:
@@ -74,7 +74,7 @@ def available_memory() -> int:
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """How many processors this process may run on at once, at least one; ``root`` is for tests.
+    """Return how many processors this process may run on at once, at least one; ``root`` is for tests.
 
     A container's quota counts as well: with more threads than it allows, all of them are stopped for a while in turns.
     """
@@ -82,13 +82,17 @@ def available_processors(root: Path = Path("/")) -> int:
 
 
 def host_share() -> int:
-    """How many harnesses, each with a GPU of its own, share this host by word of whoever started them; one where nobody did."""
+    """Return how many harnesses, each with a GPU of its own, share this host by word of whoever started them; one where
+    nobody did.
+    """
     text = os.environ.get(HOST_SHARE, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _quotas(root: Path) -> list[int]:
-    """How many processors a control group allows, this harness's part of it; without a quota, as many as there can be."""
+    """Return how many processors a control group allows, this harness's part of it; without a quota, as many as there
+    can be.
+    """
     folder = root / "sys/fs/cgroup"
     found = [1 << 16]
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -102,7 +106,7 @@ def _quotas(root: Path) -> list[int]:
 
 
 def _container_limits() -> list[int]:
-    """Bytes of memory that control groups allow this process; empty where none says so."""
+    """Bytes of memory that control groups allow this process; empty if none says so."""
     texts = []
     for path in _MEMORY_LIMITS:
         try:
@@ -164,12 +168,12 @@ class WorkerSpec:
     protected: tuple[int, ...] = field(default=())
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> WorkerSpec:
-        """The inverse of :meth:`to_json`."""
+        """Return the inverse of :meth:`to_json`."""
         fields: Mapping[str, Any] = json.loads(line)
         lists = {name: tuple(fields[name]) for name in ("readable", "hidden", "protected")}
         confinement, bounds = Confinement(**fields["confinement"]), ResourceBounds(**fields["bounds"])

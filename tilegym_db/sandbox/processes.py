@@ -19,7 +19,7 @@ _STOLEN = 7
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The processes that stem from one, in no particular order; zombies count."""
+    """Return the processes that stem from one, in no particular order; zombies count."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -45,7 +45,9 @@ def kill_descendants(ancestor: int) -> int:
 
 
 def processor_us(processes: Iterable[int]) -> float:
-    """The processor time that they have taken so far, with that of their threads that have ended, in microseconds."""
+    """Return the processor time that they have taken so far, with that of their threads that have ended, in
+    microseconds.
+    """
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
@@ -54,7 +56,9 @@ def processor_us(processes: Iterable[int]) -> float:
 
 
 def queued_us(processes: Iterable[int]) -> float:
-    """How long their living threads have been ready to run without getting a processor, in microseconds; 0 if unknown."""
+    """Return how long their living threads have been ready to run without getting a processor, in microseconds; 0 if
+    unknown.
+    """
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended, or this kernel does not count
@@ -65,9 +69,10 @@ def queued_us(processes: Iterable[int]) -> float:
 
 
 def stolen_us() -> list[float]:
-    """How long each processor of a virtual machine had something to run while its host ran something else, in microseconds.
+    """Return how long each processor of a virtual machine had something to run while its host ran something else, in
+    microseconds.
 
-    Since the machine started, in steps of a hundredth of a second; empty where the kernel does not say.
+    Since the machine started, in steps of a hundredth of a second; empty if the kernel does not say.
     """
     us_a_tick = 1e6 / os.sysconf("SC_CLK_TCK")
     stolen = []
@@ -97,7 +102,7 @@ def memory_bytes(processes: Iterable[int]) -> int:
 
 
 def shared_out_memory_bytes(processes: Iterable[int]) -> int:
-    """The same with what is shared counted once, which takes the kernel longer to find out."""
+    """Return the same with what is shared counted once, which takes the kernel longer to find out."""
     total = 0
     for process in processes:
         found = _sum_of_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
@@ -106,7 +111,7 @@ def shared_out_memory_bytes(processes: Iterable[int]) -> int:
 
 
 def _sum_of_lines(path: str, starts: tuple[bytes, ...]) -> int | None:
-    """The sizes, given in KiB, in those lines of a file; None where it cannot be read."""
+    """Return the sizes, given in KiB, in those lines of a file; None if it cannot be read."""
     try:
         return sum(int(line.split()[1]) << 10 for line in _read(path).splitlines() if line.startswith(starts))
     except OSError:
@@ -151,7 +156,7 @@ def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
 
 
 def tasks_of_user(user: int) -> int:
-    """How many threads a user runs, all processes together."""
+    """Return how many threads a user runs, all processes together."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -190,7 +195,7 @@ class Watch:
         self._processes_due = self._files_due = 0.0
 
     def check(self, output_bytes: int) -> str | None:
-        """The bound that is exceeded, in words, or None."""
+        """Return the bound that is exceeded, in words, or None."""
         now = time.monotonic()
         if now >= self._processes_due:
             self._processes = descendants(self._ancestor)

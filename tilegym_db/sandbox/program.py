@@ -252,7 +252,7 @@ class Worker:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor's contents in memory of its own, with the same strides; anything else as it is."""
+    """Return a tensor's contents in memory of its own, with the same strides; anything else as it is."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -305,7 +305,7 @@ COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUns
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is a compiler's."""
+    """Return True if an error, or what caused it, is a compiler's."""
     seen: BaseException | None = error
     while seen is not None:
         if any(part in type(seen).__name__ for part in COMPILE_ERROR_NAMES):
@@ -315,7 +315,7 @@ def is_compile_error(error: BaseException) -> bool:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether the GPU had no memory left, which other processes may have taken."""
+    """Return True if the GPU had no memory left, which other processes may have taken."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -369,7 +369,7 @@ _TINY = 1e-40  # subnormal in float32: zero where denormals are flushed
 
 
 def _backends() -> Snapshot:
-    """Every readable switch below ``torch.backends`` that is a plain value, by its dotted name."""
+    """Return every readable switch below ``torch.backends`` that is a plain value, by its dotted name."""
     found: Snapshot = {}
     for library in ("cuda.matmul", "cudnn", "mkldnn", "opt_einsum"):
         module: Any = torch.backends
@@ -449,18 +449,20 @@ class StateWatch:
         self._ignored = frozenset(_OF_TORCH_COMPILE if compiles else ())
 
     def changes(self) -> list[str]:
-        """One sentence for each thing that is another one now."""
+        """Return one sentence for each thing that is another one now."""
         after = switches() | traces_of_calls()
         return changes({name: value for name, value in self._before.items() if name not in self._ignored}, after)
 
 
 def _filters() -> list[object]:
-    """The filters for Python's own kinds of warnings; a library that is imported late may add some for kinds of its own."""
+    """Return the filters for Python's own kinds of warnings; a library that is imported late may add some for kinds of
+    its own.
+    """
     return [entry for entry in warnings.filters if entry[2].__module__ == "builtins"]
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
-    """One sentence for each thing that is another one now."""
+    """Return one sentence for each thing that is another one now."""
     return [
         f"{name} is {after[name][:80]} after calls and was {value[:80]} before"
         for name, value in before.items()

@@ -34,12 +34,12 @@ class ProtocolError(TilegymDBError):
 
 
 def encode(message: Message) -> bytes:
-    """One line, newline included."""
+    """Return one line, newline included."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message of one line; :class:`ProtocolError` for anything that is not an object with an integer id."""
+    """Return the message of one line; :class:`ProtocolError` for anything that is not an object with an integer id."""
     if len(line) > MAX_LINE:
         raise ProtocolError(f"a message of {len(line)} bytes (at most {MAX_LINE})", code="message_too_long")
     try:
@@ -61,7 +61,7 @@ class Channel:
         self._descriptors: list[int] = []
 
     def receive(self) -> Message | None:
-        """The next request, or None when the harness has closed the channel.
+        """Return the next request, or None when the harness has closed the channel.
 
         The file descriptors that came with it are its ``descriptors``; they belong to whoever handles the request.
         """
@@ -91,7 +91,7 @@ class Channel:
 
 
 def load_request(definition: Definition, solution: SolutionFiles, *, interpret: bool) -> dict[str, Any]:
-    """The content of a ``load`` request.
+    """Return the content of a ``load`` request.
 
     Args:
         definition: says in which order the arguments come.
@@ -152,7 +152,7 @@ class Reply:
 
     @property
     def no_memory(self) -> bool:
-        """True where it raised since the GPU had no memory left."""
+        """True if it raised since the GPU had no memory left."""
         return self.content.get("kind") == "memory"
 
 
@@ -181,7 +181,7 @@ class KernelUse:
 
     @classmethod
     def from_message(cls, message: object) -> KernelUse | None:
-        """What a worker reported, or None where it is not one of these."""
+        """What a worker reported, or None if it is not one of these."""
         if not isinstance(message, dict):
             return None
         name, us, stream, count = (message.get(key) for key in ("name", "us", "stream", "count"))

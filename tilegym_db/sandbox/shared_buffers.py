@@ -62,7 +62,7 @@ class SlotPlan:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> SlotPlan:
-        """The inverse of :meth:`to_message`."""
+        """Return the inverse of :meth:`to_message`."""
 
         def tensors(key: str) -> tuple[TensorPlan, ...]:
             return tuple(
@@ -94,7 +94,7 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
 
 
 def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
-    """The planned tensor as a strided view of a slot's bytes."""
+    """Return the planned tensor as a strided view of a slot's bytes."""
     dtype = storage_dtype(plan.dtype)
     flat = slot[plan.offset : plan.offset + plan.span].view(dtype)
     return flat.as_strided(plan.shape, plan.strides)
@@ -147,11 +147,11 @@ class SharedBuffers:
         self.memory, self.descriptor, self._release = export(size, device)
 
     def slot(self, index: int) -> torch.Tensor:
-        """The bytes of one slot, guard bands included."""
+        """Return the bytes of one slot, guard bands included."""
         return self.memory[index * self.plan.size : (index + 1) * self.plan.size]
 
     def tensor(self, index: int, name: str) -> torch.Tensor:
-        """One tensor of one slot."""
+        """Return one tensor of one slot."""
         plan = next(tensor for tensor in self.plan.tensors if tensor.name == name)
         return tensor_view(self.slot(index), plan)
 

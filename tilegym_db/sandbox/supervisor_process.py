@@ -45,13 +45,13 @@ class SupervisorProcess:
                 line = line[os.write(self._orders, line) :]
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has, waiting for it so many seconds."""
+        """Return True if it has, waiting for it so many seconds."""
         if self._handle < 0:
             return True
         return bool(select.select([self._handle], [], [], timeout_s)[0])
 
     def finish(self, timeout_s: float) -> bytes | None:
-        """Tell it to end the worker; everything that it printed, or None where it is not done within ``timeout_s``."""
+        """Tell it to end the worker; everything that it printed, or None if it is not done within ``timeout_s``."""
         self.tell(b"end\n")
         deadline = time.monotonic() + timeout_s
         while True:
@@ -100,7 +100,7 @@ class _ForkServer:
             )
 
     def fork(self, environment: Mapping[str, str], folder: Path, channel: int) -> SupervisorProcess:
-        """A new supervisor. The call waits until the fork server has its imports.
+        """Return a new supervisor. The call waits until the fork server has its imports.
 
         Raises:
             ForkServerLost: it ended, or did not answer in time.

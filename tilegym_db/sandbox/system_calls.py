@@ -30,7 +30,7 @@ class Processor:
 
 PROCESSORS = {"x86_64": Processor(0xC000003E, 0), "aarch64": Processor(0xC00000B7, 1)}
 
-# Name -> number on x86_64 and on aarch64; None where the processor has no such call.
+# Name -> number on x86_64 and on aarch64; None if the processor has no such call.
 NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "accept": (43, 202),
     "accept4": (288, 242),
@@ -152,7 +152,7 @@ _DROP_FROM_BOUNDING_SET, _AMBIENT, _CLEAR_AMBIENT = 24, 47, 4
 
 
 def this_processor() -> Processor:
-    """The processor that this process runs on."""
+    """Return the processor that this process runs on."""
     name = platform.machine()
     if name not in PROCESSORS:
         raise SandboxError(f"no system call numbers are known for {name}", code="processor_unknown")
@@ -196,7 +196,7 @@ def set_mount_attributes(path: str, attributes: int) -> None:
 
 
 def clone_mount(path: str) -> int:
-    """A descriptor of what is visible at a path, to be attached elsewhere or later."""
+    """Return a descriptor of what is visible at a path, to be attached elsewhere or later."""
     return invoke("open_tree", _AT_CURRENT_FOLDER, path.encode(), _CLONE_TREE | _RECURSIVE | os.O_CLOEXEC)
 
 

@@ -274,7 +274,7 @@ _trying = threading.Lock()
 
 
 def best_level(device: str) -> Sandbox:
-    """The best sandbox in which a worker for this device starts: imports PyTorch and, on a GPU, starts CUDA.
+    """Return the best sandbox in which a worker for this device starts: imports PyTorch and, on a GPU, starts CUDA.
 
     Tried once per process and device; that takes as long as a worker takes to start, for each level tried.
 
@@ -291,7 +291,7 @@ def best_level(device: str) -> Sandbox:
 
 
 def _try_level(device: str, folder: Path, number: int, choice: Confinement) -> int:
-    """The user that a worker under that confinement runs as."""
+    """Return the user that a worker under that confinement runs as."""
     worker = WorkerProcess(device, folder / str(number), level=choice)
     try:
         worker.wait_until_ready()
@@ -356,7 +356,7 @@ class RequestChannel:
                 rest, descriptors = rest[sent:], ()
 
     def receive(self, expected: int, deadline: float) -> dict[str, Any]:
-        """The next message, which must be the answer to request number ``expected``.
+        """Return the next message, which must be the answer to request number ``expected``.
 
         Raises:
             ChannelBroken: it is another, or none, or breaks the protocol.
@@ -401,7 +401,7 @@ class RequestChannel:
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of an ended worker; ``code`` None where the supervisor could not say. Negative is a signal."""
+    """What is known of an ended worker; ``code`` None if the supervisor could not say. Negative is a signal."""
 
     code: int | None
     reason: str
@@ -415,12 +415,12 @@ class Ending:
 
     @property
     def signalled(self) -> str:
-        """Which signal ended it, to follow "ended"; empty where none did."""
+        """Which signal ended it, to follow "ended"; empty if none did."""
         return f" by {_signal_name(-self.code)}" if self.code is not None and self.code < 0 else ""
 
 
 def read_ending(printed: bytes) -> Ending | None:
-    """From all that the supervisor printed; None where its report is not among it."""
+    """From all that the supervisor printed; None if its report is not among it."""
     try:
         report = json.loads(printed.splitlines()[-1])
         code, reason, tail = report["code"], report["reason"], report["tail"]
@@ -499,14 +499,16 @@ def common_environment(device: str) -> dict[str, str]:
 
 
 def processors() -> int:
-    """How many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may use."""
+    """Return how many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may
+    use.
+    """
     available = available_processors()
     asked_for = os.environ.get("OMP_NUM_THREADS", "")
     return min(int(asked_for), available) if asked_for.isdigit() and int(asked_for) else available
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """The variables that name a worker's own folders, all below its scratch folder."""
+    """Return the variables that name a worker's own folders, all below its scratch folder."""
     caches = folder / "cache"
     return {
         "HOME": str(folder),

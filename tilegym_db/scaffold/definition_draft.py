@@ -28,12 +28,12 @@ TRIAL_SCALARS: dict[str, Any] = {"bool": False, "int64": 1, "int32": 1}
 
 
 def is_draft(path: Path) -> bool:
-    """Whether a path is a folder made by ``new definition``."""
+    """Return True if a path is a folder made by ``new definition``."""
     return path.is_dir() and (path / RECORD_FILE).exists()
 
 
 def read_definition_file(path: Path) -> Definition:
-    """The Definition of a JSON file, or of a draft's folder.
+    """Return the Definition of a JSON file, or of a draft's folder.
 
     Raises:
         RecordError: a file is missing or is not valid; names it, and every fault that was found.
@@ -59,7 +59,7 @@ def read_definition_file(path: Path) -> Definition:
 
 
 def open_places(path: Path) -> list[str]:
-    """One line for each place of a draft that still says TODO."""
+    """Return one line for each place of a draft that still says TODO."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = []
     for file in files:
@@ -281,7 +281,7 @@ def _dtype_of(dtype: str, inputs: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _tiny_workloads(record: Definition) -> list[Workload]:
-    """One small Workload per dtype, tagged ``tiny``: what the self-test runs on."""
+    """Return one small Workload per dtype, tagged ``tiny``: what the self-test runs on."""
     sizes = {name: TINY_SIZES[index % len(TINY_SIZES)] for index, name in enumerate(record.var_axes)}
     scalars = {name: spec for name, spec in record.inputs.items() if spec.is_scalar}
     inputs = {name: {"type": "scalar", "value": _scalar(name, spec.dtype)} for name, spec in scalars.items()}
@@ -354,7 +354,7 @@ def _entries(shape: str) -> list[str | int]:
 
 
 def axes_of(*groups: dict[str, dict[str, Any]]) -> list[str]:
-    """Every axis that the shapes name, in the order in which they occur."""
+    """Return every axis that the shapes name, in the order in which they occur."""
     names: dict[str, None] = {}
     for group in groups:
         for spec in group.values():

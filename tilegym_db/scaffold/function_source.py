@@ -21,7 +21,7 @@ _LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cuda.tile": "cutile"}
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """One file of Python that defines the function at its top level, under its own name.
+    """Return one file of Python that defines the function at its top level, under its own name.
 
     Args:
         function: defined with ``def`` in a file or a cell of a notebook.
@@ -41,7 +41,7 @@ def function_source(function: Callable[..., Any]) -> str:
 
 
 def language_of(source: str) -> str:
-    """The language of the kernels in a file, by what it imports; ``python`` where it imports none of the three."""
+    """Return the language of the kernels in a file, by what it imports; ``python`` where it imports none of the three."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -104,7 +104,7 @@ class _Collected:
 
 
 def _plain(value: Any) -> Any:
-    """The function below a kernel's decorator."""
+    """Return the function below a kernel's decorator."""
     inner = getattr(value, "fn", None)
     return inner if isinstance(inner, FunctionType) else value
 

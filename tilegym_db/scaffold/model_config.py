@@ -34,8 +34,8 @@ class MappedWorkloads:
 
 
 def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of a model's config and its content, from the file or from a folder with a ``config.json``. Reads only JSON, so
-    that a file that is none is refused before anything large is imported.
+    """Return the file of a model's config and its content, from the file or from a folder with a ``config.json``. Reads
+    only JSON, so that a file that is none is refused before anything large is imported.
 
     Raises:
         UsageError: it cannot be read, is no JSON, or states no ``model_type``.
@@ -59,7 +59,7 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """A model's ``config.json``, with the part that describes its text model where it has several.
+    """Return a model's ``config.json``, with the part that describes its text model where it has several.
 
     Raises:
         RecordError: the file cannot be read, or is no JSON object.
@@ -109,7 +109,7 @@ def head_size(config: Config) -> int | None:
 
 
 def rotated_size(config: Config) -> int | None:
-    """The part of a head that rotates: ``partial_rotary_factor`` of it."""
+    """Return the part of a head that rotates: ``partial_rotary_factor`` of it."""
     nested = config.get("rope_parameters") or {}
     factor = config.get("partial_rotary_factor", nested.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
     size = head_size(config)
@@ -283,7 +283,7 @@ def _map_scalars(
 
 
 def _dtypes(definition: Definition, config: Config, mapped: dict[str, str]) -> dict[str, str]:
-    """Every dtype variable as the config's dtype, where the Definition has it; else its first choice."""
+    """Return every dtype variable as the config's dtype, where the Definition has it; else its first choice."""
     stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     chosen = {name: stated if stated in choices else choices[0] for name, choices in definition.dtypes.items()}
     mapped.update({name: f"dtype of the config ({dtype})" for name, dtype in chosen.items()})
@@ -329,7 +329,7 @@ def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of a config and of the configs inside it (``text_config``)."""
+    """Yield the entries of a config and of the configs inside it (``text_config``)."""
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _entries(value)

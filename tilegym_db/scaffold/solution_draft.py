@@ -54,7 +54,8 @@ def draft_solution(definition: Definition, language: str, name: str, author: str
 def stock_solution_files(
     definition: Definition, author: str, name: str | None = None
 ) -> tuple[Solution, dict[str, bytes]]:
-    """The Solution ``<definition>_stock``, whose code is the Definition's reference: what others are compared with.
+    """Return the Solution ``<definition>_stock``, whose code is the Definition's reference: what others are compared
+    with.
 
     Where a model's own code differs from the reference in how it computes (not in what), write that code instead.
     """
@@ -133,7 +134,7 @@ def _python_kernel(definition: Definition, *, stock: bool = False) -> str:
 
 
 def _returns_all(definition: Definition) -> bool:
-    """Whether the reference returns the outputs that replace inputs, too, instead of writing into those inputs."""
+    """Return True if the reference returns the outputs that replace inputs, too, instead of writing into those inputs."""
     functions = [node for node in ast.parse(definition.reference).body if isinstance(node, ast.FunctionDef)]
     returns = [node for function in functions if function.name == "run" for node in ast.walk(function)]
     values = [node.value for node in returns if isinstance(node, ast.Return)]
@@ -144,7 +145,9 @@ def _returns_all(definition: Definition) -> bool:
 
 
 def _tile_kernel(definition: Definition, language: str) -> str:
-    """The template of a language: rows of the first tensor that it writes, copied from an input of its shape, or cleared."""
+    """Return the template of a language: rows of the first tensor that it writes, copied from an input of its shape, or
+    cleared.
+    """
     out = next(iter(definition.written_outputs or definition.in_place))
     shape = {**definition.inputs, **definition.outputs}[out].shape
     like = [

@@ -34,15 +34,15 @@ class Answer:
         return cls(found.columns, found.types, found.rows, store, (text, parameters))
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        """The rows, as tuples in the order of ``columns``."""
+        """Return the rows, as tuples in the order of ``columns``."""
         return iter(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """One row."""
+        """Return one row."""
         return self.rows[index]
 
     def arrow(self) -> pyarrow.Table:
@@ -65,7 +65,8 @@ class Answer:
         return required("polars").from_arrow(self.arrow())
 
     def plot(self, x: str, y: str, line: str | None = None) -> LinePlot:
-        """A plot that a notebook shows: column ``y`` over column ``x``, one line for each value of the column ``line``.
+        """Return a plot that a notebook shows: column ``y`` over column ``x``, one line for each value of the column
+        ``line``.
 
         Raises:
             UsageError: no such column, no numbers in it, or too many lines.
@@ -77,7 +78,7 @@ class Answer:
 
 
 def required(module: str) -> Any:
-    """A module of a package that need not be installed.
+    """Return a module of a package that need not be installed.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -112,7 +113,7 @@ class LinePlot:
     lines: dict[str, list[Point]]
 
     def svg(self) -> str:
-        """The picture; each point says its numbers when the pointer rests on it."""
+        """Return the picture; each point says its numbers when the pointer rests on it."""
         points = [point for line in self.lines.values() for point in line]
         x_of, x_ticks = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
         y_of, y_ticks = _axis([y for _, y in points], HEIGHT - BOTTOM, TOP)
@@ -143,7 +144,7 @@ class LinePlot:
 
 
 def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: str, line: str | None) -> LinePlot:
-    """One line for each value of the column ``line``; rows without a number are left out.
+    """Return one line for each value of the column ``line``; rows without a number are left out.
 
     Raises:
         UsageError: no such column, it holds no numbers, or there are more lines than can be told apart.

@@ -36,7 +36,7 @@ _NAME = re.compile(r"^CREATE OR REPLACE VIEW (\w+)", re.MULTILINE)
 
 @functools.cache
 def public_views() -> tuple[str, ...]:
-    """Every view that a query may be about, in the order in which they are made."""
+    """Return every view that a query may be about, in the order in which they are made."""
     text = "".join(
         files(__package__).joinpath(name).read_text(encoding="utf-8")
         for name in ("views.sql", "imported.sql", "loop.sql")
@@ -76,7 +76,7 @@ class QueryResult:
     types: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     warning: str | None = None
-    """Why the answer may be behind the catalog on disk; None where it is not."""
+    """Why the answer may be behind the catalog on disk; None if it is not."""
     table: Any = None
     """The answer as a ``pyarrow.Table`` in place of rows, where that was asked for."""
 

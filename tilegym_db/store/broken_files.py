@@ -38,7 +38,7 @@ class BrokenFiles:
 
 
 def broken_files(home: Path) -> Iterator[BrokenFiles]:
-    """Each folder of measurements, with what in it cannot be read. Reads files, and changes none."""
+    """Yield each folder of measurements, with what in it cannot be read. Reads files, and changes none."""
     yield _found(home / "runs", "journals", _named(home / "runs", "*.jsonl"), _of_journal)
     peaks = home / "peaks"
     yield _found(peaks, "calibrations", _named(peaks, "*.json"), _of_record(GpuPeaks, "calibration"))

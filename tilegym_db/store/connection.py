@@ -59,7 +59,7 @@ CREATION_TIMEOUT_S = 120.0
 
 
 def database_path(place: Path | str | None = None) -> Path:
-    """The database file of a folder; a path that names one already (``*.duckdb``) stays."""
+    """Return the database file of a folder; a path that names one already (``*.duckdb``) stays."""
     folder = Path(place) if place else home()
     return folder if folder.suffix == ".duckdb" else folder / DATABASE_NAME
 
@@ -90,7 +90,7 @@ def open_store(
     catalog: Catalog | None = None,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Store:
-    """Open the database, and make it first where there is none.
+    """Open the database, and make it first if there is none.
 
     A fresh store holds the catalog's records, the traces shipped with it, and those of any journals beside it.
 
@@ -171,7 +171,9 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
 def _connect(
     path: Path, read_only: bool, lock_timeout_s: float, trust_foreign: bool = False
 ) -> tuple[Store, dict[str, str]]:
-    """The open database and what it says about itself; :class:`StoreError` where it is none that this version knows."""
+    """Return the open database and what it says about itself; :class:`StoreError` where it is none that this version
+    knows.
+    """
     store = Store(path, connect(path, read_only=read_only, timeout_s=lock_timeout_s), read_only)
     try:
         if trust_foreign:
@@ -375,7 +377,7 @@ def rebuild(
 
 
 def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str, ...]]:
-    """The old database, settled (its write-ahead log folded in), or None with why it cannot be read."""
+    """Return the old database, settled (its write-ahead log folded in), or None with why it cannot be read."""
     if not path.exists():
         return None, ()
     try:
@@ -466,7 +468,9 @@ Row = dict[str, Any]
 
 
 def definition_rows(catalog: Catalog, checked: Checked) -> list[Row]:
-    """Every valid Definition, by name. What is broken is left out, and named as :attr:`Catalog.definitions` does."""
+    """Return every valid Definition, by name. What is broken is left out, and named as :attr:`Catalog.definitions`
+    does.
+    """
     rows = []
     for name, path in sorted(catalog.definition_paths.items()):
         digest = checked.definition_digest(name)
@@ -482,7 +486,7 @@ def definition_rows(catalog: Catalog, checked: Checked) -> list[Row]:
 
 
 def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
-    """Every valid Solution, by name. What is broken is left out, and named as :attr:`Catalog.solutions` does."""
+    """Return every valid Solution, by name. What is broken is left out, and named as :attr:`Catalog.solutions` does."""
     rows, unknown = {}, set()
     for name, path in catalog.solution_paths.items():
         row = _checked_solution(path, checked)
@@ -499,7 +503,7 @@ def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
 
 
 def workload_rows(catalog: Catalog, checked: Checked, definitions: list[str]) -> list[Row]:
-    """Every valid Workload of these Definitions. What is broken is left out and named."""
+    """Return every valid Workload of these Definitions. What is broken is left out and named."""
     rows = []
     for name in definitions:
         records = _checked_workloads(catalog, name, checked)
@@ -521,7 +525,7 @@ def _checked_solution(path: Path, checked: Checked) -> Row | None:
 
 
 def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> list[Row] | None:
-    """The Workloads of a Definition as its files state them; None unless all of these are known to be valid."""
+    """Return the Workloads of a Definition as its files state them; None unless all of these are known to be valid."""
     found: dict[str, Row] = {}
     for root in catalog.roots:
         for path in visible(root / "workloads", f"*/{definition}.jsonl"):

@@ -115,7 +115,7 @@ class Store:
     connection: DuckDBPyConnection = field(repr=False)
     read_only: bool
     stale: str | None = None
-    """Why a reader sees an older catalog than the one on disk; None where it does not."""
+    """Why a reader sees an older catalog than the one on disk; None if it does not."""
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
     """What is held as long as the store is open: a writer's lock."""
     _pid: int = field(default_factory=os.getpid, repr=False)
@@ -222,7 +222,9 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
 
 
 def _attached(path: Path) -> DuckDBPyConnection:
-    """A writer's connection. The file is attached to a database in memory because only ATTACH takes a size of row groups."""
+    """Return a writer's connection. The file is attached to a database in memory because only ATTACH takes a size of
+    row groups.
+    """
     import duckdb
 
     connection = duckdb.connect(config={**_WRITER, "memory_limit": _writer_memory(), "temp_directory": f"{path}.tmp"})

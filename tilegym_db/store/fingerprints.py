@@ -89,7 +89,7 @@ def state_of(catalog: Catalog) -> str:
 
 
 def kept_rows(home: Path, state: str) -> list[dict[str, Any]] | None:
-    """The rows that were kept at this state; None where there are none."""
+    """Return the rows that were kept at this state; None if there are none."""
     with suppress(TilegymDBError, ValueError, LookupError, TypeError, RecursionError):
         content = json.loads(read_bytes(home / FILE_NAME, "list of the catalog", MAX_BYTES))
         if content["state"] == state and all(isinstance(row, dict) for row in content["rows"]):

@@ -34,7 +34,7 @@ _UNFINISHED = ".new-"
 
 
 def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
-    """One process at a time adds or removes data sets.
+    """Return one process at a time adds or removes data sets.
 
     Raises:
         StoreError: another holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
@@ -63,7 +63,7 @@ def _manifest_path(found: DataSet, home: Path) -> Path:
 
 
 def _contents(found: DataSet) -> tuple[bytes, bytes]:
-    """The file of records of a data set, and its manifest."""
+    """Return the file of records of a data set, and its manifest."""
     records_text = "".join(_line(found.origin, record) for record in found.records).encode()
     return records_text, _manifest_text(found, records_name(records_text))
 
@@ -78,7 +78,7 @@ def _refuse_other(found: DataSet, earlier: bytes, text: bytes) -> None:
 
 
 def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, replace: bool = False) -> bool:
-    """Keep a data set; False where exactly this one is there already. The caller holds :func:`import_lock`.
+    """Keep a data set; False if exactly this one is there already. The caller holds :func:`import_lock`.
 
     Args:
         found: what was read; every file's digest is that of the bytes that were checked.
@@ -145,7 +145,7 @@ def forget_data_set(home: Path, origin: str) -> tuple[str, int]:
 
 
 def _held(home: Path) -> set[str]:
-    """The digests that data sets name. Where one of them cannot be read nobody knows, and all bytes stay."""
+    """Return the digests that data sets name. Where one of them cannot be read nobody knows, and all bytes stay."""
     manifests = [path.read_bytes() for path in imported_manifests(home)]
     if any(not _named(manifest) for manifest in manifests):
         return _kept(home)
@@ -153,12 +153,12 @@ def _held(home: Path) -> set[str]:
 
 
 def _kept(home: Path) -> set[str]:
-    """The digests of all bytes that are there."""
+    """Return the digests of all bytes that are there."""
     return {path.name for path in (imported_folder(home) / "objects").glob("*/*")}
 
 
 def _named(manifest: bytes) -> set[str]:
-    """The digests that a manifest names; none where it cannot be read."""
+    """Return the digests that a manifest names; none where it cannot be read."""
     try:
         return {file["sha256"] for file in json.loads(manifest)["files"]}
     except (ValueError, KeyError, TypeError):
@@ -236,7 +236,7 @@ class StoredRecord:
     definition: str
     path: str
     line: int | None
-    """From 1 in a file of lines; None where the record is the file."""
+    """From 1 in a file of lines; None if the record is the file."""
     offset: int
     length: int
     digest: str
@@ -278,7 +278,7 @@ class DataSet:
         return f"{self.dialect}:{self.name}"
 
     def of_kind(self, kind: Kind) -> list[StoredRecord]:
-        """The records of one kind, in the order of their files and lines."""
+        """Return the records of one kind, in the order of their files and lines."""
         return [record for record in self.records if record.kind == kind]
 
     @cached_property
@@ -287,7 +287,7 @@ class DataSet:
         return {file.path: file for file in self.files}
 
     def content(self, path: str) -> bytes:
-        """The exact bytes of one of its files.
+        """Return the exact bytes of one of its files.
 
         Raises:
             StoreError: the bytes are gone, or are not those that were imported.
@@ -295,7 +295,7 @@ class DataSet:
         return read_object(self.home, self.files_by_path[path])
 
     def line(self, record: StoredRecord) -> bytes:
-        """The exact bytes of one record."""
+        """Return the exact bytes of one record."""
         return self.content(record.path)[record.offset : record.offset + record.length]
 
 
@@ -305,7 +305,7 @@ def object_path(home: Path, sha256: str) -> Path:
 
 
 def read_object(home: Path, file: StoredFile) -> bytes:
-    """The bytes of a stored file; :class:`StoreError` where they are gone or changed."""
+    """Return the bytes of a stored file; :class:`StoreError` where they are gone or changed."""
     path = object_path(home, file.sha256)
     try:
         content = path.read_bytes()
@@ -346,7 +346,7 @@ MANIFEST_VERSION = 1
 
 
 def data_sets(home: Path) -> list[DataSet]:
-    """Every imported data set that can be read, by origin; the others are warned of, and stop nothing."""
+    """Return every imported data set that can be read, by origin; the others are warned of, and stop nothing."""
     found = []
     for path in imported_manifests(home):
         try:
@@ -357,7 +357,7 @@ def data_sets(home: Path) -> list[DataSet]:
 
 
 def data_set(home: Path, origin: str) -> DataSet:
-    """One data set by its origin, or by its name alone where no other has it.
+    """Return one data set by its origin, or by its name alone where no other has it.
 
     Raises:
         NotFoundError: there is none; suggests the nearest.
@@ -368,7 +368,7 @@ def data_set(home: Path, origin: str) -> DataSet:
 
 
 def manifest_of(home: Path, origin: str) -> Path:
-    """The manifest of one data set, unread.
+    """Return the manifest of one data set, unread.
 
     Raises:
         NotFoundError: there is none; suggests the nearest.
@@ -421,7 +421,9 @@ def _record(fields: dict[str, Any]) -> StoredRecord:
 
 
 def whole_records_file(manifest: Path) -> Path | None:
-    """The file of records that a manifest names, where it is as it was written; a damaged data set stops nothing else."""
+    """Return the file of records that a manifest names, where it is as it was written; a damaged data set stops nothing
+    else.
+    """
     try:
         name: str = json.loads(manifest.read_text(encoding="utf-8"))["records_file"]
         path = manifest.with_name(name)

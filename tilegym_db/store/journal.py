@@ -39,7 +39,7 @@ class JournalContent:
     traces: tuple[Trace, ...]
     rejected: tuple[RejectedLine, ...] = ()
     torn: bool = False
-    """True where the last line was cut off in mid write."""
+    """True if the last line was cut off in mid write."""
 
 
 class RunFile:
@@ -142,7 +142,9 @@ def _open_for_append(path: Path) -> int:
 
 
 def _open_locked(path: Path) -> int:
-    """The journal, locked. What is locked is the file that is written, not one beside it: no copy or link of it escapes."""
+    """Return the journal, locked. What is locked is the file that is written, not one beside it: no copy or link of it
+    escapes.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
@@ -174,12 +176,12 @@ def write_fully(descriptor: int, content: bytes) -> None:
 
 
 def journal_files(home: Path) -> list[Path]:
-    """The journals of a home folder, by name."""
+    """Return the journals of a home folder, by name."""
     return regular_files(home / "runs", "*.jsonl")
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Every trace of a journal (or of a file of traces that was published), with each line that is none and why.
+    """Return every trace of a journal (or of a file of traces that was published), with each line that is none and why.
 
     Signatures are left aside: :mod:`tilegym_db.store.loading` looks at them.
 
@@ -208,7 +210,9 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def is_cut_off(line: bytes, *, finished: bool) -> bool:
-    """Whether the writer of a line that is no record was killed in the middle of it; a later writer may have ended it."""
+    """Return True if the writer of a line that is no record was killed in the middle of it; a later writer may have
+    ended it.
+    """
     if finished and not (line.startswith(b"{") and not line.endswith(b"}")):
         return False
     try:

@@ -46,7 +46,7 @@ class IngestReport:
 
 
 def combined(*reports: IngestReport) -> IngestReport:
-    """The sum of several reports."""
+    """Return the sum of several reports."""
     return IngestReport(
         sum(report.files for report in reports),
         sum(report.added for report in reports),
@@ -68,7 +68,7 @@ def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False
 
 
 def grown_files(store: Store, files: Sequence[Path]) -> dict[Path, int]:
-    """Those that are not empty and have another size than when they were last brought in, with that size.
+    """Return those that are not empty and have another size than when they were last brought in, with that size.
 
     Ask before reading them: what is appended from then on comes next time.
     """
@@ -171,7 +171,7 @@ def _foreign_note(count: int) -> str:
 
 
 def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozenset[str]) -> int | None:
-    """How many traces were new, or None, with nothing changed, where not every line is a trace."""
+    """Return how many traces were new, or None, with nothing changed, where not every line is a trace."""
     import duckdb
 
     # read_json takes patterns, so a bracket in a folder's name must not act as one

@@ -68,7 +68,7 @@ def append(record: Record, home: Path | None = None) -> None:
 
 
 def journaled(kind: type[R], home: Path | None = None) -> list[R]:
-    """Every record of a kind, in the order in which they were written. A line that is none is passed over.
+    """Return every record of a kind, in the order in which they were written. A line that is none is passed over.
 
     Raises:
         StoreError: the journal cannot be read.
@@ -107,13 +107,13 @@ def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
 
 
 def loop_journals(home: Path) -> dict[Path, type[Record]]:
-    """The journals that there are, each with what its lines are."""
+    """Return the journals that there are, each with what its lines are."""
     paths = {_path(kind, home): kind for kind in JOURNALED}
     return {path: kind for path, kind in paths.items() if os.path.lexists(path)}
 
 
 def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
-    """The lines of a journal that are no record, and why.
+    """Return the lines of a journal that are no record, and why.
 
     Raises:
         StoreError: it cannot be read.
@@ -218,7 +218,7 @@ CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches
 
 
 def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> list[dict[str, Any]]:
-    """The fastest verified trace of each Solution on each of some Workloads, by Workload, the fastest first."""
+    """Return the fastest verified trace of each Solution on each of some Workloads, by Workload, the fastest first."""
     return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
 
 
@@ -234,19 +234,21 @@ def verified_baselines(
 
 
 def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
-    """Every promotion with what may be said of it now, by id."""
+    """Return every promotion with what may be said of it now, by id."""
     return store.rows(PROMOTIONS, {"definition": definition, "gpus": gpus})
 
 
 def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
-    """The tasks, or those whose id begins so, in the order in which they were made."""
+    """Return the tasks, or those whose id begins so, in the order in which they were made."""
     return store.rows(TASKS, {"prefix": prefix})
 
 
 def traces_of_source(
     store: Store, digest: str, definition_digest: str, gpu: str, uuids: list[str], tiers: Collection[str]
 ) -> list[str]:
-    """The ids of what was measured of one source on some Workloads in some tiers, under whatever name, oldest first."""
+    """Return the ids of what was measured of one source on some Workloads in some tiers, under whatever name, oldest
+    first.
+    """
     rows = store.rows(
         TRACES_OF_SOURCE,
         {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},

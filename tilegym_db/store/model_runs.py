@@ -44,7 +44,7 @@ def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
 
 
 def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
-    """The run that a file holds; ``local`` where this installation signed it, ``foreign`` where it did not.
+    """Return the run that a file holds; ``local`` where this installation signed it, ``foreign`` where it did not.
 
     Raises:
         RecordError: it is no run, or cannot be read.
@@ -57,7 +57,7 @@ def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
 
 
 def stored_model_runs(home: Path) -> list[ModelRun]:
-    """The runs in a home folder that can be read, in no particular order."""
+    """Return the runs in a home folder that can be read, in no particular order."""
     runs = []
     for path in regular_files(home / FOLDER, "*.json"):
         try:
@@ -97,7 +97,7 @@ def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestR
 
 
 def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
-    """The files of published runs by name, one a model: a run a line."""
+    """Return the files of published runs by name, one a model: a run a line."""
     texts: dict[str, str] = {}
     for run in runs:
         name = re.sub(r"[^\w.-]", "-", run.model) + MODELS_SUFFIX
@@ -106,7 +106,9 @@ def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
 
 
 def published_model_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
-    """The rows of the table that come with a catalog; a file or line that is not used is named in ``refused`` instead."""
+    """Return the rows of the table that come with a catalog; a file or line that is not used is named in ``refused``
+    instead.
+    """
     return [row for path in published_model_files(catalog) for row in _published(path, home, refused)]
 
 

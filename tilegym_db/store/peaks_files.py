@@ -34,12 +34,12 @@ def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
 
 
 def peaks_text(peaks: GpuPeaks) -> str:
-    """The content of a file of peaks."""
+    """Return the content of a file of peaks."""
     return peaks.to_json(indent=2) + "\n"
 
 
 def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[str, Any]]:
-    """The rows of the table, from every file.
+    """Return the rows of the table, from every file.
 
     One that is not valid is left out and named once; a published one that nobody vouches for is named in ``refused``.
     """

@@ -170,7 +170,7 @@ def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[Publis
 
 
 def _may_replace(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
-    """Whether peaks of this host may bound all published traces: those of the host with the shortest launch do.
+    """Return True if peaks of this host may bound all published traces: those of the host with the shortest launch do.
 
     What a timer adds to a launch differs between hosts of one kind of GPU (1.3 and 2.9 us on two H200s). Bounded by the longer
     launch, correct times of the other host would lie below the physics floor.
@@ -197,7 +197,7 @@ def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, s
 
 
 def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
-    """True where a lock that this installation wrote, or may write, says the same already."""
+    """Return True if a lock that this installation wrote, or may write, says the same already."""
     if not (folder / LOCK_NAME).is_file():
         return False
     try:
@@ -213,7 +213,9 @@ def _top_files(folder: Path) -> list[Path]:
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """The shipped sources of Definitions that workers which were not confined promoted here; mostly there are none."""
+    """Return the shipped sources of Definitions that workers which were not confined promoted here; mostly there are
+    none.
+    """
     return shipped_keys(queries.unconfined_definitions(store, gpu))
 
 
@@ -247,7 +249,9 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
 
 
 def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The trace sets of what ``publishable_rows`` and ``revoking_rows`` give, by their paths in the folder of a GPU."""
+    """Return the trace sets of what ``publishable_rows`` and ``revoking_rows`` give, by their paths in the folder of a
+    GPU.
+    """
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}

@@ -240,7 +240,7 @@ class SharedDataSet:
         self.place = SharedPlace(uri)
 
     def files(self) -> list[DataFile]:
-        """Every file, by name; none where nothing was written yet.
+        """Return every file, by name; none where nothing was written yet.
 
         Raises:
             StoreError: the address cannot be reached or listed to its end.
@@ -304,7 +304,7 @@ class SharedDataSet:
         return known, problems
 
     def rows(self, file: DataFile) -> tuple[list[Row], str]:
-        """The rows of a file; none and the reason where it is no valid one: cut off, or not what its name says.
+        """Return the rows of a file; none and the reason where it is no valid one: cut off, or not what its name says.
 
         Raises:
             StoreError: it was written by a newer version, or cannot be fetched.
@@ -319,7 +319,7 @@ class SharedDataSet:
         return rows, ""
 
     def add(self, rows: Sequence[Row], gpu: str) -> str | None:
-        """Write rows of one GPU slug as one file, which is there whole or not at all; its name, or None where it was there.
+        """Write rows of one GPU slug as one file, which is there whole or not at all; its name, or None if it was there.
 
         Raises:
             StoreError: it cannot be written; nothing of it is there then.
@@ -333,7 +333,7 @@ class SharedDataSet:
         return name if new else None
 
     def _read(self, file: DataFile, columns: list[str]) -> tuple[Any, str]:
-        """The columns of a file as a table, or None and why it is no valid file."""
+        """Return the columns of a file as a table, or None and why it is no valid file."""
         import pyarrow
         from pyarrow import dataset
 
@@ -412,13 +412,13 @@ _UNVERIFIED = """
 
 
 def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
-    """The traces of one GPU slug and family, or of all, oldest first."""
+    """Return the traces of one GPU slug and family, or of all, oldest first."""
     ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 
 def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
-    """Those that were measured here, of one GPU slug and family, or of all, oldest first.
+    """Return those that were measured here, of one GPU slug and family, or of all, oldest first.
 
     Promotions by workers that were not confined are nobody else's to believe, and not among them.
     """
@@ -444,12 +444,14 @@ OwnTraces = Mapping[tuple[str, int], Sequence[str]]
 
 
 def store_folder(home: Path, uri: str, *, trust: bool) -> Path:
-    """The folder of a store with the traces of one data set, for questions about it; apart for traces that were trusted."""
+    """Return the folder of a store with the traces of one data set, for questions about it; apart for traces that were
+    trusted.
+    """
     return home / FOLDER / f"{_digest(uri)}-v{statements.SCHEMA_VERSION}{'-trusted' if trust else ''}"
 
 
 def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
-    """What :func:`remember_own_traces` wrote; nothing where that is missing or damaged."""
+    """What :func:`remember_own_traces` wrote; nothing if that is missing or damaged."""
     path = _path(home, uri)
     if not path.is_file():
         return {}

@@ -25,12 +25,12 @@ def listed(values: tuple[str, ...]) -> str:
 
 
 def schema_sql() -> str:
-    """The statements that make the tables of an empty database."""
+    """Return the statements that make the tables of an empty database."""
     return files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
 
 
 def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
-    """The statements that make, or renew, the views; passes of ``tiers`` are what they call verified."""
+    """Return the statements that make, or renew, the views; passes of ``tiers`` are what they call verified."""
     text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
     families = {slug: gpu_family(slug) for slug in GPU_SLUGS}
     named = " ".join(f"WHEN '{slug}' THEN '{family}'" for slug, family in families.items() if slug != family)
@@ -40,12 +40,12 @@ def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
 
 
 def imported_sql() -> str:
-    """The statements that make the table and the views of imported records."""
+    """Return the statements that make the table and the views of imported records."""
     return files(__package__).joinpath("imported.sql").read_text(encoding="utf-8")
 
 
 def loop_sql() -> str:
-    """The statements that make the table and the views of the loop's records."""
+    """Return the statements that make the table and the views of the loop's records."""
     text = files(__package__).joinpath("loop.sql").read_text(encoding="utf-8")
     return text.replace("$min_speedup", repr(MIN_SPEEDUP)).replace("$sandbox_level", repr(PUBLISHED_SANDBOX_LEVEL))
 

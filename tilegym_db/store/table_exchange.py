@@ -98,7 +98,7 @@ def _share_table(store: Store, place: SharedPlace, gpu: str) -> list[str]:
 
 
 def _newest_own_lock(place: SharedPlace, folder: str, home: Path) -> TraceLock | None:
-    """The newest lock that this installation wrote."""
+    """Return the newest lock that this installation wrote."""
     for name in reversed(place.names(folder)):
         with contextlib.suppress(RecordError):
             lock = TraceLock.from_json(_fetched(place, f"{folder}/{name}"), name)
@@ -194,7 +194,7 @@ def _fetch_newest(
 
 
 def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
-    """Whether a table is there as it was fetched; one that was changed since is fetched again."""
+    """Return True if a table is there as it was fetched; one that was changed since is fetched again."""
     there = [table for table in tables_in(home, gpu) if table.snapshot.folder == folder]
     if not there or damage_of(there[0]):
         return False
@@ -202,7 +202,7 @@ def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
 
 
 def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: str) -> dict[str, bytes]:
-    """The files of a table: each is what the lock says, and holds valid traces of that GPU.
+    """Return the files of a table: each is what the lock says, and holds valid traces of that GPU.
 
     Raises:
         RecordError: the lock, or a file that it names, is not valid, or of a newer version.

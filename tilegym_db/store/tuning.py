@@ -76,7 +76,8 @@ class TuningLog(RunFile):
 
 
 def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:
-    """Every step of a GPU, oldest first. A line that cannot be read, such as a torn one, is a config to be tried again.
+    """Return every step of a GPU, oldest first. A line that cannot be read, such as a torn one, is a config to be tried
+    again.
 
     Args:
         home: the folder of the store.
@@ -95,7 +96,9 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
 
 
 def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
-    """The rows of the table that come with a catalog; a file that nobody vouches for is named in ``refused`` instead."""
+    """Return the rows of the table that come with a catalog; a file that nobody vouches for is named in ``refused``
+    instead.
+    """
     return [
         _row(step, step.run_id, is_own=False)
         for path in published_tuning_files(catalog)

@@ -189,7 +189,9 @@ SELF_TEST_LIMIT_S = 120.0
 def run_self_test(
     definition: Definition, workloads: list[Workload], *, limit_s: float = SELF_TEST_LIMIT_S
 ) -> list[str]:
-    """The findings of :func:`~tilegym_db.verify.self_test.self_test` as text; so is a reference that never returns."""
+    """Return the findings of :func:`~tilegym_db.verify.self_test.self_test` as text; so is a reference that never
+    returns.
+    """
     what = f"{definition.name}: the reference, or a formulation of its self_test,"
     try:
         found = run_apart(_self_test, (definition, workloads), what, limit_s)
@@ -295,7 +297,7 @@ def _run_reference_once(record: Definition, file: Path) -> None:
 
 
 def smallest_axes(record: Definition) -> dict[str, int] | None:
-    """Small axis sizes that satisfy the constraints, or None where none do.
+    """Small axis sizes that satisfy the constraints, or None if none do.
 
     They differ from each other where they may, so that a transposed result has the wrong shape, and are 1 only where
     they must, so that nothing is broadcast by accident.
@@ -311,7 +313,7 @@ def smallest_axes(record: Definition) -> dict[str, int] | None:
 
 
 def trial_scalars(record: Definition) -> dict[str, Scalar]:
-    """A harmless value for every scalar input: small for a float, 1 for an integer, False for a flag."""
+    """Return a harmless value for every scalar input: small for a float, 1 for an integer, False for a flag."""
     scalars: dict[str, Scalar] = {}
     for name, spec in record.inputs.items():
         if spec.is_scalar:

@@ -90,7 +90,7 @@ class _Fuzzer:
         self.shapes = {spec.shape for spec in specs.values() if spec.shape}
 
     def next_case(self, demand: _Demand, anchored: bool, scalars: Mapping[str, Scalar]) -> Case | None:
-        """The allowed candidate that covers most; None where the constraints leave none."""
+        """Return the allowed candidate that covers most; None if the constraints leave none."""
         for _ in range(_FRUITLESS_ROUNDS):
             candidates = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
             ranked = sorted(candidates, key=lambda one: (self._meets(demand, one[0]), self._gain(one)), reverse=True)
@@ -110,7 +110,7 @@ class _Fuzzer:
         return None
 
     def zero_axis(self) -> str | None:
-        """The first axis that may be empty, by the constraints of both; None where there is none."""
+        """Return the first axis that may be empty, by the constraints of both; None if there is none."""
         for name in self.definition.var_axes:
             for _ in range(_FRUITLESS_ROUNDS):
                 axes = {**self._candidate(_Demand(), anchored=False)[0], name: 0}
@@ -127,7 +127,9 @@ class _Fuzzer:
         return self._sizes(demand, anchored, contents), pick(layouts), contents, offset
 
     def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> int:
-        """How far a case of these sizes shows what the demanded layout is there for, where both records allow it."""
+        """Return how far a case of these sizes shows what the demanded layout is there for, where both records allow
+        it.
+        """
         takers = self.layouts.get(demand.layout or CONTIGUOUS)
         bound = self._bound(axes) if takers and self._fits(axes) else None
         rows = 0 if bound is None else ragged_rows(self.definition, takers or (), bound, self.dtypes)
@@ -254,7 +256,7 @@ def _fuzzer(
 
 
 def _gives_codes(definition: Definition) -> bool:
-    """Whether it casts to a format of a few bits, which may be packed into bytes."""
+    """Return True if it casts to a format of a few bits, which may be packed into bytes."""
     return any(spec.dtype.startswith(("float8", "float4", "uint8")) for spec in definition.outputs.values())
 
 
@@ -273,7 +275,8 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
 
 
 def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
-    """The same shape, layouts and alignment again, with all that a model varies between two calls: range, positions, scalars.
+    """Return the same shape, layouts and alignment again, with all that a model varies between two calls: range,
+    positions, scalars.
 
     A Solution that was compiled for the one is compiled for the other, so this costs a call and an oracle.
 
@@ -353,7 +356,9 @@ def _rank(definition: Definition, name: str) -> int:
 def ragged_rows(
     definition: Definition, takers: Sequence[str], axes: Mapping[str, int], dtypes: Mapping[str, str]
 ) -> int:
-    """How many rows that end between two multiples of 16 bytes an output among the tensors has; any, where none is written."""
+    """Return how many rows that end between two multiples of 16 bytes an output among the tensors has; any, where none
+    is written.
+    """
     most = 0
     written = [name for name in takers if name in definition.written_outputs or name in definition.in_place]
     for name in written or takers:
@@ -451,7 +456,7 @@ def repaired(
     dtypes: Mapping[str, str],
     generator: random.Random,
 ) -> dict[str, int]:
-    """The axes, changed where a constraint of a known form asks for it.
+    """Return the axes, changed where a constraint of a known form asks for it.
 
     Known are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an axis or
     number, and ``and`` and ``or`` of these. Others are left to the caller, who must check the result anyway.

@@ -44,7 +44,7 @@ def check_outputs(
     exact: Collection[str] = (),
     conditioned: Collection[str] = (),
 ) -> dict[str, OutputVerdict]:
-    """A verdict for each output.
+    """Return a verdict for each output.
 
     Args:
         definition: tolerances, and which outputs are indices into which tensor.
@@ -113,7 +113,7 @@ def _check_indices(
     outputs: Outputs,
     math: str = "ieee",
 ) -> dict[str, OutputVerdict]:
-    """A verdict for each output of indices; without ``dtypes``, what they point into was computed in fp64."""
+    """Return a verdict for each output of indices; without ``dtypes``, what they point into was computed in fp64."""
     verdicts = check_ranked_outputs(definition, inputs, outputs)
     verdicts |= check_sampled_outputs(definition, inputs, truth, [outputs])
     for name, source in definition.gathers.items():
@@ -131,7 +131,7 @@ def _check_indices(
 def reference_errors(
     definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
 ) -> tuple[dict[str, BaseError], frozenset[str]]:
-    """What the reference as written is off by itself, per output; nothing where equality or codes are compared.
+    """What the reference as written is off by itself, per output; nothing if equality or codes are compared.
 
     Also the outputs of which it gives every element, however small, to a relative error of its own: so must every Solution.
     """
@@ -148,7 +148,7 @@ def reference_errors(
 
 
 def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
-    """The outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
+    """Return the outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
     return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))
 
 
@@ -170,7 +170,7 @@ def check_gathered(
         oracle: the reference's indices, same shape.
         source: the tensor pointed into, ``[..., E]``: an input as it was given, or the oracle's value of another output.
         limits: bounds of the dtype of ``source`` where it is computed, since values that differ by its rounding may be taken
-            for one another; None where it is an input.
+            for one another; None if it is an input.
     """
     if actual.numel() == 0:
         return PASSED
@@ -262,7 +262,7 @@ Inputs = Mapping[str, Any]
 
 
 def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputVerdict]:
-    """A verdict for each output of indices into values that a function of the reference ranks.
+    """Return a verdict for each output of indices into values that a function of the reference ranks.
 
     Args:
         definition: says which outputs these are.
@@ -294,7 +294,7 @@ def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Output
 def followed(
     definition: Definition, inputs: Inputs, truth: Outputs, outputs: Outputs, wrong: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The oracle's outputs, with those that follow from indices evaluated for the indices that a call chose.
+    """Return the oracle's outputs, with those that follow from indices evaluated for the indices that a call chose.
 
     Args:
         definition: says which outputs follow, and by which function.

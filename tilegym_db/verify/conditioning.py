@@ -80,7 +80,8 @@ def without_uncertain(
 def _may_be_uncertain(
     definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputVerdict
 ) -> bool:
-    """Whether it makes sense to ask: only a few numbers are off, and evaluating the oracle some more times takes no gigabytes.
+    """Return True if it makes sense to ask: only a few numbers are off, and evaluating the oracle some more times takes
+    no gigabytes.
 
     What points into something, or follows from such a choice, changes with the choice and is never excused.
     """
@@ -149,7 +150,7 @@ def _uncertainty(draws: Sequence[_Moved]) -> torch.Tensor:
 
 
 def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """The output with the oracle's value for each element that is no further from it than that."""
+    """Return the output with the oracle's value for each element that is no further from it than that."""
     near = (output.double() - truth.double()).abs() <= distance
     return torch.where(near, truth.to(output.dtype), output)
 

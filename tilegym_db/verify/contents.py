@@ -28,8 +28,10 @@ UNUSUAL_BYTES = 4 << 30
 def unusual_distributions(
     definition: Definition, workload: Workload, seed: int, max_bytes: int = UNUSUAL_BYTES
 ) -> tuple[str, ...]:
-    """The content sets that are verified beside those that are timed: whose ids or lengths are spread otherwise than they mostly
-    are, which are none where there are no such inputs; and all, where a file holds inputs of what is timed."""
+    """Return the content sets that are verified beside those that are timed: whose ids or lengths are spread otherwise
+    than they mostly are, which are none where there are no such inputs; and all, where a file holds inputs of what is
+    timed.
+    """
     others = tuple(name for name in CONTENT_SETS if workload.files() or spreads_otherwise(definition, name))
     if not others:
         return ()
@@ -57,7 +59,7 @@ class ExpectedCache:
         self._known: dict[str, Expected | None] = {}
 
     def get(self, case: Case) -> Expected | None:
-        """The case with its oracle, or None where the reference itself does not pass it."""
+        """Return the case with its oracle, or None if the reference itself does not pass it."""
         with self._phases(ORACLE), self._lock:
             key = case.key
             if key not in self._known:
@@ -104,7 +106,7 @@ class WorkloadContents:
     def draw(
         cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache, *, in_turn: bool = False
     ) -> WorkloadContents:
-        """Every content set; with ``in_turn``, the second call too.
+        """Return every content set; with ``in_turn``, the second call too.
 
         Raises:
             RecordError: there is no oracle for this workload.

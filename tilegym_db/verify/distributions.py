@@ -62,7 +62,7 @@ def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype)
 
 
 def _one_hot(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """A single 1 in each row, anywhere; some rows are all zero, where a norm has only its epsilon to divide by."""
+    """Return a single 1 in each row, anywhere; some rows are all zero, where a norm has only its epsilon to divide by."""
     rows = (*shape[:-1], 1)
     place = torch.randint(0, shape[-1], rows, generator=generator, device=generator.device)
     hot = torch.rand(rows, generator=generator, device=generator.device) >= _ZERO_ROWS
@@ -111,13 +111,13 @@ def _large(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torc
 
 
 def _shifted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """A mean that is many times the deviation: E[x**2] is no variance then."""
+    """Return a mean that is many times the deviation: E[x**2] is no variance then."""
     shift = _between(generator, 4.0, 30.0) * (1 if _between(generator, -1.0, 1.0) > 0 else -1)
     return _normal(generator, shape, dtype) + shift
 
 
 def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """The same few columns are large in every row, as the hidden states of language models have them."""
+    """Return the same few columns are large in every row, as the hidden states of language models have them."""
     count = max(1, shape[-1] // 256)
     columns = torch.randint(0, shape[-1], (count,), generator=generator, device=generator.device)
     factors = torch.ones(shape[-1], device=generator.device)
@@ -253,7 +253,8 @@ def _drawn(seed: int, what: str) -> random.Random:
 def vary_scalars(
     definition: Definition, scalars: Mapping[str, Scalar], distribution: str, seed: int
 ) -> dict[str, Scalar]:
-    """The scalars of one fuzz case: continuous ones over decades around the value given, those that select code as given.
+    """Return the scalars of one fuzz case: continuous ones over decades around the value given, those that select code
+    as given.
 
     A value grows only where the contents are no challenge by themselves: a softmax of scores of 2**20 is nobody's to compute in
     float32.
@@ -312,7 +313,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
 
 
 def _is_drawn(definition: Definition, name: str) -> bool:
-    """True for an input without a generator, or with one that says N(0, 1)."""
+    """Return True for an input without a generator, or with one that says N(0, 1)."""
     if definition.joint_inputs is not None and name in definition.joint_inputs.inputs:
         return False
     generator = definition.input_generators.get(name)

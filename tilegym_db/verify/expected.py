@@ -42,7 +42,7 @@ def expect(
     *,
     inputs: Mapping[str, Any] | None = None,
 ) -> Expected | None:
-    """Draw a case and evaluate the oracle; None where it proves nothing: its contents are none that the operator is called
+    """Draw a case and evaluate the oracle; None if it proves nothing: its contents are none that the operator is called
     with, or the reference as written fails it.
 
     Args:
@@ -80,7 +80,7 @@ def expect(
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:
-    """The first of the Definition's rules about contents that these inputs break, or None.
+    """Return the first of the Definition's rules about contents that these inputs break, or None.
 
     Raises:
         RecordError: one cannot be evaluated on them.
@@ -97,7 +97,7 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
 
 
 def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
-    """Whether operations in another order leave the range of a dtype at contents near its end.
+    """Return True if operations in another order leave the range of a dtype at contents near its end.
 
     A reference that is its own oracle says so itself. Of another one a sum is known to stay inside in its own order alone, unless
     it does so as well where all of its terms have one sign.

@@ -51,7 +51,7 @@ class Rows:
 
     ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
     ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape;
-    None where that is everywhere. ``want`` may be the oracle's own memory: nobody may write to it.
+    None if that is everywhere. ``want`` may be the oracle's own memory: nobody may write to it.
     """
 
     want: torch.Tensor
@@ -80,7 +80,7 @@ class Rows:
 
 
 def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
-    """Every element's error and bound.
+    """Return every element's error and bound.
 
     Args:
         actual: a result in the output dtype, any strides; one element at least.
@@ -117,7 +117,7 @@ def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool = False) -> torch.Tensor | None:
-    """Where both are finite, and with ``rounded`` the oracle in the dtype of ``actual`` too; None where that is everywhere.
+    """Where both are finite, and with ``rounded`` the oracle in the dtype of ``actual`` too; None if that is everywhere.
 
     The largest number of each mostly says so at once: on a CPU, masks of everything take longer than all else in a comparison.
     """
@@ -184,7 +184,8 @@ _ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
-    """True where no step of an operator rounds on these inputs, so that every Solution must give the very same values.
+    """Return True if no step of an operator rounds on these inputs, so that every Solution must give the very same
+    values.
 
     That is so where the fp64 oracle is a float32 number everywhere, which a result that rounds on the way is not, and the
     reference as written gives it, rounded once to the output dtype.
@@ -201,7 +202,7 @@ def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
 
 
 def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits, rows: Rows) -> bool:
-    """True where the reference as written gives every element to a relative error of its own, however small it is.
+    """Return True if the reference as written gives every element to a relative error of its own, however small it is.
 
     Then a Solution has no excuse for cutting small ones to zero: a probability of a thousandth of the largest, say, which no norm
     over the row can see. It may still round more on the way than the reference did by luck, so only probabilities, which are
@@ -367,7 +368,7 @@ def _check_exact(name: str, actual: torch.Tensor, want: torch.Tensor, *, bitwise
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits as integers; of NaN one pattern, since which one it is says nothing."""
+    """Return the bits as integers; of NaN one pattern, since which one it is says nothing."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
     bits = value.contiguous().view(integer)
     return torch.where(torch.isnan(value), torch.full_like(bits, -1 if integer != torch.uint8 else 255), bits)
@@ -425,7 +426,8 @@ _FEWEST = 64
 def share_problem(
     error: torch.Tensor, bound: torch.Tensor, size: torch.Tensor, rms: torch.Tensor, share: float
 ) -> tuple[str, str, torch.Tensor] | None:
-    """The gate, a sentence and the elements to show where too many lie beyond the bound, or too close together, or one too far.
+    """Return the gate, a sentence and the elements to show where too many lie beyond the bound, or too close together,
+    or one too far.
 
     Args:
         error: absolute error, ``[rows, columns]``.
@@ -505,7 +507,7 @@ def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torc
 
 
 def code_values(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers that the codes stand for, as float32, laid out as :func:`ordered_codes` lays them out."""
+    """Return the numbers that the codes stand for, as float32, laid out as :func:`ordered_codes` lays them out."""
     if bits == 8:
         return value.float()
     magnitudes = torch.tensor(_FP4_MAGNITUDES, device=value.device)
@@ -524,7 +526,7 @@ def _split(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """How one output compares with the oracle. ``gate`` names the one that failed, or is None where all hold.
+    """How one output compares with the oracle. ``gate`` names the one that failed, or is None if all hold.
 
     ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's own units. ``reason``: for a person,
     with the first wrong index, what was expected and what was there; the fields after it hold the same for a report.
@@ -544,7 +546,7 @@ class OutputVerdict:
 
     @property
     def passed(self) -> bool:
-        """True where every gate holds."""
+        """True if every gate holds."""
         return self.gate is None
 
 
@@ -560,13 +562,13 @@ def failed(
     oracle: torch.Tensor,
     worst_row: int,
 ) -> OutputVerdict:
-    """A verdict on a failed gate that shows the first wrong element.
+    """Return a verdict on a failed gate that shows the first wrong element.
 
     Args:
         gate: which one.
         what: the sentence for a person, without the element.
         figures: ``rel_fro``, ``worst_row_rel``, ``max_abs`` and ``matched_ratio`` of the verdict.
-        wrong: True where an element is wrong; at least one is.
+        wrong: True if an element is wrong; at least one is.
         actual: what was there.
         oracle: what was expected.
         worst_row: as in the verdict.
@@ -578,6 +580,6 @@ def failed(
 
 
 def row_of_most(wrong: torch.Tensor) -> int:
-    """The row, counted over all axes but the last, with most elements flagged."""
+    """Return the row, counted over all axes but the last, with most elements flagged."""
     columns = wrong.shape[-1] if wrong.dim() else 1
     return int(wrong.reshape(-1, columns).sum(dim=1).argmax())

@@ -35,7 +35,7 @@ Inputs = dict[str, torch.Tensor | Scalar]
 
 
 def draws_noise(definition: Definition) -> bool:
-    """Whether some input is noise whatever a case asks for, so that no contents are small integers throughout."""
+    """Return True if some input is noise whatever a case asks for, so that no contents are small integers throughout."""
     return (
         bool(definition.saved)
         or definition.joint_inputs is not None
@@ -44,17 +44,21 @@ def draws_noise(definition: Definition) -> bool:
 
 
 def draws_spread(definition: Definition) -> bool:
-    """Whether what a call has to do may depend on how its ids, lengths or probabilities are spread, as that of experts does."""
+    """Return True if what a call has to do may depend on how its ids, lengths or probabilities are spread, as that of
+    experts does.
+    """
     return bool(_spreads(definition))
 
 
 def spreads_otherwise(definition: Definition, distribution: str) -> bool:
-    """Whether the cases of a distribution have ids, lengths or probabilities spread otherwise than they mostly are."""
+    """Return True if the cases of a distribution have ids, lengths or probabilities spread otherwise than they mostly
+    are.
+    """
     return any(contents_among(contents, distribution) != contents[0] for contents in _spreads(definition))
 
 
 def _spreads(definition: Definition) -> list[tuple[str, ...]]:
-    """The contents of everything drawn that may decide how much there is to do, the usual ones first."""
+    """Return the contents of everything drawn that may decide how much there is to do, the usual ones first."""
     found = [spread_contents(generator) for generator in definition.input_generators.values()]
     if definition.joint_inputs is not None and _joint_decides(definition):
         found.append(definition.joint_inputs.contents)
@@ -64,7 +68,7 @@ def _spreads(definition: Definition) -> list[tuple[str, ...]]:
 
 
 def _joint_decides(definition: Definition) -> bool:
-    """Whether inputs drawn together have ids or counts among them, or are probabilities to draw from."""
+    """Return True if inputs drawn together have ids or counts among them, or are probabilities to draw from."""
     joint = definition.joint_inputs.inputs if definition.joint_inputs is not None else ()
     spelled = {definition.inputs[name].dtype for name in joint}
     dtypes = {choice for dtype in spelled for choice in definition.dtypes.get(dtype, (dtype,))}
@@ -199,7 +203,8 @@ def contents_among(choices: tuple[str, ...], distribution: str) -> str:
 
 
 def spread_contents(spec: InputGenerator) -> tuple[str, ...]:
-    """How a generator of ids, lengths or whole numbers may spread them, the usual way first; nothing of any other.
+    """Return how a generator of ids, lengths or whole numbers may spread them, the usual way first; nothing of any
+    other.
 
     These may decide how much a call has to do: which rows, how many of a group.
     """
@@ -348,7 +353,9 @@ KINDS: dict[str, Draw] = {
 
 
 def draw_codes(spec: InputGenerator, generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Every code of an 8-bit dtype, or of two packed 4-bit ones, equally often; what is not finite only with ``nan``."""
+    """Return every code of an 8-bit dtype, or of two packed 4-bit ones, equally often; what is not finite only with
+    ``nan``.
+    """
     left_out = set() if spec.nan else set(_NOT_FINITE.get(dtype, ()))
     allowed = torch.tensor([code for code in range(256) if code not in left_out], dtype=torch.uint8)
     chosen = torch.randint(0, allowed.numel(), shape, generator=generator, device=generator.device)
@@ -371,7 +378,7 @@ def draw_jointly(
     generator: torch.Generator,
     distribution: str,
 ) -> dict[str, torch.Tensor]:
-    """The inputs that a Definition's own function draws together, by name; none where it has no such function.
+    """Return the inputs that a Definition's own function draws together, by name; none where it has no such function.
 
     Args:
         definition: says which inputs, by which function, with which contents.
@@ -465,7 +472,7 @@ def rotary_table(spec: InputGenerator, seed: int, shape: Shape, device: str | to
 
 
 def _positions(drawn: random.Random, length: int) -> list[int]:
-    """The positions of one sequence, as a model numbers them."""
+    """Return the positions of one sequence, as a model numbers them."""
     kind, start = drawn.random(), int(2 ** drawn.uniform(0, math.log2(FARTHEST)))
     if length > 1:
         if kind < STARTS_AT_ZERO:
@@ -493,7 +500,7 @@ class BlobReader:
         self._files: dict[str | None, dict[str, torch.Tensor]] = {}
 
     def tensor(self, name: str, spec: SafetensorsInput, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """The tensor of an input, on the CPU, contiguous; nobody may write to it.
+        """Return the tensor of an input, on the CPU, contiguous; nobody may write to it.
 
         Raises:
             RecordError: the file is missing or not what it was, or has no such tensor of this shape and dtype.
@@ -536,7 +543,7 @@ def _tensors(content: bytes, name: str, path: str) -> dict[str, torch.Tensor]:
 
 
 def blob_problems(definition: Definition, workloads: Sequence[Workload], roots: Sequence[Path]) -> list[str]:
-    """Why inputs of Workloads cannot be had from their files; empty where all of them can."""
+    """Return why inputs of Workloads cannot be had from their files; empty if all of them can."""
     problems = []
     for workload in workloads:
         blobs = BlobReader(roots)

@@ -33,7 +33,8 @@ Outputs = dict[str, torch.Tensor]
 def sliced(
     definition: Definition, inputs: Inputs, run: Callable[[Definition, Inputs], Outputs], *, budget_bytes: int
 ) -> Outputs:
-    """Every output of ``run``, put together from halves of the inputs, of halves of these, until each fits the budget.
+    """Return every output of ``run``, put together from halves of the inputs, of halves of these, until each fits the
+    budget.
 
     The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
     Along which of the Definition's ``independent_axes`` to halve is decided by what it saves; the whole is evaluated where none
@@ -67,7 +68,7 @@ def sliced(
 
 
 def _divisible_axes(definition: Definition) -> list[str]:
-    """The independent axes that every output has, and that no tensor has in an expression or twice."""
+    """Return the independent axes that every output has, and that no tensor has in an expression or twice."""
     specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
     entangled = {
         name
@@ -107,7 +108,7 @@ def _estimate(definition: Definition, inputs: Inputs, sizes: Mapping[str, int]) 
 
 
 def _slices(definition: Definition, sizes: Mapping[str, int], name: str) -> int:
-    """How many slices an input is taken in, of which one is widened at a time."""
+    """Return how many slices an input is taken in, of which one is widened at a time."""
     return max(1, sizes.get(definition.sliced_inputs.get(name, ""), 1))
 
 
@@ -131,7 +132,7 @@ def _dimension(shape: tuple[str | int, ...] | None, axis: str) -> int:
 
 @functools.lru_cache(maxsize=512)
 def load_function(source: str, where: str, name: str = "run") -> Callable[..., Any]:
-    """The function, ``run`` or another, that a reference's source text defines.
+    """Return the function, ``run`` or another, that a reference's source text defines.
 
     Raises:
         RecordError: the text raises when it is executed; carries the last lines of the traceback.
@@ -149,7 +150,7 @@ def load_function(source: str, where: str, name: str = "run") -> Callable[..., A
 
 
 def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
-    """Every output of the Definition by name, in-place ones included, computed as the reference is written.
+    """Return every output of the Definition by name, in-place ones included, computed as the reference is written.
 
     Args:
         definition: the Definition.
@@ -256,12 +257,15 @@ def lift(inputs: Inputs) -> dict[str, Any]:
 
 
 def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """The outputs of the reference in the dtypes it is given, as :func:`run_reference`, but in slices as :func:`oracle`."""
+    """Return the outputs of the reference in the dtypes it is given, as :func:`run_reference`, but in slices as
+    :func:`oracle`.
+    """
     return sliced(definition, inputs, run_reference, budget_bytes=budget_bytes)
 
 
 def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """The outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for quantisers.
+    """Return the outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for
+    quantisers.
 
     Args:
         definition: evaluated slice by slice along its ``independent_axes`` where that saves memory.
@@ -274,7 +278,7 @@ def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE
 
 
 def in_fp64(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """The outputs of the reference as :func:`run_lifted`, but in slices as :func:`oracle`."""
+    """Return the outputs of the reference as :func:`run_lifted`, but in slices as :func:`oracle`."""
     return sliced(definition, inputs, run_lifted, budget_bytes=budget_bytes)
 
 

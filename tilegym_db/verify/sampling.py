@@ -54,7 +54,7 @@ class Draws:
 
     @classmethod
     def together(cls, parts: Sequence[Draws]) -> Draws:
-        """The draws of several groups of rows, side by side."""
+        """Return the draws of several groups of rows, side by side."""
         fields = ("allowed", "judged", "by_rank", "by_index", "mass", "agreement")
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in fields))
 
@@ -84,7 +84,8 @@ def place(index: torch.Tensor, law: torch.Tensor, widest: torch.Tensor, narrowes
 
 
 def distance_bound(draws: int, chance: float) -> float:
-    """How far an empirical distribution lies from the mean of the distributions of its draws, but with this chance.
+    """Return how far an empirical distribution lies from the mean of the distributions of its draws, but with this
+    chance.
 
     Bretagnolle's inequality, which is that of Dvoretzky, Kiefer and Wolfowitz for draws that are independent and not identically
     distributed: P(sup |F_n - F| > d) <= 2 e exp(-2 n d**2).
@@ -93,7 +94,8 @@ def distance_bound(draws: int, chance: float) -> float:
 
 
 def share_bound(shares: torch.Tensor, draws: int, chance: float) -> float:
-    """How far the counts in some cells lie from these shares of all draws in total variation, but with this chance.
+    """Return how far the counts in some cells lie from these shares of all draws in total variation, but with this
+    chance.
 
     The expectation is at most half the sum of the standard deviations, and by McDiarmid's inequality the distance exceeds
     it by t with probability exp(-2 n t**2), as one draw moves it by 1 / n.
@@ -104,7 +106,8 @@ def share_bound(shares: torch.Tensor, draws: int, chance: float) -> float:
 
 
 def agreement_bound(expected: float, pairs: int, chance: float) -> float:
-    """The share of pairs that agree is no larger than this, but with this chance: Chernoff's bound, with the relative entropy.
+    """Return the share of pairs that agree is no larger than this, but with this chance: Chernoff's bound, with the
+    relative entropy.
 
     It is far narrower than Hoeffding's where agreement is rare, and holds for pairs of different laws, too, whose mean this is.
     """
@@ -127,12 +130,14 @@ def _relative_entropy(found: float, expected: float) -> float:
 
 
 def expected_distinct(law: torch.Tensor, draws: int) -> float:
-    """How many different indices so many draws of a law have on average."""
+    """Return how many different indices so many draws of a law have on average."""
     return float(-torch.expm1(draws * torch.log1p(-law.clamp(0, 1))).sum())
 
 
 def distinct_bound(draws: int, chance: float) -> float:
-    """How far that number lies from its mean, but with this chance: McDiarmid's inequality, as one draw changes it by one."""
+    """Return how far that number lies from its mean, but with this chance: McDiarmid's inequality, as one draw changes
+    it by one.
+    """
     return math.sqrt(draws * math.log(2 / chance) / 2)
 
 
@@ -144,7 +149,7 @@ def check_drawn(
     same: torch.Tensor | None = None,
     law: torch.Tensor | None = None,
 ) -> OutputVerdict:
-    """The verdict on the draws of one output.
+    """Return the verdict on the draws of one output.
 
     Args:
         name: the output's name, for the reason.
@@ -287,7 +292,7 @@ def _distance_from_uniform(values: torch.Tensor) -> float:
 
 
 def _cells(law: torch.Tensor, draws: int) -> torch.Tensor:
-    """The cell of each index: one of its own for what is expected often, the first for all others."""
+    """Return the cell of each index: one of its own for what is expected often, the first for all others."""
     often = law * draws >= EXPECTED_IN_A_CELL
     return torch.where(often, often.cumsum(dim=0), 0)
 
@@ -314,7 +319,7 @@ def check_sampled_outputs(
     *,
     elements_at_once: int = ELEMENTS_AT_ONCE,
 ) -> dict[str, OutputVerdict]:
-    """A verdict for each output that is drawn at random.
+    """Return a verdict for each output that is drawn at random.
 
     Args:
         definition: says which outputs these are, and what their laws are.
@@ -352,7 +357,7 @@ def _check(
 
 
 def _parts(definition: Definition, name: str, inputs: Inputs, at_once: int) -> Iterator[Inputs]:
-    """The inputs in groups of rows; all at once where some input has the rows in another place than first."""
+    """Yield the inputs in groups of rows; all at once where some input has the rows in another place than first."""
     axis, shapes = definition.outputs[name].shape, {key: spec.shape or () for key, spec in definition.inputs.items()}
     rows = len(inputs[definition.sampled[name].uniforms])
     of_rows = {key: inputs[key] for key, shape in shapes.items() if shape[:1] == axis}
@@ -364,7 +369,7 @@ def _parts(definition: Definition, name: str, inputs: Inputs, at_once: int) -> I
 
 
 def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The law of each row, and the widest and the narrowest that rounding makes of it; each ``[rows, columns]``."""
+    """Return the law of each row, and the widest and the narrowest that rounding makes of it; each ``[rows, columns]``."""
     function, rounding = definition.sampled[name].law, LIMITS["float32"].rtol
     found = []
     for moved in (0.0, rounding, -rounding):
@@ -383,7 +388,7 @@ def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tens
 
 
 def _keys(law: torch.Tensor) -> torch.Tensor:
-    """A number for each row by which equal laws are told."""
+    """Return a number for each row by which equal laws are told."""
     bits = law.contiguous().view(torch.int64)
     places = torch.arange(1, law.shape[-1] + 1, dtype=torch.int64, device=law.device) * _WORD
     return ((bits ^ (bits >> 29)) * (places | 1)).sum(dim=-1)
@@ -392,7 +397,7 @@ def _keys(law: torch.Tensor) -> torch.Tensor:
 def _most_alike(
     definition: Definition, name: str, inputs: Inputs, keys: torch.Tensor, judged: torch.Tensor, at_once: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The rows of the law that most rows have, and this law; of a single row where no two are alike."""
+    """Return the rows of the law that most rows have, and this law; of a single row where no two are alike."""
     if not bool(judged.any()):
         return None, None
     values, counts = torch.unique(keys[judged], return_counts=True)

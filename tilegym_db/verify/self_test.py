@@ -55,12 +55,12 @@ class SelfTestFinding:
     what: str
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """Return one line for a person."""
         return f"{self.definition}: {self.check}: {self.what}"
 
 
 def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTestFinding]:
-    """Every finding on a Definition; empty where it may be admitted.
+    """Return every finding on a Definition; empty if it may be admitted.
 
     Args:
         definition: the operator; without a ``self_test`` its reference alone is run.
@@ -183,7 +183,7 @@ def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Ex
 
 
 def _drawn_rightly(definition: Definition, expected: Expected, first: Outputs, source: str, label: str) -> bool:
-    """Whether many draws of a text look like the law's; true where nothing is drawn."""
+    """Return True if many draws of a text look like the law's; true where nothing is drawn."""
 
     def call(other: Expected) -> dict[str, torch.Tensor]:
         return run_reference(definition, other.inputs, source=source, label=label)
@@ -227,7 +227,9 @@ def _accepted(definition: Definition, case: Case, expected: Expected, outputs: O
 
 
 def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
-    """The output with a last row that was not written. Index 0 may be what is drawn there: poison leaves -1 instead."""
+    """Return the output with a last row that was not written. Index 0 may be what is drawn there: poison leaves -1
+    instead.
+    """
     rows = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
     flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     flat[-1] = left
@@ -235,14 +237,14 @@ def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
 
 
 def _without_corner(value: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The output with zeros in its last rows (0: all of them) and columns, where strays are allowed."""
+    """Return the output with zeros in its last rows (0: all of them) and columns, where strays are allowed."""
     kept = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
     kept[-rows:, -columns:] = 0
     return kept.reshape(value.shape)
 
 
 def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | None:
-    """The first input of an output's shape and dtype, or None where there is none."""
+    """Return the first input of an output's shape and dtype, or None if there is none."""
     for given in expected.inputs.values():
         if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype:
             return given
@@ -250,7 +252,9 @@ def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | Non
 
 
 def _coarser(value: torch.Tensor) -> torch.Tensor | None:
-    """The output in the next coarser format and back; None for what has none, or is too small for norms to see it."""
+    """Return the output in the next coarser format and back; None for what has none, or is too small for norms to see
+    it.
+    """
     target = _COARSER.get(value.dtype)
     if target is None or value.numel() < MIN_ELEMENTS_FOR_NORMS:
         return None
@@ -258,7 +262,7 @@ def _coarser(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def tiny_workloads(definition: Definition, workloads: list[Workload]) -> list[Workload]:
-    """One workload per dtype binding among those tagged ``tiny``: the largest, so that every gate applies."""
+    """Return one workload per dtype binding among those tagged ``tiny``: the largest, so that every gate applies."""
     best: dict[str, tuple[float, Workload]] = {}
     for workload in workloads:
         if "tiny" in workload.tags:

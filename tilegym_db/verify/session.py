@@ -45,7 +45,7 @@ class OwnShape:
 
 
 def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure:
-    """Every gate with every content set, in a worker that has the source loaded.
+    """Return every gate with every content set, in a worker that has the source loaded.
 
     Raises:
         Exception: one of :data:`CANNOT_VERIFY`.
@@ -89,7 +89,7 @@ class ShapesAhead:
         return cls(deque(future for future in contents if future is not None))
 
     def check_next(self, handle: WorkerHandle) -> bool:
-        """Verify the next workload ahead of its turn; false where there is none, or it did not pass.
+        """Verify the next workload ahead of its turn; false if there is none, or it did not pass.
 
         What does not pass is verified again in its turn, where a lost worker gets its second chance, and no other is verified
         ahead after it; only a timeout stands, which would be waited for again.
@@ -111,7 +111,7 @@ class ShapesAhead:
         return False
 
     def take(self, handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure | None:
-        """What came of a workload whose turn has come, once; None where it was not verified, or not by the worker of now."""
+        """What came of a workload whose turn has come, once; None if it was not verified, or not by the worker of now."""
         self.waiting = deque(future for future in self.waiting if not _is_of(future, contents))
         worker, outcome = self._found.pop(contents.workload.uuid, (None, None))
         return None if isinstance(outcome, OwnShape) and worker is not handle.worker else outcome
@@ -171,7 +171,7 @@ class CaseQueue:
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """The cases that nobody has taken, each with its number, as long as there are any."""
+        """Yield the cases that nobody has taken, each with its number, as long as there are any."""
         while True:
             with self._lock:
                 if self._next >= len(self._pairs):
@@ -221,7 +221,7 @@ class Processors:
         self._lock = threading.Lock()
 
     def take(self, workers: int) -> bool:
-        """A processor for one more worker of a runner that has so many; to be given back.
+        """Return a processor for one more worker of a runner that has so many; to be given back.
 
         Not where that were more than its share: those who ask later would find none.
         """
@@ -304,7 +304,7 @@ class Verification:
         return outcome
 
     def case_alone(self, expected: Expected) -> Verdict | Failure:
-        """Every gate on one case, and nothing else."""
+        """Return every gate on one case, and nothing else."""
         return self.handle.load() or _check_case(self.handle, expected, self.handle.policy.calls)
 
     def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
@@ -319,7 +319,7 @@ class Verification:
                 self.handle.detach()
 
     def own_shape(self, contents: WorkloadContents) -> Verified | Failure:
-        """Every content set at the workload's own shape, and no fuzz: a reason to time it, not to trust it."""
+        """Return every content set at the workload's own shape, and no fuzz: a reason to time it, not to trust it."""
         failure = self.handle.load()
         if failure is not None:
             return failure
@@ -377,7 +377,9 @@ class Verification:
     def _check_fuzz_cases(
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
-        """Every case, by the worker and as many helpers as the machine has room for, now or when others are done."""
+        """Return every case, by the worker and as many helpers as the machine has room for, now or when others are
+        done.
+        """
         definition, in_turn = self.handle.definition, self.handle.policy.in_turn
         fuzz = FuzzOutcome()
         proving: list[Pair] = []
@@ -408,7 +410,7 @@ class Verification:
         return conclude_fuzz(fuzz, proving, queue.failures)
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
-        """Verify another shape that is to come; false where there is none, and the next fuzz case is this worker's."""
+        """Verify another shape that is to come; false if there is none, and the next fuzz case is this worker's."""
         checked = self.ahead.check_next(self.handle)
         if not checked and not self.handle.usable:
             not_loaded = self.handle.load()
@@ -422,7 +424,7 @@ class Verification:
             queue.fail(self._excused(outcome, *pair), number)
 
     def _excused(self, failure: Failure, expected: Expected, other: Expected | None) -> Failure:
-        """The failure, marked where the comparison with the oracle refuses stock code at its case as well."""
+        """Return the failure, marked where the comparison with the oracle refuses stock code at its case as well."""
         if failure.verdict is None:
             return failure
         if self.handle.solution.record.spec.provides == "stock":
@@ -490,14 +492,16 @@ def most_fuzz_workers(host_share: int) -> int:
 
 
 def _at_work(helping: Sequence[Future[None]]) -> int:
-    """How many helpers have not ended yet."""
+    """Return how many helpers have not ended yet."""
     return sum(not help_given.done() for help_given in helping)
 
 
 def _check_case(
     handle: WorkerHandle, expected: Expected, calls: int, other: Expected | None = None
 ) -> Verdict | Failure:
-    """One case by every gate; with ``other``, a second call of its shape on other inputs, and then the first again."""
+    """Return one case by every gate; with ``other``, a second call of its shape on other inputs, and then the first
+    again.
+    """
     verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
     with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
         outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
@@ -526,7 +530,7 @@ class CaseVerifier(Protocol):
     handle: WorkerHandle
 
     def case_alone(self, expected: Expected) -> Verdict | Failure:
-        """Every gate on one case, and nothing else."""
+        """Return every gate on one case, and nothing else."""
         ...
 
     def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
@@ -539,7 +543,7 @@ class StockWitness:
     """Runs the Definition's stock code at a case that somebody failed; started when it is first asked.
 
     Args:
-        make: verification of the stock code, in a worker of its own; None where the catalog has none.
+        make: verification of the stock code, in a worker of its own; None if the catalog has none.
     """
 
     make: Callable[[], CaseVerifier | None]
@@ -548,7 +552,7 @@ class StockWitness:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fails(self, expected: Expected) -> bool:
-        """True where the comparison with the oracle refuses the stock code's result too."""
+        """Return True if the comparison with the oracle refuses the stock code's result too."""
         with self._lock:
             key = expected.case.key
             if key not in self._asked:
@@ -563,7 +567,7 @@ class StockWitness:
                 self._stock = None
 
     def outputs(self, expected: Expected) -> Mapping[str, torch.Tensor] | None:
-        """What the stock code gives on these contents, or None where nobody can say: there is none, or no memory for it."""
+        """What the stock code gives on these contents, or None if nobody can say: there is none, or no memory for it."""
         with self._lock:
             stock = self._started(expected)
             if stock is None:
@@ -582,7 +586,7 @@ class StockWitness:
         return isinstance(outcome, Failure) and outcome.verdict is not None
 
     def _started(self, expected: Expected) -> CaseVerifier | None:
-        """The verification of the stock code, where it takes such calls."""
+        """Return the verification of the stock code, where it takes such calls."""
         self._stock = self._stock or self.make()
         if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
             return None

@@ -102,7 +102,9 @@ def call_again(
     *,
     timeout_s: float,
 ) -> Failure | None:
-    """A call that was made before must give the same bytes after one on other inputs of its shape, and without gradients."""
+    """Return a call that was made before must give the same bytes after one on other inputs of its shape, and without
+    gradients.
+    """
     again = one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
     if isinstance(again, Failure):
         return again
@@ -200,7 +202,9 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
 def check_memory(
     buffers: SharedBuffers, index: int, before: torch.Tensor, definition: Definition, case: Case
 ) -> Failure | None:
-    """Every byte that is no output must be what it was: inputs, gaps between rows or columns of an output, guard bands."""
+    """Return every byte that is no output must be what it was: inputs, gaps between rows or columns of an output, guard
+    bands.
+    """
     after = buffers.slot(index).clone()
     writable = [
         plan for plan in buffers.plan.tensors if plan in buffers.plan.outputs or plan.name in definition.in_place
@@ -222,7 +226,7 @@ def check_memory(
 
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
-    """A contiguous copy of every output in one slot, in-place ones included."""
+    """Return a contiguous copy of every output in one slot, in-place ones included."""
     replaced = {target: source for source, target in definition.in_place.items()}
     return {
         name: buffers.tensor(index, replaced.get(name, name)).clone(memory_format=torch.contiguous_format)
@@ -264,7 +268,7 @@ def judge(
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """True where two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
+    """Return True if two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
 
 
@@ -289,9 +293,9 @@ class Failure:
     """Name of the output that failed, where one was compared; ``verdict`` says how."""
     verdict: OutputVerdict | None = None
     excused: bool = False
-    """True where stock code in the same dtype fails the same case."""
+    """True if stock code in the same dtype fails the same case."""
     no_memory: bool = False
-    """True where the GPU had no memory left, which other workers may have held."""
+    """True if the GPU had no memory left, which other workers may have held."""
 
 
 @dataclass
@@ -315,7 +319,7 @@ class Verdict:
             self.matched_ratio = min(self.matched_ratio, verdict.matched_ratio)
 
     def correctness(self, oracle_name: str = "fp64") -> Correctness:
-        """The figures as a Trace stores them."""
+        """Return the figures as a Trace stores them."""
         return Correctness(
             rel_fro=_finite(self.rel_fro),
             worst_row_rel=_finite(self.worst_row_rel),
@@ -334,7 +338,7 @@ def incorrect(
     output: str | None = None,
     verdicts: Mapping[str, OutputVerdict] | None = None,
 ) -> Failure:
-    """A wrong result: the gate that says so, why, and the figures where an output was compared."""
+    """Return a wrong result: the gate that says so, why, and the figures where an output was compared."""
     worst = Verdict()
     worst.add(verdicts or {})
     if verdicts is None:
@@ -385,7 +389,7 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def calls_for(rows: int, draws: int, elements: int) -> int:
-    """How many more calls of so many rows, with inputs of so many elements, give about so many draws."""
+    """Return how many more calls of so many rows, with inputs of so many elements, give about so many draws."""
     rows = max(rows, 1)
     calls = min(-(-draws // rows), draws // DRAWS_A_CALL)
     if elements <= MAX_DRAWN_AT_ONCE:
@@ -402,7 +406,8 @@ def judge_draws(
     *,
     deterministic: bool = True,
 ) -> Failure | None:
-    """Why the draws of several calls are not those of an honest sampler, or None; at once where nothing is drawn.
+    """Return why the draws of several calls are not those of an honest sampler, or None; at once where nothing is
+    drawn.
 
     One call more is given 0 and the largest number below 1 in turn: what it draws must be allowed, and is not counted. In some
     calls the number of a single row is another one; what is not deterministic may draw otherwise without that.
@@ -475,7 +480,7 @@ def _judge(
 
 
 def _with_numbers(definition: Definition, expected: Expected, number: int | None) -> Expected:
-    """The case with other random numbers, which are a function of its seed; None for the ends of their range."""
+    """Return the case with other random numbers, which are a function of its seed; None for the ends of their range."""
     inputs = dict(expected.inputs)
     for name in {sampled.uniforms for sampled in definition.sampled.values()}:
         given = inputs[name]

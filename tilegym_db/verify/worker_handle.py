@@ -55,7 +55,7 @@ class TierPolicy:
     draws: int = 1024
 
     def fuzz_cases_of(self, solution: Solution) -> int:
-        """How many cases a Solution is fuzzed with."""
+        """Return how many cases a Solution is fuzzed with."""
         return self.fuzz_cases if solution.spec.role == "kernel" else self.baseline_fuzz_cases
 
 
@@ -135,13 +135,13 @@ class WorkerHandle:
         return self.broken is not None and self.deaths >= MAX_DEATHS
 
     def excludes(self, case: Case) -> str | None:
-        """Why the Solution does not say that it takes the sizes and layouts of a case, or None."""
+        """Return why the Solution does not say that it takes the sizes and layouts of a case, or None."""
         shapes = {name: self.definition.shape_of(name, case.call.axes) for name in case.call.layouts}
         classes = {name: layout_class(shape, case.strides(self.definition, name)) for name, shape in shapes.items()}
         return self.solution.record.unsupported(case.call.axes, case.call.dtypes, classes)
 
     def another(self) -> WorkerHandle:
-        """A handle of the same with a worker of its own, which has started, to verify cases and no more.
+        """Return a handle of the same with a worker of its own, which has started, to verify cases and no more.
 
         Raises:
             WorkerDied: no worker could be started.
@@ -153,7 +153,7 @@ class WorkerHandle:
         return other
 
     def start(self) -> WorkerProcess:
-        """A process in a folder of its own, in which nothing is loaded yet."""
+        """Return a process in a folder of its own, in which nothing is loaded yet."""
         environment = INTERPRETERS[self.solution.record.spec.language].environment if self.interpret else {}
         folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
         compiles = self.device == CPU and self.solution.uses_torch_compile
@@ -197,7 +197,9 @@ class WorkerHandle:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self) -> Failure | None:
-        """A worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called yet."""
+        """Return a worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called
+        yet.
+        """
         if self.worker is not None and (not self.usable or self._load_failed):
             self.close()  # what a source did before it raised is in no later attempt
         if self.worker is None:
@@ -253,7 +255,7 @@ class WorkerHandle:
     def verify_slot(
         self, buffers: SharedBuffers, expected: Expected, calls: int, in_model: int | None = None
     ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
-        """Every gate on the first slot of attached memory; as :func:`tilegym_db.verify.verifier.verify_slot`."""
+        """Return every gate on the first slot of attached memory; as :func:`tilegym_db.verify.verifier.verify_slot`."""
         assert self.worker is not None
         outcome = verify_slot(
             self.worker,
@@ -301,7 +303,7 @@ class WorkerHandle:
         )
 
     def check_state(self) -> Failure | None:
-        """Why the calls so far must not happen in a model's process: what they changed beyond their outputs."""
+        """Return why the calls so far must not happen in a model's process: what they changed beyond their outputs."""
         reply = self.ask("state", self.limits.call_s)
         if isinstance(reply, Failure):
             return reply
@@ -321,7 +323,7 @@ class WorkerHandle:
         return reply if isinstance(reply, Failure) else None
 
     def ask(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Reply | Failure:
-        """The worker's answer; a failure where it was lost, or says that it could not do it."""
+        """Return the worker's answer; a failure where it was lost, or says that it could not do it."""
         assert self.worker is not None
         try:
             reply = self.worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)

@@ -32,7 +32,7 @@ class Launch:
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def marks(self, address: int, size: int, count: int) -> tuple[Any, Any]:
-        """By element, the block that read it last and the one that wrote it last; 0 where there is none."""
+        """By element, the block that read it last and the one that wrote it last; 0 if there is none."""
         if (address, size) not in self._marks:
             self._marks[address, size] = (np.zeros(count, np.int32), np.zeros(count, np.int32))
         return self._marks[address, size]
@@ -113,7 +113,7 @@ def load(memory: ArrayMemory, offset: Any, mask: Any, padding: Any, shape: Shape
 
 
 def _any(index: Any, mask: Any) -> Any:
-    """One of the indices that count, for those that do not."""
+    """Return one of the indices that count, for those that do not."""
     index, mask = np.broadcast_arrays(index, mask)
     return index[mask].flat[0]
 
@@ -173,7 +173,7 @@ class _TileView:
         self.strides = strides
 
     def of(self, elements: Any) -> Any:
-        """The part of a tile inside of its array, over the elements of one storage, which it shares."""
+        """Return the part of a tile inside of its array, over the elements of one storage, which it shares."""
         size = elements.itemsize
         return np.ndarray(
             self.sizes,
@@ -185,7 +185,7 @@ class _TileView:
 
 
 def load_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Shape, padding: float | None) -> Any:
-    """One tile of a partitioned array; the padding where it ends before the tile."""
+    """Return one tile of a partitioned array; the padding where it ends before the tile."""
     part = _TileView(memory, view, index, tile)
     values = part.of(memory.data).copy()
     if memory.writers is not None:

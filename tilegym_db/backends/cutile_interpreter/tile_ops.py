@@ -65,12 +65,12 @@ OBJECTS: dict[str, Any] = {"np": np, **{name: getattr(tiles, name) for name in t
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
-    """The shape of a tile."""
+    """Return the shape of a tile."""
     return tuple(var.get_type().shape)
 
 
 def dtype_of(var: Any) -> str:
-    """The type of a tile's elements."""
+    """Return the type of a tile's elements."""
     return str(var.get_type().dtype.name)
 
 
@@ -262,7 +262,7 @@ def _multiply_tiles(writer: Writer, op: Any) -> None:
 
 
 def _single(op: Any) -> Any:
-    """The NumPy function that a body of one operation on both parameters is, if it is; float16 rounds each step."""
+    """Return the NumPy function that a body of one operation on both parameters is, if it is; float16 rounds each step."""
     body = list(op.body)
     if len(op.xs) != 1 or len(body) != 2 or body[0].op not in ("raw_binary_arith", "raw_binary_bitwise"):
         return None
@@ -316,7 +316,7 @@ def _optional(writer: Writer, var: Any) -> str:
 
 
 def _pointed(writer: Writer, op: Any, *, write: bool = False) -> str:
-    """The memory and the offset of a pointer."""
+    """Return the memory and the offset of a pointer."""
     place = writer.memories.get(op.pointer.name)
     if place is None:
         raise refuse(op, "a pointer chosen at run time")
@@ -376,7 +376,7 @@ def _partition(writer: Writer, op: Any) -> None:
 
 
 def _tile(writer: Writer, op: Any, *, write: bool = False) -> str:
-    """The memory, the partition and the index of a tile."""
+    """Return the memory, the partition and the index of a tile."""
     place = writer.memories[op.view.name]
     if write:
         writer.written.add(place)

@@ -45,17 +45,17 @@ Shape = tuple[int, ...]
 
 
 def spread(tile: Any, shape: Shape) -> Any:
-    """The tile in its whole shape."""
+    """Return the tile in its whole shape."""
     return tile if tile.shape == shape else np.broadcast_to(tile, shape)
 
 
 def reshape(tile: Any, shape: Shape, new: Shape) -> Any:
-    """The same elements, row by row, in another shape."""
+    """Return the same elements, row by row, in another shape."""
     return tile if tile.ndim == 0 and new else spread(tile, shape).reshape(new)
 
 
 def bits_as(tile: Any, dtype: Any) -> Any:
-    """The same bits as another type of the same width."""
+    """Return the same bits as another type of the same width."""
     return tile.view(dtype)
 
 
@@ -109,12 +109,12 @@ def _part(shape: Shape, part: Shape, index: tuple[Any, ...]) -> tuple[slice, ...
 
 
 def extract(tile: Any, shape: Shape, part: Shape, index: tuple[Any, ...]) -> Any:
-    """One part of a tile cut in parts of the same shape."""
+    """Return one part of a tile cut in parts of the same shape."""
     return spread(tile, shape)[_part(shape, part, index)]
 
 
 def insert(tile: Any, shape: Shape, value: Any, part: Shape, index: tuple[Any, ...]) -> Any:
-    """The tile with one of its parts replaced."""
+    """Return the tile with one of its parts replaced."""
     whole = spread(tile, shape).copy()
     whole[_part(shape, part, index)] = value
     return whole
@@ -124,13 +124,13 @@ def insert(tile: Any, shape: Shape, value: Any, part: Shape, index: tuple[Any, .
 
 
 def fold(operation: Any, tile: Any, shape: Shape, axis: int) -> Any:
-    """A reduction by one NumPy function; the type stays."""
+    """Return a reduction by one NumPy function; the type stays."""
     whole = spread(tile, shape)
     return operation.reduce(whole, axis=axis, dtype=whole.dtype)
 
 
 def fold_pairs(body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, axis: int) -> tuple[Any, ...]:
-    """A reduction by any function: halves with halves, until one is left, as a device does."""
+    """Return a reduction by any function: halves with halves, until one is left, as a device does."""
     parts = [np.moveaxis(spread(tile, shape), axis, 0) for tile in tiles]
     while (count := parts[0].shape[0]) > 1:
         half = count // 2
@@ -142,7 +142,7 @@ def fold_pairs(body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, a
 
 
 def scan(operation: Any, tile: Any, shape: Shape, axis: int, reverse: bool) -> Any:
-    """A scan by one NumPy function; the type stays."""
+    """Return a scan by one NumPy function; the type stays."""
     whole = spread(tile, shape)
     whole = np.flip(whole, axis) if reverse else whole
     done = operation.accumulate(whole, axis=axis, dtype=whole.dtype)
@@ -152,7 +152,7 @@ def scan(operation: Any, tile: Any, shape: Shape, axis: int, reverse: bool) -> A
 def scan_pairs(
     body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, axis: int, reverse: bool
 ) -> tuple[Any, ...]:
-    """A scan by any function, one element after another."""
+    """Return a scan by any function, one element after another."""
     parts = [np.moveaxis(spread(tile, shape), axis, 0) for tile in tiles]
     order = range(shape[axis])[::-1] if reverse else range(shape[axis])
     done = [np.empty_like(part) for part in parts]
@@ -192,19 +192,19 @@ _E8M0_BIAS_SHIFT, _E8M0_NAN = 23, 255
 
 
 def host_dtype(name: str) -> Any:
-    """The NumPy type that holds values of a cuTile type; KeyError where there is none."""
+    """Return the NumPy type that holds values of a cuTile type; KeyError if there is none."""
     return np.float32 if name in NARROW else _NATIVE[name]
 
 
 def raw_dtype(name: str) -> Any:
-    """The NumPy type of the bits in memory."""
+    """Return the NumPy type of the bits in memory."""
     if name == "bfloat16":
         return np.uint16
     return np.uint8 if name in _EIGHT_BITS else host_dtype(name)
 
 
 def is_float(name: str) -> bool:
-    """Whether a cuTile type is a float."""
+    """Return True if a cuTile type is a float."""
     return name in NARROW or name.startswith("float")
 
 
@@ -212,7 +212,7 @@ def is_float(name: str) -> bool:
 
 
 def decoder(name: str) -> Callable[[Any], Any] | None:
-    """Turns bits from memory into values; None where they are the same."""
+    """Turns bits from memory into values; None if they are the same."""
     if name == "bfloat16":
         return lambda bits: (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name in _EIGHT_BITS:
@@ -221,7 +221,7 @@ def decoder(name: str) -> Callable[[Any], Any] | None:
 
 
 def encoder(name: str) -> Callable[[Any], Any] | None:
-    """Turns values into bits for memory; None where they are the same."""
+    """Turns values into bits for memory; None if they are the same."""
     if name == "bfloat16":
         return lambda values: (np.asarray(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     if name in _EIGHT_BITS:
@@ -239,7 +239,9 @@ def _eight_bits(name: str, values: Any) -> Any:
 
 
 def _e8m0_bits(values: Any, mode: str) -> Any:
-    """The exponent; ``RP`` takes the next one where there is a mantissa. Nothing below zero has a code, nor an infinity."""
+    """Return the exponent; ``RP`` takes the next one where there is a mantissa. Nothing below zero has a code, nor an
+    infinity.
+    """
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     exponent = bits >> np.uint32(_E8M0_BIAS_SHIFT)
     if mode == "RP":
@@ -280,7 +282,9 @@ def flush(values: Any) -> Any:
 
 
 def convert(source: str, target: str, mode: str | None) -> Callable[[Any], Any] | None:
-    """The function of a cast, None where values stay as they are; KeyError for a rounding mode that has none here."""
+    """Return the function of a cast, None if values stay as they are; KeyError for a rounding mode that has none
+    here.
+    """
     if target == "bool_":
         return lambda values: values != 0
     if is_float(source) and not is_float(target):
@@ -322,7 +326,7 @@ def _to_narrow(source: str, target: str, mode: str | None) -> Callable[[Any], An
 
 
 def constant(value: Any, name: str) -> Any:
-    """A Python number, or a nest of tuples of them, as a value of a type; an integer wraps."""
+    """Return a Python number, or a nest of tuples of them, as a value of a type; an integer wraps."""
     host = host_dtype(name)
     if name == "bool_" or is_float(name):
         held = np.asarray(value).astype(host)

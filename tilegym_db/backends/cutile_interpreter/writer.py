@@ -33,7 +33,7 @@ def emits(*opcodes: str, once: bool = False) -> Callable[[Emit], Emit]:
 
 
 def refuse(op: Any, what: str = "") -> SolutionError:
-    """The error for what the interpreter cannot do: better none than a wrong answer."""
+    """Return the error for what the interpreter cannot do: better none than a wrong answer."""
     detail = f" with {what}" if what else ""
     return SolutionError(f"The cuTile interpreter has no '{op.op}'{detail} ({op.loc}).", code="not_interpreted")
 
@@ -68,12 +68,12 @@ class Writer:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def name(self, var: Any) -> str:
-        """A new name for a variable."""
+        """Return a new name for a variable."""
         self._count += 1
         return self.names.setdefault(var.name, f"v{self._count}")
 
     def object(self, value: Any) -> str:
-        """The name under which the text finds an object."""
+        """Return the name under which the text finds an object."""
         self._count += 1
         name = f"k{self._count}"
         self.objects[name] = value
@@ -93,7 +93,7 @@ class Writer:
             self._uniform.add(new.name)
 
     def parameter(self, var: Any) -> str:
-        """A parameter of the kernel: the same in every block."""
+        """Return a parameter of the kernel: the same in every block."""
         self._uniform.add(var.name)
         return self.name(var)
 
@@ -119,7 +119,7 @@ class Writer:
             self.line(f"{self.name(var)} = {text}")
 
     def rounded(self, text: str, dtype: str) -> str:
-        """An expression in float32, rounded to a type that is held so."""
+        """Return an expression in float32, rounded to a type that is held so."""
         narrowed = tiles.rounder(dtype)
         return text if narrowed is None else f"{self.object(narrowed)}({text})"
 
@@ -149,7 +149,7 @@ class Writer:
                 self.line("pass")
 
     def function(self, block: Any) -> str:
-        """A function of the block's parameters, and its name."""
+        """Return a function of the block's parameters, and its name."""
         self._count += 1
         name = f"f{self._count}"
         self.line(f"def {name}({', '.join(self.name(var) for var in block.params)}):")
@@ -216,7 +216,7 @@ class Writer:
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def text(self, parameters: list[str]) -> str:
-        """The function that takes the launch's arguments and gives the function of a block."""
+        """Return the function that takes the launch's arguments and gives the function of a block."""
         return "\n".join(
             [
                 f"def prepare({', '.join(['blocks_0', 'blocks_1', 'blocks_2', *parameters])}):",

@@ -30,7 +30,7 @@ _DIVISIONS = frozenset({"Div", "Mod", "FloorDiv", "FloorMod"})
 
 
 def operation_of(node: Any) -> str:
-    """The name of the operation that a call is of."""
+    """Return the name of the operation that a call is of."""
     return str(getattr(node.op, "name", node.op))
 
 
@@ -42,7 +42,7 @@ class Expressions:
         self.slots = slots
 
     def compile(self, node: Any) -> Value:
-        """The function that computes an expression.
+        """Return the function that computes an expression.
 
         Raises:
             NotInterpreted: there is no rule for a part of it.
@@ -56,7 +56,7 @@ class Expressions:
         return method(node)  # type: ignore[no-any-return]
 
     def many(self, nodes: Any) -> list[Value]:
-        """The functions of several expressions."""
+        """Return the functions of several expressions."""
         return [self.compile(node) for node in nodes]
 
     # -- leaves -------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def shuffle(state: State, name: str, value: Array, operand: Array, width: Array)
 
 
 def reduce_warp(state: State, name: str, value: Array) -> Array:
-    """The sum, or another total, over a warp, for all its lanes; added up as the device does it, in halves."""
+    """Return the sum, or another total, over a warp, for all its lanes; added up as the device does it, in halves."""
     _together(state, name)
     lane = np.arange(state.threads, dtype=np.int64)
     total = np.asarray(value)
@@ -461,7 +461,7 @@ def _together(state: State, name: str) -> None:
 
 
 def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:
-    """The value of the source lane, which must be one of those that run this."""
+    """Return the value of the source lane, which must be one of those that run this."""
     wanted = np.ones((1, 1), bool) if state.mask is None else state.mask
     missing = (source >= state.threads) & wanted
     source = np.minimum(source, state.threads - 1)

@@ -176,7 +176,7 @@ class Program:
             self.action(state)
 
     def _launch(self, loop: Any) -> Action:
-        """The blocks of a launch, whose axes are nested loops."""
+        """Return the blocks of a launch, whose axes are nested loops."""
         axes: list[Any] = []
         while type(loop).__name__ == "For" and int(loop.kind) == 4:
             tag = str(loop.thread_binding.thread_tag)
@@ -240,7 +240,7 @@ def _block_of(node: Any) -> tuple[tuple[int, int, int], list[Any], int]:
 
 
 def _uses_threads(node: Any) -> bool:
-    """Whether anything depends on which thread computes it; else the threads of a block are one."""
+    """Return True if anything depends on which thread computes it; else the threads of a block are one."""
     indices: list[Any] = []
     found = False
 

@@ -47,11 +47,11 @@ class State:
             self.mask = before
 
     def narrowed(self, condition: Array) -> Any:
-        """The lanes that are active and for which the condition holds."""
+        """Return the lanes that are active and for which the condition holds."""
         return condition if self.mask is None else self.mask & condition
 
     def block_mask(self, what: str) -> Any:
-        """The mask by block; what all threads of a block do together, they must all reach."""
+        """Return the mask by block; what all threads of a block do together, they must all reach."""
         return (
             None
             if self.mask is None
@@ -60,12 +60,12 @@ class State:
 
 
 def any_active(mask: Any) -> bool:
-    """Whether a mask leaves anybody."""
+    """Return True if a mask leaves anybody."""
     return bool(np.any(mask))
 
 
 def uniform_over_threads(value: Array, mask: Any, complaint: str) -> Array:
-    """A value with a thread axis of length 1, which it must have for all threads alike."""
+    """Return a value with a thread axis of length 1, which it must have for all threads alike."""
     if np.ndim(value) == 0 or value.shape[-1] == 1:
         return value
     if mask is None or np.ndim(mask) == 0:
@@ -109,7 +109,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_of(name: Any) -> Any:
-    """The NumPy dtype of a scalar dtype of TileLang."""
+    """Return the NumPy dtype of a scalar dtype of TileLang."""
     found = _DTYPES.get(str(name))
     if found is None:
         raise NotInterpreted(f"no rule for the dtype {name}", code="not_interpreted")
@@ -117,17 +117,17 @@ def dtype_of(name: Any) -> Any:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether it is one of the floating formats, the 8-bit ones included."""
+    """Return True if it is one of the floating formats, the 8-bit ones included."""
     return dtype in _FLOATS
 
 
 def wide(value: Array) -> Array:
-    """A number of a 16-bit or 8-bit floating format as float32, any other as it is."""
+    """Return a number of a 16-bit or 8-bit floating format as float32, any other as it is."""
     return value.astype(np.float32) if value.dtype.itemsize < 4 and is_float(value.dtype) else value
 
 
 def convert(value: Array, target: Any) -> Array:
-    """A cast: to nearest even, saturating to 8-bit formats, toward zero and saturating from floats to integers."""
+    """Return a cast: to nearest even, saturating to 8-bit formats, toward zero and saturating from floats to integers."""
     source = value.dtype
     if source == target:
         return value
@@ -142,7 +142,9 @@ def convert(value: Array, target: Any) -> Array:
 
 
 def _to_integer(value: Array, target: Any) -> Array:
-    """The device's conversion: NaN is 0; what 32 or 64 bits cannot hold becomes their end; fewer bits are cut from those."""
+    """Return the device's conversion: NaN is 0; what 32 or 64 bits cannot hold becomes their end; fewer bits are cut
+    from those.
+    """
     held = target if target.itemsize >= 4 else np.dtype(np.int32)
     exact = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
     info = np.iinfo(held)
@@ -156,7 +158,7 @@ def _to_integer(value: Array, target: Any) -> Array:
 
 
 def reinterpret(value: Array, target: Any) -> Array:
-    """The same bits as another dtype of the same size."""
+    """Return the same bits as another dtype of the same size."""
     if value.dtype.itemsize != target.itemsize:
         raise NotInterpreted(f"no rule for reinterpreting {value.dtype} as {target}", code="not_interpreted")
     return np.array(value, order="C").view(target)
@@ -180,7 +182,9 @@ def poison(shape: tuple[int, ...] | int, dtype: Any) -> Array:
 
 
 def flat_memory(tensor: torch.Tensor, dtype: Any) -> Array:
-    """The elements from a tensor's first to its last in memory, gaps included; one of no tensor's where it has none."""
+    """Return the elements from a tensor's first to its last in memory, gaps included; one of no tensor's where it has
+    none.
+    """
     if tensor.numel() == 0:
         return poison(1, dtype)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -219,11 +223,11 @@ class Slots:
         self._buffers: dict[Any, int] = {}
 
     def variable(self, variable: Any) -> int:
-        """The number of a variable, a new one where it has none."""
+        """Return the number of a variable, a new one where it has none."""
         return self._variables.setdefault(variable, len(self._variables))
 
     def buffer(self, buffer: Any) -> int:
-        """The number of a buffer: those of one data pointer are one."""
+        """Return the number of a buffer: those of one data pointer are one."""
         return self._buffers.setdefault(buffer.data, len(self._buffers))
 
     @property
@@ -244,7 +248,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits(value: Array) -> Array:
-    """The bit patterns of an array, which tell NaN from NaN and -0 from 0."""
+    """Return the bit patterns of an array, which tell NaN from NaN and -0 from 0."""
     return np.ascontiguousarray(value).view(_BITS[value.dtype.itemsize])
 
 
@@ -260,7 +264,7 @@ class Memory:
         return linear
 
     def outside(self, indices: Sequence[Array], mask: Any) -> Any:
-        """Where active lanes are outside of the buffer; None where none of them is."""
+        """Where active lanes are outside of the buffer; None if none of them is."""
         found = None
         for index, size in zip(indices, self.shape, strict=True):
             if np.ndim(index) == 0:
@@ -296,7 +300,7 @@ class Memory:
         return f"{what} {self.name}{where}, which is outside of its shape {list(self.shape)}"
 
     def load(self, state: State, indices: Sequence[Array]) -> Array:
-        """The elements at the indices; anything for lanes that are not active."""
+        """Return the elements at the indices; anything for lanes that are not active."""
         return np.take(self.flat, self.address(self.linear(state, indices, "reads")), mode="clip")
 
     def store(self, state: State, indices: Sequence[Array], value: Array) -> None:
@@ -355,7 +359,7 @@ class LaneMemory(Memory):
         return linear * (self.lanes[0] * self.lanes[1]) + self.base
 
     def load(self, state: State, indices: Sequence[Array]) -> Array:
-        """The elements at the indices; one value a block where the threads share out the work."""
+        """Return the elements at the indices; one value a block where the threads share out the work."""
         place = self.linear(state, indices, "reads")
         if place.ndim == 0:
             found = self.rows[int(place)]

@@ -40,7 +40,7 @@ _NOTHING = frozenset(
         "tl.pdl_sync",
     }
 )
-"""Operations that change nothing where lanes run in lockstep, all blocks of a cluster among them, and copies are done at once."""
+"""Operations that change nothing if lanes run in lockstep, all blocks of a cluster among them, and copies are done at once."""
 _BARRIERS = frozenset({"tirx.tvm_storage_sync"})
 _ATTRIBUTES = frozenset({"min_blocks_per_sm", "tl.min_blocks_per_sm", "pragma_import_llvm", "tl.ws_op_id"})
 
@@ -53,7 +53,7 @@ class Statements:
         self.expressions, self.launch, self.slots = expressions, launch, expressions.slots
 
     def compile(self, node: Any) -> Action:
-        """The action of a statement.
+        """Return the action of a statement.
 
         Raises:
             NotInterpreted: there is no rule for a part of it.
@@ -231,7 +231,7 @@ class Statements:
 
 
 def _at_once(slot: int, least: Any, extent: Any, body: Action, dtype: Any, *, shared: bool) -> Action:
-    """All iterations along an axis of their own; ``shared`` between the threads of a block."""
+    """Return all iterations along an axis of their own; ``shared`` between the threads of a block."""
 
     def run(state: State) -> None:
         first, count = least(state), extent(state)
@@ -280,7 +280,7 @@ _PLAIN = frozenset({"SeqStmt", "BufferStore", "IfThenElse", "Bind"})
 
 
 def runs_at_once(loop: Any) -> bool:
-    """Whether a loop that is not parallel by its kind gives the same, iteration after iteration or all at once.
+    """Return True if a loop that is not parallel by its kind gives the same, iteration after iteration or all at once.
 
     So it does where what it stores to is read and written at one place an iteration, which no other iteration has.
     """
@@ -313,7 +313,7 @@ def _one_place(accesses: list[Any], variable: Any) -> bool:
 
 
 def _differs(index: Any, variable: Any) -> bool:
-    """Whether an index is another one in each iteration."""
+    """Return True if an index is another one in each iteration."""
     found = arith.detect_linear_equation(index, [variable])
     return len(found) == 2 and type(found[0]).__name__ == "IntImm" and int(found[0].value) != 0
 
@@ -336,7 +336,7 @@ class Region:
         self.starts, self.extents = expressions.many(load.indices), expressions.many(node.args[2:])
 
     def shape(self, state: State) -> tuple[int, ...]:
-        """How far it reaches along each axis of the buffer."""
+        """Return how far it reaches along each axis of the buffer."""
         sizes = [extent(state) for extent in self.extents]
         if any(np.ndim(size) for size in sizes):
             raise NotInterpreted("no rule for a tile whose size differs between blocks", code="not_interpreted")
@@ -359,7 +359,7 @@ class Region:
         return found
 
     def read(self, state: State, *, squeezed: bool = False) -> Array:
-        """Its elements, with an axis for blocks and one for threads last; 0 where it reaches out of a tensor."""
+        """Return its elements, with an axis for blocks and one for threads last; 0 where it reaches out of a tensor."""
         memory, indices = self._memory(state), self.indices(state, squeezed=squeezed)
         if not isinstance(memory, GlobalMemory):
             return memory.load(state, indices)
@@ -452,7 +452,7 @@ def _gemm(expressions: Expressions, arguments: Any) -> Action:
 
 
 def _matrix(tile: Array) -> Array:
-    """A tile with the blocks first and its last two axes."""
+    """Return a tile with the blocks first and its last two axes."""
     blocks = np.moveaxis(tile[..., 0], -1, 0)
     return blocks.reshape(blocks.shape[0], *blocks.shape[-2:])
 

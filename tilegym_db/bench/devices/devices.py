@@ -66,7 +66,8 @@ def parse_gpus(text: str) -> GpuChoice:
 
 
 def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
-    """Those of the ``found`` GPUs that are asked for; ``gpu`` is what ``--gpu`` says. All of one kind: a plan is for one.
+    """Return those of the ``found`` GPUs that are asked for; ``gpu`` is what ``--gpu`` says. All of one kind: a plan is
+    for one.
 
     Raises:
         HardwareError: there are not so many, not those, or they are of several kinds.
@@ -107,7 +108,7 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
 
 
 def find_gpus() -> list[MeasuringDevice]:
-    """Every GPU that PyTorch sees here, with the variable by which a process sees it alone."""
+    """Return every GPU that PyTorch sees here, with the variable by which a process sees it alone."""
     if not driver_files():
         return []
     import torch
@@ -131,7 +132,7 @@ def cpu_slots(count: int) -> list[MeasuringDevice]:
 
 
 def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[MeasuringDevice]:
-    """The devices that an argument ``gpus`` means; none for None.
+    """Return the devices that an argument ``gpus`` means; none for None.
 
     Raises:
         UsageError, HardwareError: as :func:`parse_gpus` and :func:`choose_gpus`.

@@ -147,14 +147,14 @@ class WorkItem:
         return ", ".join(f"{name} ({count} workload{'s' * (count > 1)})" for name, count in counts)
 
     def without(self, done: set[str]) -> WorkItem | None:
-        """What is left of it; None where nothing is."""
+        """What is left of it; None if nothing is."""
         left = {uuid for uuid in self.uuids if uuid not in done}
         plans = [plan.restricted_to(left) for plan in self.plans]
         plans = [plan for plan in plans if any(map(plan.is_wanted, plan.workloads))]
         return replace(self, plans=tuple(plans)) if plans else None
 
     def one_by_one(self) -> list[WorkItem]:
-        """An item for each of its workloads."""
+        """Return an item for each of its workloads."""
         return [
             replace(self, plans=(plan.restricted_to({workload.uuid}),))
             for plan in self.plans
@@ -176,7 +176,7 @@ class WorkQueue:
         return cls(deque(items))
 
     def take(self) -> WorkItem | None:
-        """The next one, or None."""
+        """Return the next one, or None."""
         return self.waiting.popleft() if self.waiting else None
 
     def lose(self, item: WorkItem, done: set[str], reason: str) -> None:

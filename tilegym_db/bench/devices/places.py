@@ -37,7 +37,7 @@ def open_pool(
     gpu: str,
     waiting: Callable[[str], None] = lambda what: None,
 ) -> Iterator[DevicePool | None]:
-    """The supervisors of several devices, which load what they need while this process plans; None where it measures itself.
+    """The supervisors of several devices, which load what they need while this process plans; None if it measures itself.
 
     Args:
         executor: None or ``local`` for this host, or what :func:`~tilegym_db.bench.devices.ray_address.parse_executor` takes.
@@ -131,7 +131,7 @@ class _Cluster:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def first_devices(self) -> list[MeasuringDevice]:
-        """Those that are there.
+        """Return those that are there.
 
         Raises:
             HardwareError: there are none of the kind, each node is refused, or there are several kinds.
@@ -227,7 +227,7 @@ class _Cluster:
     # -- devices ------------------------------------------------------------------------------------------------------
 
     def start(self, device: MeasuringDevice) -> RemoteProcess:
-        """An actor for it, which Ray starts when the device is free."""
+        """Return an actor for it, which Ray starts when the device is free."""
         import ray
 
         slot = self._slots[device.label]
@@ -366,7 +366,7 @@ class DeviceActor:
             self._failures.append(Failed(str(lost), is_device=False))
 
     def receive(self) -> list[Any]:
-        """What the supervisor has told since it was last asked; empty where that is nothing within a second."""
+        """What the supervisor has told since it was last asked; empty if that is nothing within a second."""
         told: list[Any] = []
         try:
             if not self._failures and wait([self._process.connection], LISTEN_S):
@@ -438,7 +438,7 @@ class RemoteProcess:
         self._deliver(self.actor, order)
 
     def receive(self) -> Any:
-        """Its next message."""
+        """Return its next message."""
         message = self.connection.recv()
         self.last_message_at = time.monotonic()
         return message
@@ -484,7 +484,7 @@ class RemoteProcess:
                     return
 
     def _checked(self, message: Any) -> Any:
-        """The message, or in its place a failure of the device where it cannot be believed."""
+        """Return the message, or in its place a failure of the device where it cannot be believed."""
         match message:
             case Ready():
                 reason = self._refuse(message.machine)
@@ -552,7 +552,9 @@ def nodes_of(rows: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str | None:
-    """Why a node cannot take part in a run for a GPU (``auto``: any), or None. ``own`` describes this process's package."""
+    """Return why a node cannot take part in a run for a GPU (``auto``: any), or None. ``own`` describes this process's
+    package.
+    """
     if "missing" in facts:
         return (
             f"tilegym-db cannot be imported by {facts['executable']} there ({facts['missing']}). Install it on every node: "
@@ -569,7 +571,8 @@ def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str |
 
 
 def chosen_kind(gpu: str, found: Collection[str]) -> str:
-    """The GPU that a run is for: what was asked for, or the only kind among the device names that were ``found``.
+    """Return the GPU that a run is for: what was asked for, or the only kind among the device names that were
+    ``found``.
 
     Raises:
         HardwareError: there are several.
@@ -587,7 +590,7 @@ def chosen_kind(gpu: str, found: Collection[str]) -> str:
 
 
 def slots_of(node: Node, label: str, gpu: str) -> list[Slot]:
-    """Every device of a node for a run on a GPU, or on CPUs.
+    """Return every device of a node for a run on a GPU, or on CPUs.
 
     All processors of a node are one device, of which Ray is asked for the whole: two at once would disturb each other's times.
     """
@@ -601,12 +604,15 @@ def slots_of(node: Node, label: str, gpu: str) -> list[Slot]:
 
 
 def label_of(host: str, node_id: str, taken: Collection[str]) -> str:
-    """A name of a node for people: its host's, with the start of its id where another node of this run is on that host."""
+    """Return a name of a node for people: its host's, with the start of its id where another node of this run is on
+    that host.
+    """
     return f"{host} ({node_id[:6]})" if host in taken else host
 
 
 def differs(machine: Machine, planned: Machine) -> str | None:
-    """Why a device cannot take part in a run that was ``planned`` for another, or None: another kind, or other libraries.
+    """Return why a device cannot take part in a run that was ``planned`` for another, or None: another kind, or other
+    libraries.
 
     What can run, and which Solutions are left out, was decided for all of them at once.
     """
@@ -626,7 +632,8 @@ MACHINE_FIELDS = ("gpu", "gpu_name", "sm", "driver", "cuda", "libs", "gpu_uuid",
 
 
 def doubt(trace: Trace, order: Order, machine: Machine) -> str | None:
-    """Why a trace is none of those that an order asked for, on the device that the order went to; None where it is.
+    """Return why a trace is none of those that an order asked for, on the device that the order went to; None if it
+    is.
 
     Whether its figures can be true is asked whenever a trace is read (docs/trust.md), and not here.
     """

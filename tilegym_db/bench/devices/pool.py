@@ -58,7 +58,7 @@ Arrivals = Callable[[], tuple[list[MeasuringDevice], list[str]]]
 
 
 def no_arrivals() -> tuple[list[MeasuringDevice], list[str]]:
-    """Those of a host: it has the GPUs that it has."""
+    """Return those of a host: it has the GPUs that it has."""
     return [], []
 
 
@@ -298,7 +298,7 @@ class DeviceSupervisor(Protocol):
         """Give it its next order."""
 
     def receive(self) -> Any:
-        """Its next message; called where ``connection`` has one."""
+        """Return its next message; called where ``connection`` has one."""
 
     def leave(self) -> None:
         """Let it end; does not wait for that."""
@@ -367,7 +367,7 @@ class DeviceProcess:
             raise SupervisorLost(self.end()) from None
 
     def receive(self) -> Any:
-        """Its next message.
+        """Return its next message.
 
         Raises:
             SupervisorLost: it is gone.

@@ -28,12 +28,12 @@ CLIENT_CONNECT_S = 30.0
 
 
 def names_cluster(executor: str) -> bool:
-    """Whether ``--executor`` asks for other devices than those of this host."""
+    """Return True if ``--executor`` asks for other devices than those of this host."""
     return executor != LOCAL
 
 
 def parse_executor(text: str) -> str:
-    """The address of the cluster that ``--executor`` names.
+    """Return the address of the cluster that ``--executor`` names.
 
     ``ray`` is the one that ``RAY_ADDRESS`` names, else the one that runs on this machine; ``ray:HOST:PORT`` and
     ``ray://HOST:PORT``, Ray's own client, name one.
@@ -59,7 +59,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def most_devices(gpus: str | None) -> int | None:
-    """How many devices ``--gpus`` allows; None for all of the cluster.
+    """Return how many devices ``--gpus`` allows; None for all of the cluster.
 
     Raises:
         UsageError: it names GPUs by their index, which only a host has.

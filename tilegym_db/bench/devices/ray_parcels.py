@@ -45,7 +45,7 @@ class Parcel:
 
 
 def pack(order: Order) -> tuple[bytes, dict[str, Parcel]]:
-    """An order with names in place of records, and by name what these stand for.
+    """Return an order with names in place of records, and by name what these stand for.
 
     Raises:
         RecordError: a file that holds inputs is missing, or is not what it was.
@@ -101,7 +101,7 @@ class ParcelStore:
         self._records: dict[str, Any] = {}
 
     def lacks(self, keys: Mapping[str, Any]) -> list[str]:
-        """Those that it does not have."""
+        """Return those that it does not have."""
         return [key for key in keys if key not in self._records]
 
     def add(self, key: str, parcel: Parcel) -> None:
@@ -124,7 +124,7 @@ class ParcelStore:
         self._records[key] = record
 
     def _checked(self, key: str, parcel: Parcel) -> tuple[Any, str]:
-        """The record, and its digest as computed here."""
+        """Return the record, and its digest as computed here."""
         match parcel.kind:
             case "definition":
                 definition = Definition.from_json(parcel.text, "a definition of the order")
@@ -156,7 +156,7 @@ class ParcelStore:
         write_atomically(target, content)
 
     def unpack(self, body: bytes) -> Order:
-        """The order, with the records that its names stand for."""
+        """Return the order, with the records that its names stand for."""
         order = _Unpacker(body, self._records, self.folder).load()
         assert isinstance(order, Order)
         return order

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _take_socket() -> Connection:
-    """The socket at a descriptor that no compiler which is started later inherits."""
+    """Return the socket at a descriptor that no compiler which is started later inherits."""
     connection = Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -145,7 +145,7 @@ class DeviceJobs:
 
     @classmethod
     def open(cls, gpu: str, tell: Callable[[Any], None]) -> DeviceJobs:
-        """The only device that this process sees.
+        """Return the only device that this process sees.
 
         Raises:
             HardwareError: it is not of the kind that the plan is for, or does not work.

@@ -30,7 +30,8 @@ STOPPED = 3
 
 
 def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> dict[str, Any]:
-    """Every argument of ``run`` by name. Inputs come from the host as whole allocations, gaps included; outputs are not written.
+    """Return every argument of ``run`` by name. Inputs come from the host as whole allocations, gaps included; outputs
+    are not written.
 
     So no kernel but the Solution's runs on the device before it is called, and what it reads of an output is uninitialised.
     """
@@ -92,7 +93,7 @@ def _synchronize(device: str) -> None:
 
 
 def main() -> int:
-    """Every call of the request named on the command line."""
+    """Return every call of the request named on the command line."""
     device, every, profile = read_request(Path(sys.argv[1]))
     for calls in every:
         try:

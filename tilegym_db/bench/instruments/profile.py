@@ -113,7 +113,7 @@ def _measure(program: Path, calls: SolutionCalls, machine: Machine) -> list[Kern
 
 
 def profiler_command(program: Path, request: Path) -> list[str]:
-    """The command line: caches are flushed before each pass, and clocks are left as they are."""
+    """Return the command line: caches are flushed before each pass, and clocks are left as they are."""
     calls = [sys.executable, "-m", "tilegym_db.bench.instruments.calls", str(request)]
     options = [
         "--csv",
@@ -219,7 +219,7 @@ def metrics_argument() -> str:
 
 
 def parse_profile(text: str) -> list[KernelProfile]:
-    """The kernels that the tool measured, in launch order.
+    """Return the kernels that the tool measured, in launch order.
 
     Raises:
         ToolchainError: there is no table in the output; has what the tool said instead.
@@ -249,7 +249,7 @@ def _kernel(row: Mapping[str, str], units: Mapping[str, str]) -> KernelProfile:
 
 
 def _number(text: str, unit: str) -> float | None:
-    """A number of the table in base units; None for what is none (``n/a``, ``nan``)."""
+    """Return a number of the table in base units; None for what is none (``n/a``, ``nan``)."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:

@@ -51,7 +51,7 @@ def write_request(path: Path, device: str, calls: Sequence[SolutionCalls], *, pr
 
 
 def read_request(path: Path) -> tuple[str, list[SolutionCalls], bool]:
-    """The device, the calls, and whether only the last call of each is to be profiled."""
+    """Return the device, the calls, and whether only the last call of each is to be profiled."""
     content = json.loads(path.read_text())
     calls = [
         SolutionCalls(**{**item, "record": Path(item["record"]), "cases": [_case_of(case) for case in item["cases"]]})
@@ -71,7 +71,9 @@ def _case_of(content: Mapping[str, Any]) -> Case:
 
 
 def marked_line(at: str, name: str, **more: object) -> str:
-    """A line that says where the process is: at a ``case``, ``done`` with a Solution, or stopped by an ``error``."""
+    """Return a line that says where the process is: at a ``case``, ``done`` with a Solution, or stopped by an
+    ``error``.
+    """
     return MARK + json.dumps({"at": at, "solution": name, **more})
 
 
@@ -108,7 +110,8 @@ class Chosen:
 def choose_solutions(
     catalog: Catalog, names: Sequence[str], machine: Machine, language: str | None = None
 ) -> list[Chosen]:
-    """The Solutions that names stand for: a Solution's, a Definition's, or a folder with a draft; without any, every kernel.
+    """Return the Solutions that names stand for: a Solution's, a Definition's, or a folder with a draft; without any,
+    every kernel.
 
     Of a Definition, and of the whole catalog, the kernels in tile languages that this GPU can run.
 
@@ -158,7 +161,9 @@ def require_clean_source(files: SolutionFiles) -> None:
 
 
 def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: int) -> Chosen:
-    """The Solution with fuzz cases of its dtype bindings, about ``count`` in all, and sizes of real workloads among them."""
+    """Return the Solution with fuzz cases of its dtype bindings, about ``count`` in all, and sizes of real workloads
+    among them.
+    """
     definition, record = chosen.definition, chosen.files.record
     bindings: dict[str, Workload] = {}
     for workload in workloads:

@@ -75,7 +75,7 @@ class Run:
     results: list[Sanitized] = field(default_factory=list)
 
     def over(self, waiting: Sequence[Chosen], folder: Path) -> list[Sanitized]:
-        """Every Solution's result, in order."""
+        """Return every Solution's result, in order."""
         left = list(waiting)
         while left:
             request = folder / f"{self.tool}-{len(left)}.json"
@@ -146,7 +146,7 @@ def _check_tools(tools: Sequence[str]) -> None:
 
 
 def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     calls = [sys.executable, "-m", "tilegym_db.bench.instruments.calls", str(request)]
     return [str(program), "--tool", tool, *COMMON, *TOOLS[tool], *calls]
 
@@ -179,7 +179,9 @@ def _why_ended(report: SanitizerReport) -> str:
 
 
 def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace]:
-    """A failed trace for each Solution of the catalog in which something was found: it revokes earlier passes on this GPU."""
+    """Return a failed trace for each Solution of the catalog in which something was found: it revokes earlier passes on
+    this GPU.
+    """
     found = [result for result in results if result.errors and result.chosen.in_catalog]
     if not found:
         return []
@@ -280,7 +282,7 @@ def parse_report(text: str) -> SanitizerReport:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The tool's messages, each with the indented lines that belong to it, and the program's own marks, in order."""
+    """Yield the tool's messages, each with the indented lines that belong to it, and the program's own marks, in order."""
     head: str | None = None
     details: list[str] = []
     for line in text.splitlines():
@@ -315,7 +317,7 @@ def _take_mark(report: SanitizerReport, mark: object) -> None:
 
 
 def _finding(head: str, details: list[str]) -> SanitizerFinding:
-    """A finding from its message: the first line that names a kernel says where."""
+    """Return a finding from its message: the first line that names a kernel says where."""
     kept = [line for line in details if not line.startswith(("Host Frame", "Saved host backtrace", "in /"))]
     kernel = place = ""
     for line in (head, *kept):

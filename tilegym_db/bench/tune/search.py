@@ -123,7 +123,7 @@ class Search:
         machine: the device.
         budget: how to race.
         seed: secret of the run; decides the order of blocks.
-        leader: the config to beat, from an earlier search; None where there is none yet.
+        leader: the config to beat, from an earlier search; None if there is none yet.
         step: called with what becomes of each config, the moment it is known.
         failed: called where the worker's verdict on a config is a failure, after ``step``.
     """
@@ -184,7 +184,7 @@ class Search:
             self._choose(racing, holder)
 
     def _admit(self, config: Config) -> TimedCandidate[_Lane] | None:
-        """A config that is right at the workload's own shape."""
+        """Return a config that is right at the workload's own shape."""
         self._shared.release()
         self.runner.handle.config = config
         outcome = self.runner.verification.own_shape(self.contents)
@@ -299,7 +299,8 @@ def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = N
 
 
 def is_faulty(status: str) -> bool:
-    """True for a verdict that speaks for every Workload: the store then takes back every earlier pass of that config.
+    """Return True for a verdict that speaks for every Workload: the store then takes back every earlier pass of that
+    config.
 
     A config that does not compile for one shape, or does not support it, may be the fastest on another.
     """
@@ -424,7 +425,9 @@ def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
 
 
 def choose_winner(rounds: Rounds, current_best: str) -> Choice:
-    """The fastest candidate that beats the current best by more than noise; where none does, the current best stays."""
+    """Return the fastest candidate that beats the current best by more than noise; where none does, the current best
+    stays.
+    """
     ranked = _ranked(rounds, current_best)
     winner, reason = current_best, "no other config is faster by more than noise"
     for key in ranked:
@@ -517,7 +520,9 @@ class CompileAhead:
 
 
 def refusal(result: CompileResult) -> str | None:
-    """Why a config does not compile, or None. Only the Solution's own failure counts, not a toolchain that is missing."""
+    """Return why a config does not compile, or None. Only the Solution's own failure counts, not a toolchain that is
+    missing.
+    """
     if result.status != "failed":
         return None
     lines = [line.strip() for line in result.log.splitlines() if re.search(r"\w", line)]

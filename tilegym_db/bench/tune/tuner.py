@@ -39,9 +39,9 @@ from tilegym_db.verify.worker_handle import SCREEN
 class Tuned:
     """What came of one Solution on one Workload.
 
-    ``config`` is the one that won and passed the screen, empty where that is the source's own defaults, None where none
+    ``config`` is the one that won and passed the screen, empty if that is the source's own defaults, None if none
     passed. ``tried`` counts configs of this run, ``left`` those that a larger budget would try. ``gain`` is the time of the
-    defaults over that of the winner, both from the screen of this run; None where they were not screened side by side.
+    defaults over that of the winner, both from the screen of this run; None if they were not screened side by side.
     """
 
     solution: str
@@ -131,7 +131,7 @@ class Tuner:
             race.take_verdict(traces[*own, config_id(race.leader or {})], traces[*own, config_id({})])
 
     def _has_failed(self, race: PairSearch) -> bool:
-        """Whether what won there was found faulty on another Workload afterwards."""
+        """Return True if what won there was found faulty on another Workload afterwards."""
         config = race.result.config if race.result is not None else None
         return config is not None and config_id(config) in self.known.history(race.key).settled
 

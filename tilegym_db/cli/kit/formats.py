@@ -23,7 +23,7 @@ AsArrow = Annotated[bool, typer.Option("--arrow", help="Write an Arrow IPC strea
 
 
 def file_name(path: Path | None) -> Path | None:
-    """A callback of paths to write to: refuse a name that no listing can show as it is.
+    """Return a callback of paths to write to: refuse a name that no listing can show as it is.
 
     Raises:
         BadParameter: it holds a line break or another control character.
@@ -60,7 +60,7 @@ class Form:
 
     @property
     def is_table(self) -> bool:
-        """True where a person reads it."""
+        """True if a person reads it."""
         return self.kind == "table"
 
 
@@ -72,7 +72,7 @@ def chosen_form(
     output: Path | None = None,
     wide: bool = False,
 ) -> Form:
-    """The form that the options name.
+    """Return the form that the options name.
 
     Raises:
         UsageError: more than one format; a table into a file; bytes onto a terminal; ``-o`` is no regular file.

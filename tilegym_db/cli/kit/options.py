@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
-    """The Definitions of a family and status, by name.
+    """Return the Definitions of a family and status, by name.
 
     Raises:
         NotFoundError: no Definition has that family or status; lists those there are.
@@ -34,7 +34,7 @@ def select_definitions(catalog: Catalog, op_type: str | None, status: str | None
 
 
 def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, status: str | None) -> list[T]:
-    """Those of ``items`` whose family and status, which ``kinds`` gives for each, are the ones asked for.
+    """Return those of ``items`` whose family and status, which ``kinds`` gives for each, are the ones asked for.
 
     Raises:
         NotFoundError: nothing has that family or status; lists those there are.
@@ -60,7 +60,7 @@ def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, s
 
 
 def status_of(definition: Definition) -> str:
-    """The value of the ``status:`` tag, ``-`` where there is none."""
+    """Return the value of the ``status:`` tag, ``-`` if there is none."""
     return next((tag.removeprefix("status:") for tag in definition.tags if tag.startswith("status:")), "-")
 
 
@@ -223,7 +223,7 @@ def complete_target(incomplete: str) -> list[str]:
 
 
 def complete_statement(incomplete: str) -> list[str]:
-    """A statement whose last word is completed to the name of a view."""
+    """Return a statement whose last word is completed to the name of a view."""
     from tilegym_db.store.asking import public_views
 
     match = re.search(r"(\w*)$", incomplete)
@@ -301,7 +301,7 @@ WorkloadGlob = Annotated[str | None, typer.Option(help="Glob over tags, axes (M=
 
 
 def finite_seconds(value: float | None) -> float | None:
-    """A callback: refuse what is no time, before anything is loaded.
+    """Return a callback: refuse what is no time, before anything is loaded.
 
     Raises:
         BadParameter: NaN, infinity, zero or less.
@@ -312,7 +312,7 @@ def finite_seconds(value: float | None) -> float | None:
 
 
 def path_given(text: str | Path) -> Path:
-    """A parser of paths: an empty one would be the current folder.
+    """Return a parser of paths: an empty one would be the current folder.
 
     Raises:
         BadParameter: it is empty, or '-', which elsewhere means a stream.
@@ -344,7 +344,8 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
 
 
 def regular_file(path: Path) -> Path:
-    """A callback of path arguments: refuse what is neither a file nor a folder, since reading a FIFO may never end.
+    """Return a callback of path arguments: refuse what is neither a file nor a folder, since reading a FIFO may never
+    end.
 
     Raises:
         BadParameter: a FIFO, a socket or a device.
@@ -362,7 +363,8 @@ def regular_files(paths: list[Path] | None) -> list[Path] | None:
 
 
 def config_file(path: Path) -> Path:
-    """A callback of configs: refuse what is none before PyTorch and transformers are imported, which takes seconds.
+    """Return a callback of configs: refuse what is none before PyTorch and transformers are imported, which takes
+    seconds.
 
     Raises:
         BadParameter: a FIFO, a socket or a device.

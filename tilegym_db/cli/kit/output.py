@@ -231,7 +231,7 @@ def lay_out(
 
 
 def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:
-    """The columns that fit in these sizes, after dropping others in ``order``; at least one stays."""
+    """Return the columns that fit in these sizes, after dropping others in ``order``; at least one stays."""
     kept = list(shown)
     for index in order:
         if len(kept) <= 1 or sum(sizes[i] for i in kept) + GAP * (len(kept) - 1) <= width:
@@ -242,7 +242,7 @@ def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[i
 
 
 def _shared(natural: dict[int, int], narrow: dict[int, int], width: int) -> dict[int, int]:
-    """The widths: the widest columns give way first, down to their narrowest."""
+    """Return the widths: the widest columns give way first, down to their narrowest."""
     sizes = dict(natural)
     excess = sum(sizes.values()) + GAP * (len(sizes) - 1) - width
     while excess > 0:
@@ -333,7 +333,8 @@ def spark_wanted(asked: bool | None) -> bool:
 
 
 def spark_line(values: Sequence[float], low: float, high: float, *, width: int = WIDTH, ramp: str | None = None) -> str:
-    """The values as one character each, at most ``width``: of more, evenly spaced ones with the first and the last.
+    """Return the values as one character each, at most ``width``: of more, evenly spaced ones with the first and the
+    last.
 
     Args:
         values: positive, in the order of their sizes.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_reader(*, trust: bool = False) -> Iterator[Store]:
-    """The user's store, read-only; it is made first where there is none. With ``trust``, foreign traces count."""
+    """The user's store, read-only; it is made first if there is none. With ``trust``, foreign traces count."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.store.connection import open_store
 
@@ -27,7 +27,7 @@ def open_reader(*, trust: bool = False) -> Iterator[Store]:
 def unverified_note(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> str | None:
-    """What to run where passes of a screen wait for their promotion, or None where none do."""
+    """What to run where passes of a screen wait for their promotion, or None if none do."""
     from tilegym_db.store.queries import count_unverified
 
     count = count_unverified(store, definition=definition, op_type=op_type, gpu=gpu)

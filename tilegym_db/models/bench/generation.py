@@ -20,7 +20,7 @@ from tilegym_db.errors import UsageError
 class Generation:
     """One call: times in ms, the new tokens [batch, new or 1] and, on a GPU, the most bytes in use.
 
-    ``tpot_ms`` is None where fewer than two tokens are generated. The bytes are those of the weights, of the cache if it
+    ``tpot_ms`` is None if fewer than two tokens are generated. The bytes are those of the weights, of the cache if it
     was there before, and of what was allocated in the call: what else lives in the process does not count.
     """
 
@@ -80,7 +80,8 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
 
 
 def prefill(model: Any, ids: torch.Tensor, backend: str | None = None) -> Generate:
-    """The forward over the prompt alone, with the logits of the last token, as the first step of ``generate`` asks for it.
+    """Return the forward over the prompt alone, with the logits of the last token, as the first step of ``generate``
+    asks for it.
 
     Args:
         model: a causal language model.

@@ -134,7 +134,8 @@ def model_bench(
 
 
 def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[Speedups, Handle]:
-    """The prefill of a model in memory, stock against a patched twin that shares its weights, in turns; nothing is stored.
+    """Return the prefill of a model in memory, stock against a patched twin that shares its weights, in turns; nothing
+    is stored.
 
     Args:
         model: a causal language model in eval mode.
@@ -168,7 +169,7 @@ def _entries(entries: Entries, options: ModelBenchOptions) -> Entries:
 
 
 def _twin_of(model: Any) -> Any:
-    """A second instance that shares every weight and buffer with the first."""
+    """Return a second instance that shares every weight and buffer with the first."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -393,7 +394,7 @@ class Entries:
 
 
 def _with_experts(model: Any, implementation: str, generate: Generate) -> Generate:
-    """The same call while the model's experts are set to another implementation."""
+    """Return the same call while the model's experts are set to another implementation."""
 
     def run() -> Generation:
         own = model.config._experts_implementation

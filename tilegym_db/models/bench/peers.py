@@ -95,7 +95,7 @@ class Peer:
         return str(self._answer(START_TIMEOUT_S))
 
     def __call__(self) -> Generation:
-        """One generation, timed in its process while this one waits.
+        """Return one generation, timed in its process while this one waits.
 
         Raises:
             ToolchainError: the library failed, with the reason.
@@ -182,7 +182,7 @@ def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
 
 
 def _patching(library: Library, model_type: str) -> Callable[..., Any]:
-    """The function of a library for a kind of model."""
+    """Return the function of a library for a kind of model."""
     module = importlib.import_module(library.module)
     for name in (model_type, model_type.removesuffix("_text")):
         found: Callable[..., Any] | None = getattr(module, library.prefix + name, None)

@@ -24,12 +24,12 @@ def _in_order(names: list[str]) -> tuple[str, ...]:
 
 
 def part(name: str) -> Any:
-    """The module of a part; it has the functions of :class:`~tilegym_db.models.found.Part`."""
+    """Return the module of a part; it has the functions of :class:`~tilegym_db.models.found.Part`."""
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def listed() -> tuple[str, ...]:
-    """The names of the modules in this package, each after those that its ``AFTER`` names."""
+    """Return the names of the modules in this package, each after those that its ``AFTER`` names."""
     return _in_order(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 

@@ -44,7 +44,7 @@ Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """The layers that add to their residual stream and norm the sum with a norm that was found."""
+    """Return the layers that add to their residual stream and norm the sum with a norm that was found."""
     norms = {
         id(module): index for index, group in enumerate(others) if group.kind == "norm" for module in group.modules
     }
@@ -101,7 +101,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a layer: the same code with the sum and its norm as one call, or ``stock`` itself."""
+    """Return the forward of a layer: the same code with the sum and its norm as one call, or ``stock`` itself."""
     ((found, site),) = calls
     plain = plain_forward(found.module_class)
     assert plain is not None, "found by its source"

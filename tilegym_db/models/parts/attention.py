@@ -80,19 +80,21 @@ def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Ca
 
 
 def has_sinks(forward: Any) -> bool:
-    """Whether the eager function that an attention forward names reads sinks: such a model has no other attention."""
+    """Return True if the eager function that an attention forward names reads sinks: such a model has no other
+    attention.
+    """
     return "sinks" in names_in_code(eager_function(undecorated(forward)))
 
 
 def eager_function(forward: Any) -> Any:
-    """The eager attention function that an attention forward names; None where it names none."""
+    """Return the eager attention function that an attention forward names; None if it names none."""
     if EAGER_FUNCTION not in names_in_code(forward):
         return None
     return getattr(forward, "__globals__", {}).get(EAGER_FUNCTION)
 
 
 def is_decode(definition: Definition) -> bool:
-    """Whether a Definition is of single positions: its queries [B, Hq, 1, D] say so."""
+    """Return True if a Definition is of single positions: its queries [B, Hq, 1, D] say so."""
     return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
 
 
@@ -125,7 +127,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """The registry of attention functions that an attention forward is to see instead of its own."""
+    """Return the registry of attention functions that an attention forward is to see instead of its own."""
     return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
 
 
@@ -136,7 +138,9 @@ def seen_registry(
     function: Function,
     serving: Callable[[Function, CallSite | None, CallSite | None], Function],
 ) -> Globals:
-    """A registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by ``name``."""
+    """Return a registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by
+    ``name``.
+    """
     sites = {is_decode(_definition(found)): site for found, site in calls}
     served = serving(function, sites.get(False), sites.get(True))
     registry = undecorated(stock).__globals__[REGISTRY]
@@ -151,7 +155,9 @@ def _definition(found: Found) -> Definition:
 
 
 def sdpa_function(forward: Any) -> Any:
-    """The function that an attention forward finds for ``sdpa`` in the registry it names; None where there is none."""
+    """Return the function that an attention forward finds for ``sdpa`` in the registry it names; None if there is
+    none.
+    """
     registry = forward.__globals__.get(REGISTRY)
     if not hasattr(registry, "get_interface") or "get_interface" not in forward.__code__.co_names:
         return None
@@ -232,7 +238,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
 
 
 def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
-    """What a kernel gives, as a model goes on with it: [B, Sq, Hq, D]; None where none serves."""
+    """What a kernel gives, as a model goes on with it: [B, Sq, Hq, D]; None if none serves."""
     out = site.serve(*inputs)
     if out is None:
         site.unserved()
@@ -242,7 +248,9 @@ def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
 
 
 def served_or_stock(stock: Function, serve: Function) -> Function:
-    """An attention function: ``serve(module, query, key, value, options)`` without weights, or ``stock`` where that is None."""
+    """Return an attention function: ``serve(module, query, key, value, options)`` without weights, or ``stock`` where
+    that is None.
+    """
 
     @functools.wraps(stock)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +266,7 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
 
 
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
-    """Why a call of ``sdpa_attention_forward`` is none that a Definition describes; empty where it is one.
+    """Return why a call of ``sdpa_attention_forward`` is none that a Definition describes; empty if it is one.
 
     Stock code ignores all options but those that are looked at here. A window or a cache shows in the mask alone: transformers
     passes none only where every query sees all keys, or all up to its own.

@@ -81,7 +81,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """The registry of attention functions that an attention forward is to see instead of its own."""
+    """Return the registry of attention functions that an attention forward is to see instead of its own."""
     return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
 
 
@@ -114,7 +114,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
 
 
 def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
-    """How many positions one sees: all of them where the module states no window, or one that is larger."""
+    """Return how many positions one sees: all of them where the module states no window, or one that is larger."""
     window = options.get("sliding_window")
     return query.shape[-2] if window is None else min(window, query.shape[-2])
 
@@ -122,7 +122,8 @@ def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
 def why_stock(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
 ) -> str:
-    """Why a call of ``eager_attention_forward`` is none that a Definition describes, whatever its mask; empty where it is one.
+    """Return why a call of ``eager_attention_forward`` is none that a Definition describes, whatever its mask; empty
+    where it is one.
 
     Args:
         module: the attention module: how many query heads share a key head, and its sinks.
@@ -152,13 +153,14 @@ class Masks:
         self._known: Any = WeakTensorKeyDictionary()
 
     def why_other(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int) -> str:
-        """Why a mask says more than that one position sees all keys, or each its ``window`` last ones; empty where it does not.
+        """Return why a mask says more than that one position sees all keys, or each its ``window`` last ones; empty
+        where it does not.
 
         Args:
             mask: [B, 1, Sq, Skv], added to the scores.
             query: [B, Hq, Sq, D].
             key: [B, Hkv, Skv, D].
-            window: Sq where there is none.
+            window: Sq if there is none.
         """
         length = query.shape[2]
         if mask is None:  # all keys are seen
@@ -184,7 +186,7 @@ class Masks:
 
 
 def is_plain(mask: torch.Tensor, window: int) -> bool:
-    """Whether a mask [B, 1, S, S] is that of :func:`plain_mask`, or one [B, 1, 1, L] all zeros. Waits for a GPU."""
+    """Return True if a mask [B, 1, S, S] is that of :func:`plain_mask`, or one [B, 1, 1, L] all zeros. Waits for a GPU."""
     if mask.shape[2] == 1:
         return not mask.any()
     return torch.equal(mask, plain_mask(mask.shape[2], window, mask.dtype, mask.device).expand_as(mask))

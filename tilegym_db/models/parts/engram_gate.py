@@ -101,7 +101,7 @@ def projections_of(nominee: Nominee) -> tuple[str, str]:
 
 
 def numbers_of(module: Module, nominee: Nominee) -> list[Any] | str:
-    """The inputs after the tensors, in order; or why there are none."""
+    """Return the inputs after the tensors, in order; or why there are none."""
     norms = [getattr(module, name) for name in norms_of(nominee)]
     found: list[Any] = []
     for name in list(nominee.definition.inputs)[TENSORS:]:
@@ -151,7 +151,7 @@ def _with_weight(norm: Module, weight: torch.Tensor) -> Module:
 
 
 def gate_of(function: ast.FunctionDef, nominee: Nominee) -> Gate:
-    """The statements from the call of the first projection to the one that ends in a sigmoid."""
+    """Return the statements from the call of the first projection to the one that ends in a sigmoid."""
     keys, _ = projections_of(nominee)
     norm, _ = norms_of(nominee)
     body = function.body
@@ -200,7 +200,7 @@ class _Given(ast.NodeTransformer):
 
 
 def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
-    """The same function with the gate as a call of :data:`GATE`, which is given what the projections give."""
+    """Return the same function with the gate as a call of :data:`GATE`, which is given what the projections give."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
     gate, owner = gate_of(function, nominee), function.args.args[0].arg
@@ -221,7 +221,7 @@ def _calls_of_any(statements: Sequence[ast.stmt], attribute: str) -> ast.Call:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a module with a gate: the same code with the gate as one call, or ``stock`` itself."""
+    """Return the forward of a module with a gate: the same code with the gate as one call, or ``stock`` itself."""
     ((found, site),) = calls
     nominee = found.nominee
     assert nominee is not None, "only what is confirmed is patched"

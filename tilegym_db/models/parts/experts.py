@@ -102,7 +102,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def _why_not(module: Module, nominee: Nominee) -> str:
-    """Why a module cannot be served, whatever its code computes."""
+    """Return why a module cannot be served, whatever its code computes."""
     config = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return NO_CONFIG
@@ -149,7 +149,7 @@ def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], i
 
 
 def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -> Module:
-    """A copy of a module that shares everything but its weights."""
+    """Return a copy of a module that shares everything but its weights."""
     twin = copy.copy(module)
     vars(twin).update(changed)
     vars(twin)["_parameters"] = {**module._parameters, **weights}
@@ -157,7 +157,7 @@ def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -
 
 
 def own_code(found: Found) -> OwnCode:
-    """The implementation that is set, and the module's own code on the inputs of the Definition."""
+    """Return the implementation that is set, and the module's own code on the inputs of the Definition."""
     module = found.modules[0]
     return OwnCode(way_of(module), None if found.nominee is None else _own_call(module, found.nominee))
 
@@ -182,7 +182,7 @@ def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of experts: hidden states [M, H], ids and weights [M, K] -> [M, H]."""
+    """Return the forward of experts: hidden states [M, H], ids and weights [M, K] -> [M, H]."""
     ((found, site),) = calls
     nominee, module, wrapper = found.nominee, found.modules[0], wrapper_of(stock)
     assert nominee is not None, "only what is confirmed is patched"
@@ -202,7 +202,7 @@ class Own(NamedTuple):
     activation: tuple[str, Any] | None
 
     def why_other(self, module: Any) -> str:
-        """Why a module does not compute what was probed any more; empty where it does."""
+        """Return why a module does not compute what was probed any more; empty if it does."""
         implementation = module.config._experts_implementation
         known = self.implementations
         if implementation not in known or self.registry.get(implementation) is not known[implementation]:
@@ -269,7 +269,7 @@ def experts_forward(
 
 
 def why_stock(given: Sequence[Any], weights: Sequence[Any]) -> str:
-    """Why a call is none that a kernel may be asked for; empty where it is one.
+    """Return why a call is none that a kernel may be asked for; empty if it is one.
 
     Args:
         given: what the module was called with.
@@ -301,7 +301,7 @@ LAST_SCALES = (0.25, 0.5, 1.0, 2.0)
 def drawn_for(
     definition: Definition, kept: Sequence[str], called_with: Sequence[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of a Definition of experts, by name.
+    """Return every tensor of a Definition of experts, by name.
 
     Args:
         definition: its inputs are as the part says.

@@ -129,7 +129,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def _why_not(module: Module, nominee: Nominee) -> str:
-    """Why a module cannot be served, whatever its code computes."""
+    """Return why a module cannot be served, whatever its code computes."""
     if getattr(module, "activation_scale", None) is not None:
         return STATIC
     for name in nominee.definition.inputs:
@@ -148,7 +148,7 @@ class Layer(NamedTuple):
     """Where the inputs of a Definition come from at a call.
 
     ``attributes`` are those of the module, ``kept`` whether an input of the Definition is one of them, ``numbers`` what the code
-    has in itself, and ``dtype`` that of the output, None where it is the activation's.
+    has in itself, and ``dtype`` that of the output, None if it is the activation's.
     """
 
     attributes: tuple[str, ...]
@@ -157,7 +157,7 @@ class Layer(NamedTuple):
     dtype: torch.dtype | None
 
     def arranged(self, given: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
-        """The inputs of the Definition in its order."""
+        """Return the inputs of the Definition in its order."""
         of_call, of_module = iter(given), iter(parameters)
         return [next(of_module) if is_kept else next(of_call) for is_kept in self.kept]
 
@@ -175,7 +175,7 @@ def _layer(found: Found, nominee: Nominee) -> Layer:
 
 
 def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A bf16 activation [ROWS, SIZE], and codes [SIZE, SIZE] with scales by attribute."""
+    """Return a bf16 activation [ROWS, SIZE], and codes [SIZE, SIZE] with scales by attribute."""
     definition = nominee.definition
     sizes = {name: SIZE if axis.value is None else axis.value for name, axis in definition.axes.items()}
     kept: dict[str, torch.Tensor] = {}
@@ -190,7 +190,7 @@ def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, di
 
 
 def own_code(found: Found) -> OwnCode:
-    """The module's own code on the inputs of a Definition that takes the activation; of codes alone it has none."""
+    """Return the module's own code on the inputs of a Definition that takes the activation; of codes alone it has none."""
     nominee, cls = found.nominee, unpatched_class(found.modules[0])
     if nominee is None or found.before is not None:
         return OwnCode(cls.__name__, None)
@@ -206,7 +206,7 @@ def own_code(found: Found) -> OwnCode:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a linear layer: x [..., K] -> [..., N].
+    """Return the forward of a linear layer: x [..., K] -> [..., N].
 
     Compiled code has the Definitions that take the activation itself, whose stock is the module's own code.
     """
@@ -270,7 +270,7 @@ def _compiled_way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Te
 
 
 def _cast(before: CallSite, training: bool, matrix: torch.Tensor | None, layer: Layer) -> Any:
-    """What a product takes of the activation by a verified kernel; None where there is none, so that stock runs all of it."""
+    """What a product takes of the activation by a verified kernel; None if there is none, so that stock runs all of it."""
     given = before.ask(training, matrix, *layer.numbers)
     if given is None and before.is_recorded and before.stock is not None:
         return before.stock(matrix, *layer.numbers)
@@ -278,7 +278,7 @@ def _cast(before: CallSite, training: bool, matrix: torch.Tensor | None, layer: 
 
 
 def _why_stock(module: Any, x: torch.Tensor, layer: Layer) -> str:
-    """Why a call is none that a kernel may be asked for; empty where it is one."""
+    """Return why a call is none that a kernel may be asked for; empty if it is one."""
     if layer.dtype is not None and x.dtype != layer.dtype:
         return OTHER_DTYPE
     if getattr(module, "activation_scale", None) is not None:

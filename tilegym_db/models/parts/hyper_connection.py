@@ -63,7 +63,7 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
 
 
 def _children(module: Module) -> dict[str, type[Module]]:
-    """The classes of the modules in it, as they are without a patch."""
+    """Return the classes of the modules in it, as they are without a patch."""
     return {name: unpatched_class(child) for name, child in module._modules.items() if child is not None}
 
 
@@ -105,7 +105,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def kept_by(definition: Definition) -> tuple[str, ...]:
-    """The inputs that a module keeps: all but the streams."""
+    """Return the inputs that a module keeps: all but the streams."""
     return tuple(definition.inputs)[1:]
 
 
@@ -121,13 +121,15 @@ def _axes(definition: Definition, streams: int) -> dict[str, int]:
 
 
 def _number(module: Module, nominee: Nominee, name: str) -> Any:
-    """A number that a module keeps, that a module in it keeps as ``eps``, or that its code has in itself."""
+    """Return a number that a module keeps, that a module in it keeps as ``eps``, or that its code has in itself."""
     value = nominee.value(module, name)
     return getattr(value, EPS, None) if isinstance(value, Module) else value
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of hyper-connections: streams [..., C, H] -> the outputs of the Definition, [...] in place of M."""
+    """Return the forward of hyper-connections: streams [..., C, H] -> the outputs of the Definition, [...] in place of
+    M.
+    """
     ((found, site),) = calls
     nominee = found.nominee
     assert nominee is not None, "only what is confirmed is patched"
@@ -181,7 +183,7 @@ def connection_forward(
 
 
 def why_stock(module: Module, x: torch.Tensor, children: dict[str, type[Module]]) -> str:
-    """Why streams are left to the model's own code; ``children`` as in :func:`connection_forward`."""
+    """Return why streams are left to the model's own code; ``children`` as in :func:`connection_forward`."""
     for name, cls in children.items():
         child = module._modules[name]
         if child is None or unpatched_class(child) is not cls or has_hooks(child):
@@ -192,7 +194,7 @@ def why_stock(module: Module, x: torch.Tensor, children: dict[str, type[Module]]
 
 
 def is_stack(x: torch.Tensor) -> bool:
-    """Whether streams [..., C, H] are a view of [M, C, H]."""
+    """Return True if streams [..., C, H] are a view of [M, C, H]."""
     return x.dim() >= 3 and x.numel() > 0 and x.is_contiguous()
 
 

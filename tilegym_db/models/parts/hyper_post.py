@@ -50,7 +50,7 @@ class LayerStep(NamedTuple):
 
 
 def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """The layers that call hyper-connections."""
+    """Return the layers that call hyper-connections."""
     adds = of_class(_adds)
     connections = {id(module) for group in others if group.kind in AFTER for module in group.modules}
     return grouped(
@@ -86,7 +86,7 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
 
 @once_per_function
 def steps(forward: FunctionType) -> tuple[LayerStep, ...]:
-    """The sums of local variables alone that a forward assigns or returns."""
+    """Return the sums of local variables alone that a forward assigns or returns."""
     function = parsed(forward)
     if function is None:
         return ()
@@ -127,7 +127,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 def own_step(forward: FunctionType, nominee: Nominee) -> tuple[Callable[..., Any], LayerStep]:
-    """The model's own code of the step, as a function of its variables."""
+    """Return the model's own code of the step, as a function of its variables."""
     step = next(step for step in steps(forward) if source_fingerprint(step.source) == nominee.code.fingerprint)
     scope = dict(forward.__globals__)
     exec(compile(step.source, forward.__code__.co_filename, "exec"), scope)
@@ -168,14 +168,14 @@ def _axes(definition: Definition) -> dict[str, int]:
 
 
 def _fixed(definition: Definition, name: str) -> torch.dtype:
-    """The dtype that an input always has, or bf16."""
+    """Return the dtype that an input always has, or bf16."""
     dtype = definition.inputs[name].dtype
     found: torch.dtype = torch.bfloat16 if dtype in definition.dtypes else getattr(torch, dtype)
     return found
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a layer: the same code with the step as one call, or ``stock`` itself."""
+    """Return the forward of a layer: the same code with the step as one call, or ``stock`` itself."""
     ((found, site),) = calls
     plain, nominee = plain_forward(found.module_class), found.nominee
     assert plain is not None, "found by its source"
@@ -187,7 +187,9 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
-    """The same function with each such expression as a call of :data:`POST`; its globals are those of ``forward``."""
+    """Return the same function with each such expression as a call of :data:`POST`; its globals are those of
+    ``forward``.
+    """
     function = parsed(forward)
     assert function is not None, "found by its source"
     for statement, step in _sums(function, frozenset(forward.__code__.co_varnames)):
@@ -232,7 +234,9 @@ def post_function(site: CallSite, nominee: Nominee, own: Callable[..., Any]) -> 
 
 
 def tokens_first(value: Any, leading: Sequence[int], rank: int) -> torch.Tensor | None:
-    """A tensor [*leading, ...] as a view [M, ...] of so many dimensions; None where it is no such tensor, or no view will do."""
+    """Return a tensor [*leading, ...] as a view [M, ...] of so many dimensions; None if it is no such tensor, or no
+    view will do.
+    """
     if not isinstance(value, torch.Tensor) or value.dim() != len(leading) + rank - 1:
         return None
     if tuple(value.shape[: len(leading)]) != tuple(leading) or not value.is_contiguous() or value.numel() == 0:

@@ -122,7 +122,7 @@ def _giving(value: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a gated MLP: x [..., H] -> [..., H]."""
+    """Return the forward of a gated MLP: x [..., H] -> [..., H]."""
     ((found, site),) = calls
     nominee, module = found.nominee, found.modules[0]
     assert nominee is not None, "only what is confirmed is patched"
@@ -138,7 +138,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], found: torch.Tensor) -> bool:
-    """Whether what the code does is ``activation(gate) * up``."""
+    """Return True if what the code does is ``activation(gate) * up``."""
     gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
     function = getattr(module, activation)
     function = function.forward if isinstance(function, Module) else function
@@ -162,7 +162,7 @@ def mlp_forward(
         site: the call site.
         projections: attributes that give the inputs of the Definition, in order.
         output: the attribute of the last projection.
-        activation: where the module keeps its activation; None where the code has it in itself.
+        activation: where the module keeps its activation; None if the code has it in itself.
         probed: what the activation was when it was probed: the class of a module, or the function itself.
         is_product: a call that no kernel serves is ``activation(gate) * up``; else the Definition's stock solution gives it, and
             compiled code runs stock from the start.
@@ -202,7 +202,7 @@ def _unserved(self: Any, site: CallSite, activation: str | None, given: list[tor
 
 
 def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What is between projections [..., I] and the last one; None where stock code must do it."""
+    """What is between projections [..., I] and the last one; None if stock code must do it."""
     if _is_compiling():
         operator = site.traced(training, *projections)
         if operator is None or not all([are_rows(projection) for projection in projections]):
@@ -220,7 +220,7 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
 
 
 def is_as_probed(function: Any, probed: Any) -> bool:
-    """Whether an activation is what :func:`probed_activation` said of it, and calling it does no more."""
+    """Return True if an activation is what :func:`probed_activation` said of it, and calling it does no more."""
     if not isinstance(function, Module):
         return function is probed
     return type(function) is probed and not has_hooks(function)

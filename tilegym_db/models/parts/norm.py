@@ -109,7 +109,7 @@ def random_norm(
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a norm over the last axis: x [..., N] -> [..., N]."""
+    """Return the forward of a norm over the last axis: x [..., N] -> [..., N]."""
     ((found, site),) = calls
     assert found.nominee is not None, "only what is confirmed is patched"
     definition = found.nominee.definition

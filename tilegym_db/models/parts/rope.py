@@ -85,7 +85,7 @@ def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """The rotary functions that an attention forward is to see instead of its own."""
+    """Return the rotary functions that an attention forward is to see instead of its own."""
     own = undecorated(stock).__globals__
 
     def replaced(training: bool) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, t
 
 
 def _complex_tables(definition: Definition) -> set[str]:
-    """The inputs that are complex numbers in a model."""
+    """Return the inputs that are complex numbers in a model."""
     return {name for name in definition.tensor_inputs if definition.inputs[name].dtype == "float32"}
 
 
@@ -118,7 +118,9 @@ def _as_complex(table: torch.Tensor) -> torch.Tensor:
 
 
 def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
-    """The arguments with complex tables as the Definition has them; those of another dtype stay, and are not served."""
+    """Return the arguments with complex tables as the Definition has them; those of another dtype stay, and are not
+    served.
+    """
     return tuple(
         torch.view_as_real(value).flatten(-2)
         if index in places and isinstance(value, torch.Tensor) and value.dtype == torch.complex64
@@ -128,7 +130,7 @@ def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
 
 
 def _in_rows(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
-    """The arguments, with a copy of each table that is transposed in memory, which no kernel takes.
+    """Return the arguments, with a copy of each table that is transposed in memory, which no kernel takes.
 
     gpt-oss makes such tables: a transposed product of frequencies and positions. They are small beside the queries and keys, so
     that the copy costs less than the stock code that would run otherwise.
@@ -149,7 +151,7 @@ def rope_function(
     complex_tables: tuple[int, ...] = (),
     tables: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """A rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
+    """Return a rotary function, such as ``(q [B, Hq, S, D], k [B, Hkv, S, D], cos, sin [B or 1, S, R]) -> (q, k)``.
 
     Args:
         stock: the function of the model.

@@ -105,14 +105,16 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def _passed(definition: Definition) -> tuple[str, ...]:
-    """The inputs that a forward is given beside its hidden states, in order: tensors with a value for each token."""
+    """Return the inputs that a forward is given beside its hidden states, in order: tensors with a value for each
+    token.
+    """
     (_, scores), *others = definition.inputs.items()
     tokens = (scores.shape or ())[:1]
     return tuple(name for name, spec in others if spec.shape and spec.shape[:1] == tokens)
 
 
 def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[str, Any] | str:
-    """Every input but the scores: settings as the module has them, tensors at random; or why there are none."""
+    """Return every input but the scores: settings as the module has them, tensors at random; or why there are none."""
     inputs: dict[str, Any] = {}
     passed = _passed(nominee.definition)
     for name, spec in list(nominee.definition.inputs.items())[1:]:
@@ -135,7 +137,7 @@ def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[s
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """The forward of a router: hidden states [..., H] -> (scores [M, E], weights [M, K], ids [M, K])."""
+    """Return the forward of a router: hidden states [..., H] -> (scores [M, E], weights [M, K], ids [M, K])."""
     ((found, site),) = calls
     assert found.nominee is not None, "only what is confirmed is patched"
     routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.nominee)})
@@ -144,7 +146,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSite) -> Callable[..., Any]:
-    """The forward of a router: ``routed`` in inference, else ``stock``."""
+    """Return the forward of a router: ``routed`` in inference, else ``stock``."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,7 @@ def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSi
 
 
 def route_function(site: CallSite, nominee: Nominee) -> Callable[..., Any]:
-    """``route(module, scores [M, E], *others) -> (weights, ids)`` by a kernel, or None where the model's code goes on.
+    """``route(module, scores [M, E], *others) -> (weights, ids)`` by a kernel, or None if the model's code goes on.
 
     ``others`` are what the forward was given beside its hidden states.
     """

@@ -37,7 +37,7 @@ TORCH_CLASS = re.compile(r"torch\.([\w.]+\.)?[A-Z][A-Z]*[a-z]\w*")
 
 
 def is_external(path: str) -> bool:
-    """True for something of another module, builtins excepted."""
+    """Return True for something of another module, builtins excepted."""
     return not path.startswith((".", "builtins."))
 
 
@@ -88,15 +88,15 @@ class Context:
         return self.names.resolve(node, self.scope)
 
     def text(self, node: ast.expr | None) -> str | None:
-        """The string that an expression certainly is."""
+        """Return the string that an expression certainly is."""
         return self.names.text(node, self.scope)
 
     def is_module(self, path: str) -> bool:
-        """True for a path that is known to be a module."""
+        """Return True for a path that is known to be a module."""
         return self.names.is_own_module(path) or path in MEMBERS or path in self.module.imported
 
     def check_path(self, node: ast.AST, path: str, *, imported: bool = False) -> bool:
-        """Judge a path that is imported or used; True where it is harmless."""
+        """Judge a path that is imported or used; True if it is harmless."""
         root = path.partition(".")[0]
         if not root:  # of the Solution's own
             return True
@@ -128,7 +128,7 @@ class Context:
         Args:
             node: where.
             name: of the attribute.
-            resolved: True where the whole path is known and judged already.
+            resolved: True if the whole path is known and judged already.
             own: True for an attribute of an instance of an own class.
         """
         if name.startswith("__") and name.endswith("__"):
@@ -201,13 +201,13 @@ class Scope:
         return self if self.parent is None else self.parent.root
 
     def function(self) -> Scope | None:
-        """The innermost function or lambda around, or None at module and class level."""
+        """Return the innermost function or lambda around, or None at module and class level."""
         if isinstance(self.node, FUNCTIONS):
             return self
         return None if self.is_class or self.parent is None else self.parent.function()
 
     def holder(self, name: str) -> Scope | None:
-        """The scope whose binding a use of ``name`` here means; None for builtins and unknown names."""
+        """Return the scope whose binding a use of ``name`` here means; None for builtins and unknown names."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.outer:
@@ -259,7 +259,7 @@ class ScopedVisitor(ast.NodeVisitor):
     scope: Scope
 
     def open_scope(self, node: ast.AST) -> Scope:
-        """The scope that a node opens."""
+        """Return the scope that a node opens."""
         raise NotImplementedError
 
     @contextmanager
@@ -324,7 +324,7 @@ class ScopedVisitor(ast.NodeVisitor):
 
 
 def every_argument(arguments: ast.arguments) -> list[ast.arg]:
-    """All parameters, the starred ones last."""
+    """Return all parameters, the starred ones last."""
     starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *starred]
 
@@ -363,7 +363,7 @@ class Names:
         self._final = {}
 
     def resolve(self, node: ast.expr | None, scope: Scope) -> frozenset[str]:
-        """Every path that an expression may stand for; empty where it is a value of its own."""
+        """Return every path that an expression may stand for; empty if it is a value of its own."""
         if node is None or not isinstance(node, _ALIASES):
             return frozenset()
         if self._final is None:
@@ -373,22 +373,22 @@ class Names:
         return self._final[node, scope]
 
     def literal(self, node: ast.expr | None, scope: Scope) -> ast.expr | None:
-        """The literal behind a name that is bound once and to a literal; any other expression itself."""
+        """Return the literal behind a name that is bound once and to a literal; any other expression itself."""
         bindings = self.bindings(node, scope) if node is not None else []
         only = bindings[0].value if len(bindings) == 1 else None
         return only if isinstance(only, ast.Constant | ast.List | ast.Tuple) else node
 
     def text(self, node: ast.expr | None, scope: Scope) -> str | None:
-        """The string that an expression certainly is, or None where it is computed."""
+        """Return the string that an expression certainly is, or None if it is computed."""
         literal = self.literal(node, scope)
         return literal.value if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else None
 
     def attribute(self, node: ast.Call, scope: Scope) -> str | None:
-        """The name that ``getattr(x, "name")`` reads, or None where it is computed."""
+        """Return the name that ``getattr(x, "name")`` reads, or None if it is computed."""
         return self.text(node.args[1], scope) if len(node.args) > 1 else None
 
     def bindings(self, node: ast.expr, scope: Scope) -> list[NameBinding]:
-        """The bindings of a plain name; empty for anything else."""
+        """Return the bindings of a plain name; empty for anything else."""
         if not isinstance(node, ast.Name):
             return []
         holder = scope.holder(node.id)
@@ -466,14 +466,16 @@ class Names:
         return frozenset[str]().union(*(self._own_member(f"{base}.{name}") for base in shallow))
 
     def _own_member(self, path: str) -> frozenset[str]:
-        """A path in the Solution's own sources stands for what that source binds it to."""
+        """Return a path in the Solution's own sources stands for what that source binds it to."""
         holder, name = self._owner(path)
         return (self._meanings.get((holder, name), frozenset()) if holder is not None else frozenset()) or frozenset(
             {path}
         )
 
     def _owner(self, path: str) -> tuple[Scope | None, str]:
-        """The scope of the own module that a path leads into, with the name there; None where it leads into none."""
+        """Return the scope of the own module that a path leads into, with the name there; None if it leads into
+        none.
+        """
         if not path.startswith("."):
             return None, ""
         owner, _, name = path[1:].rpartition(".")
@@ -481,7 +483,7 @@ class Names:
         return (module.scope if module is not None and name in module.scope.bindings else None), name
 
     def is_own_module(self, path: str) -> bool:
-        """True for a source of the Solution, unless its package gives the same name to something else."""
+        """Return True for a source of the Solution, unless its package gives the same name to something else."""
         return path.startswith(".") and path[1:] in self.modules and self._owner(path)[0] is None
 
 

@@ -69,7 +69,7 @@ class Checker(ScopedVisitor):
         return bool(node.level) or (node.module or "").partition(".")[0] in self._own_roots
 
     def _check_import(self, node: ast.stmt, name: str) -> bool:
-        """Judge an absolute import; True where its members are worth a look."""
+        """Judge an absolute import; True if its members are worth a look."""
         # Once loaded, a Solution no longer finds its own files by their plain names: a later import means another module.
         if name.partition(".")[0] in self._own_roots and self.scope.function() is None:
             return False
@@ -321,7 +321,7 @@ def check_call(context: Context, node: ast.Call) -> None:
 
 
 def _is_attention_operator(context: Context, function: ast.expr) -> bool:
-    """Whether python code calls an attention operator by its whole name, from what ``import torch`` alone binds."""
+    """Return True if python code calls an attention operator by its whole name, from what ``import torch`` alone binds."""
     if context.language != "python" or not context.resolve(function) or not isinstance(function, ast.Attribute):
         return False
     root: ast.expr = function
@@ -459,13 +459,15 @@ def check_augmented_name(context: Context, node: ast.AugAssign) -> None:
 
 
 def _is_decorated(context: Context, node: ast.expr) -> bool:
-    """True for a function under a decorator: then it is an object of the decorator's, such as a kernel."""
+    """Return True for a function under a decorator: then it is an object of the decorator's, such as a kernel."""
     bound = [binding.node for binding in context.names.bindings(node, context.scope)]
     return any(isinstance(item, ast.FunctionDef) and item.decorator_list for item in bound)
 
 
 def is_own(context: Context, node: ast.expr) -> bool:
-    """True for ``self`` (the first parameter of a method), own functions and classes, and instances of own classes."""
+    """Return True for ``self`` (the first parameter of a method), own functions and classes, and instances of own
+    classes.
+    """
     bindings = context.names.bindings(node, context.scope)
     return bool(bindings) and all(_is_own_binding(context, binding) for binding in bindings)
 
@@ -480,7 +482,7 @@ def _is_own_binding(context: Context, binding: NameBinding) -> bool:
 
 
 def _is_self(context: Context, argument: ast.arg) -> bool:
-    """True for the first parameter of a function that stands directly in a class."""
+    """Return True for the first parameter of a function that stands directly in a class."""
     scope = context.scope.holder(argument.arg)
     if scope is None or scope.parent is None or not scope.parent.is_class or not isinstance(scope.node, FUNCTIONS):
         return False
@@ -515,7 +517,7 @@ def check_texts(context: Context, node: ast.expr, seen: set[ast.AST]) -> None:
 
 
 def _is_computed_text(context: Context, node: ast.expr) -> bool:
-    """True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
+    """Return True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return False
     parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
@@ -523,7 +525,7 @@ def _is_computed_text(context: Context, node: ast.expr) -> bool:
 
 
 def _names_a_type(text: str) -> bool:
-    """Whether a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
+    """Return True if a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -41,7 +41,7 @@ HIDDEN = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Finding, ...]:
-    """Everything that the rules find in the sources of a Solution, by path and line; empty where all is well.
+    """Everything that the rules find in the sources of a Solution, by path and line; empty if all is well.
 
     Nothing is imported, run or read from disk.
 
@@ -62,17 +62,17 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
 
 
 def hard_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those that refuse the Solution."""
+    """Return those that refuse the Solution."""
     return tuple(finding for finding in findings if finding.severity is Severity.HARD)
 
 
 def soft_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those that are noted with its traces."""
+    """Return those that are noted with its traces."""
     return tuple(finding for finding in findings if finding.severity is Severity.SOFT)
 
 
 def rule_table() -> str:
-    """The rules as a Markdown table, for the documentation."""
+    """Return the rules as a Markdown table, for the documentation."""
     lines = ["| rule | severity | catches | why |", "|---|---|---|---|"]
     lines += [f"| {rule.name} | {rule.severity} | {rule.catches} | {rule.why} |" for rule in RULES.values()]
     return "\n".join(lines)
@@ -106,7 +106,7 @@ def _parse(
 
 
 def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
-    """The syntax tree of one source, read exactly as the interpreter will read it."""
+    """Return the syntax tree of one source, read exactly as the interpreter will read it."""
     try:
         if len(content) > MAX_SOURCE_BYTES:
             raise ValueError(f"is larger than {MAX_SOURCE_BYTES} bytes")
@@ -241,7 +241,7 @@ class Survey(ScopedVisitor):
         return around.node if around is not None else None
 
     def _judge(self, node: ast.expr) -> bool:
-        """Note what a name or attribute stands for; True where that is known."""
+        """Note what a name or attribute stands for; True if that is known."""
         paths = self.names.resolve(node, self.scope)
         self.makes_kernel |= bool(paths & WORDS["kernel-makers"])
         for path in sorted(paths):
@@ -339,7 +339,7 @@ def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
 
 
 def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:
-    """Every ``except`` handler that computes with torch, itself or through functions of the Solution, and how."""
+    """Yield every ``except`` handler that computes with torch, itself or through functions of the Solution, and how."""
     surveys = list(surveys)
     every = [use for found in surveys for use in found.uses if use.rule != "copies-with-torch"]
     computing = {use.function for use in every if use.function is not None}
@@ -366,7 +366,7 @@ FIELDS = ("namedtuple", "NamedTuple", "SimpleNamespace", "TypedDict", "Enum", "I
 
 
 def own_names(modules: Iterable[Module]) -> frozenset[str]:
-    """Every attribute that a class or module of the sources gives a value to; none that is refused everywhere."""
+    """Return every attribute that a class or module of the sources gives a value to; none that is refused everywhere."""
     found: set[str] = set()
     for module in modules:
         for scope in module.scopes.values():
@@ -381,7 +381,7 @@ def own_names(modules: Iterable[Module]) -> frozenset[str]:
 
 
 def _fields(node: ast.Call) -> Iterator[str]:
-    """The fields of ``namedtuple("Tile", "rows columns")`` and its like."""
+    """Yield the fields of ``namedtuple("Tile", "rows columns")`` and its like."""
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
     if called in FIELDS:
         yield from (keyword.arg for keyword in node.keywords if keyword.arg)
@@ -390,7 +390,9 @@ def _fields(node: ast.Call) -> Iterator[str]:
 
 
 def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
-    """The paths of the operators that the sources register: ``torch.ops.mine.scale`` and its overload ``default``."""
+    """Return the paths of the operators that the sources register: ``torch.ops.mine.scale`` and its overload
+    ``default``.
+    """
     found: set[str] = set()
     for module in modules:
         for scope in module.scopes.values():

@@ -54,7 +54,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """One line, as compilers write it."""
+        """Return one line, as compilers write it."""
         return f"{self.path}:{self.line}: {self.severity}: {self.rule}: {self.message}"
 
 
@@ -62,7 +62,7 @@ SCAN_DATA = Path(__file__).parent
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -78,7 +78,7 @@ def _read(name: str) -> str:
 
 
 def _import_name(distribution: str) -> str:
-    """A distribution as most of them are imported: ``Flash-Attn`` is ``flash_attn``."""
+    """Return a distribution as most of them are imported: ``Flash-Attn`` is ``flash_attn``."""
     return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
@@ -150,13 +150,13 @@ KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | set(DENIED) | LISTED_ROOTS | 
 
 
 def is_public_dunder(name: str) -> bool:
-    """True for the few ``__names__`` that lead nowhere."""
+    """Return True for the few ``__names__`` that lead nowhere."""
     return name in WORDS["public-dunders"]
 
 
 @cache
 def path_rule(path: str) -> str | None:
-    """The rule that the longest prefix of a path is filed under, or None."""
+    """Return the rule that the longest prefix of a path is filed under, or None."""
     prefix = path
     while prefix:
         if prefix in _REFUSED:
@@ -166,14 +166,14 @@ def path_rule(path: str) -> str | None:
 
 
 def refusal(path: str) -> str | None:
-    """The HARD rule that names a path: what no list of allowed names may hold."""
+    """Return the HARD rule that names a path: what no list of allowed names may hold."""
     rule = path_rule(path)
     return rule if rule in RULES and RULES[rule].severity is Severity.HARD else None
 
 
 @cache
 def is_listed(path: str) -> bool:
-    """Whether a path is an allowed module, a member of one, or an attribute of such a member."""
+    """Return True if a path is an allowed module, a member of one, or an attribute of such a member."""
     module = path
     while module and module not in MEMBERS:
         module = module.rpartition(".")[0]
@@ -197,19 +197,20 @@ def label(path: str) -> str:
 
 
 def distribution_roots(dependencies: Iterable[str]) -> frozenset[str]:
-    """The import names that declared distributions stand for: ``flash-attn>=2`` is ``flash_attn``, ``flashinfer-python``
-    is ``flashinfer``."""
+    """Return the import names that declared distributions stand for: ``flash-attn>=2`` is ``flash_attn``,
+    ``flashinfer-python`` is ``flashinfer``.
+    """
     names = (re.split(r"[^A-Za-z0-9._-]", text.strip(), maxsplit=1)[0] for text in dependencies)
     return frozenset(LIBRARIES.get(name, name) for name in map(_import_name, names))
 
 
 def reviewed_libraries(dependencies: Iterable[str]) -> list[str]:
-    """The import names of those declared distributions whose members are reviewed."""
+    """Return the import names of those declared distributions whose members are reviewed."""
     return sorted(distribution_roots(dependencies) & set(LIBRARIES.values()))
 
 
 def import_rule(module: str, language: str, declared: frozenset[str]) -> str | None:
-    """The rule that an import of ``module`` breaks, or None.
+    """Return the rule that an import of ``module`` breaks, or None.
 
     Args:
         module: dotted name, absolute, not one of the Solution's own.
@@ -231,7 +232,7 @@ def import_rule(module: str, language: str, declared: frozenset[str]) -> str | N
 
 
 def is_torch_compute(path: str) -> bool:
-    """True for a member of torch that a tile language may not use."""
+    """Return True for a member of torch that a tile language may not use."""
     by_member = WORDS["tile-torch-by-member"]
     if not path.startswith("torch.") or path in by_member:
         return False

@@ -69,7 +69,7 @@ MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
 def count_unverified(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> int:
-    """How many pairs passed a screen and only that; arguments as for :func:`best_rows`."""
+    """Return how many pairs passed a screen and only that; arguments as for :func:`best_rows`."""
     rows = store.rows(UNVERIFIED, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
     return int(rows[0]["pairs"])
 
@@ -84,7 +84,7 @@ def best_rows(
     language: str | None = None,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The fastest verified trace per definition, GPU and shape; columns as in the view ``traces``.
+    """Return the fastest verified trace per definition, GPU and shape; columns as in the view ``traces``.
 
     Args:
         gpu: a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
@@ -107,7 +107,7 @@ def best_rows(
 def leaderboard_rows(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> list[dict[str, Any]]:
-    """The view ``leaderboard``, most wins first within a definition and GPU; arguments as for :func:`best_rows`."""
+    """Return the view ``leaderboard``, most wins first within a definition and GPU; arguments as for :func:`best_rows`."""
     return store.rows(LEADERBOARD, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
 
 
@@ -139,12 +139,12 @@ def size_rows(
 
 
 def measured_gpus(store: Store) -> list[str]:
-    """The GPU slugs that have a verified trace."""
+    """Return the GPU slugs that have a verified trace."""
     return [row["gpu"] for row in store.rows(MEASURED_GPUS)]
 
 
 def traced_gpus(store: Store) -> list[str]:
-    """The GPU slugs that have any trace that counts."""
+    """Return the GPU slugs that have any trace that counts."""
     return [row["gpu"] for row in store.rows(TRACED_GPUS)]
 
 
@@ -174,7 +174,8 @@ BOTH = """
 
 
 def rows_of_both(store: Store, a: str, b: str, gpu: str | None = None) -> list[dict[str, Any]]:
-    """One row per GPU and size where both have a verified trace; times and the ends of their intervals in microseconds.
+    """Return one row per GPU and size where both have a verified trace; times and the ends of their intervals in
+    microseconds.
 
     ``ratio`` is the time of ``b`` over that of ``a``; ``same_run`` says whether both were timed in turns, in one run.
     ``gpu`` is a slug or a family.

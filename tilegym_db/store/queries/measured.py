@@ -149,7 +149,8 @@ def promotable(store: Store, gpu: str) -> list[Promotable]:
 def read_peaks(
     store: Store, gpu: str, *, gpu_name: str | None = None, driver: str | None = None, own: bool = False
 ) -> GpuPeaks | None:
-    """The peaks of a GPU slug: the newest that were measured on this machine, else those that were published, or None.
+    """Return the peaks of a GPU slug: the newest that were measured on this machine, else those that were published, or
+    None.
 
     ``gpu_name`` and ``driver`` ask for a device that the driver calls so, and a version of it; ``own`` leaves out what was
     published.
@@ -159,7 +160,7 @@ def read_peaks(
 
 
 def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
-    """What a run tried on its device: solution -> digest; empty where the store has no such run."""
+    """What a run tried on its device: solution -> digest; empty if the store has no such run."""
     return {row["solution"]: row["solution_digest"] for row in store.rows(SOLUTIONS_OF_RUN, {"run_id": run_id})}
 
 
@@ -196,12 +197,12 @@ _KEYS = (
 
 
 def traces_of(store: Store, solution: str) -> list[dict[str, Any]]:
-    """Every trace of a Solution by name, newest first, whatever its digest was then; columns as in the view."""
+    """Return every trace of a Solution by name, newest first, whatever its digest was then; columns as in the view."""
     return parsed(store.rows(TRACES_OF, {"solution": solution}))
 
 
 def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any]]:
-    """The traces whose id starts so, at most ``most`` of them.
+    """Return the traces whose id starts so, at most ``most`` of them.
 
     Columns as in the view, and ``is_verified``, ``is_current`` (measured with the catalog's definition and source of
     today) and ``revoked_by`` (the id of the later failure that takes a pass back, or None).
@@ -210,12 +211,12 @@ def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any
 
 
 def count_traces(store: Store) -> int:
-    """How many traces the store holds."""
+    """Return how many traces the store holds."""
     return int(store.rows(COUNT_TRACES)[0]["traces"])
 
 
 def definition_by_digest(store: Store, digest: str) -> dict[str, Any] | None:
-    """The text of the Definition that a trace was measured against, as parsed JSON; None if it was never seen.
+    """Return the text of the Definition that a trace was measured against, as parsed JSON; None if it was never seen.
 
     Old texts are kept as they were written: today's ``Definition`` need not accept them.
     """

@@ -123,7 +123,7 @@ PROVIDED = "SELECT name, provides FROM solutions"
 
 
 def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """The fastest verified trace of every solution per shape on one GPU slug, ordered by shape, then latency.
+    """Return the fastest verified trace of every solution per shape on one GPU slug, ordered by shape, then latency.
 
     ``config`` and ``scalars`` are dicts; times are microseconds; ``speedup`` is against stock code, or None.
     """
@@ -151,14 +151,16 @@ def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep
 
 
 def publishable_model_runs(store: Store, gpu: str) -> list[ModelRun]:
-    """The runs of whole models on a GPU that may leave this machine: the newest of each model and way of calling it."""
+    """Return the runs of whole models on a GPU that may leave this machine: the newest of each model and way of calling
+    it.
+    """
     where = f"{store.path}: runs of models on {gpu}"
     rows = store.rows(PUBLISHABLE_MODEL_RUNS, {"gpu": gpu})
     return [ModelRun.from_json(row["record"], where) for row in rows]
 
 
 def kept_back_runs(store: Store, gpu: str) -> dict[str, int]:
-    """How many runs of whole models on a GPU are not publishable, as reason -> count.
+    """Return how many runs of whole models on a GPU are not publishable, as reason -> count.
 
     The reasons are ``foreign`` (nobody vouches for it), ``discarded`` (by the loop, with the change that it was made with),
     ``throttled``, and ``claimless`` (it has no interval: no kernel ran, or too few rounds).
@@ -172,12 +174,12 @@ def provided(store: Store) -> dict[str, str | None]:
 
 
 def unconfined_definitions(store: Store, gpu: str) -> list[str]:
-    """The Definitions with verified passes on a GPU that were measured here by workers that were not confined."""
+    """Return the Definitions with verified passes on a GPU that were measured here by workers that were not confined."""
     return [row["definition"] for row in store.rows(UNCONFINED, {"gpu": gpu})]
 
 
 def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str, int]:
-    """How many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
+    """Return how many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
 
     The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
     sandbox level of what is published) and ``of_files`` (measured on contents of files). ``omitting`` counts what omits an
@@ -188,5 +190,7 @@ def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str
 
 
 def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """The newest failures that took promotions of today's sources back on a GPU, by shape: their ids and where they go."""
+    """Return the newest failures that took promotions of today's sources back on a GPU, by shape: their ids and where
+    they go.
+    """
     return store.rows(REVOKING, {"gpu": gpu})

@@ -168,7 +168,7 @@ NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(or
 
 
 def evidence_rows(store: Store) -> list[dict[str, Any]]:
-    """The fastest verified trace of every solution per shape and GPU, with what proves it.
+    """Return the fastest verified trace of every solution per shape and GPU, with what proves it.
 
     Two columns more than in the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
     """
@@ -181,7 +181,7 @@ def coverage_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def open_rows(store: Store) -> list[dict[str, Any]]:
-    """What waits for somebody: ``kind``, ``definition``, ``solution``, ``gpu`` and ``cases``, empty where it does not apply."""
+    """What waits for somebody: ``kind``, ``definition``, ``solution``, ``gpu`` and ``cases``, empty if it does not apply."""
     return store.rows(OPEN)
 
 
@@ -201,7 +201,7 @@ def kernel_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
 
 
 def family_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """The same, one row a family of operators and GPU: ``op_type`` in place of ``definition``."""
+    """Return the same, one row a family of operators and GPU: ``op_type`` in place of ``definition``."""
     return store.rows(FAMILIES, {"since": since})
 
 
@@ -211,12 +211,12 @@ def gpu_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def definition_rows(store: Store) -> list[dict[str, Any]]:
-    """The catalog's operators; ``record`` is the text of each."""
+    """Return the catalog's operators; ``record`` is the text of each."""
     return store.rows(DEFINITIONS)
 
 
 def solution_rows(store: Store) -> list[dict[str, Any]]:
-    """The catalog's solutions, by name, without their sources."""
+    """Return the catalog's solutions, by name, without their sources."""
     return store.rows(SOLUTIONS)
 
 
@@ -226,7 +226,8 @@ def peak_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def model_rows(store: Store) -> list[dict[str, Any]]:
-    """Every way of running every model that was measured, newest run first; evidence of models, not of operators.
+    """Return every way of running every model that was measured, newest run first; evidence of models, not of
+    operators.
 
     ``tokens_per_s`` is of new tokens, or of those of the prompt where the prefill is all there is. ``claim`` says of the patched
     model what its rounds may claim of the whole call, and ``reason`` why no more.
@@ -246,13 +247,14 @@ def attempt_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
 
 
 def furthest_rows(store: Store) -> list[dict[str, Any]]:
-    """The operators whose fastest verified solution, stock included, is furthest from the speed of light at its largest shape,
-    furthest first."""
+    """Return the operators whose fastest verified solution, stock included, is furthest from the speed of light at its
+    largest shape, furthest first.
+    """
     return store.rows(FURTHEST)
 
 
 def newest_trace_time(store: Store) -> datetime | None:
-    """When the newest trace that counts was measured (UTC); None where there is none."""
+    """When the newest trace that counts was measured (UTC); None if there is none."""
     newest: datetime | None = store.rows(NEWEST)[0]["newest"]
     return newest
 
@@ -290,7 +292,9 @@ RUNS = """
 
 
 def rows_of_two_runs(store: Store, a: str, b: str) -> list[dict[str, Any]]:
-    """One row for each solution, config and shape of either run; columns ``a_...`` or ``b_...`` are None where it lacks it."""
+    """Return one row for each solution, config and shape of either run; columns ``a_...`` or ``b_...`` are None if
+    it lacks it.
+    """
     return store.rows(PAIRS, {"a": a, "b": b})
 
 
@@ -301,5 +305,5 @@ def run_facts(store: Store, run: str) -> dict[str, Any]:
 
 
 def run_ids(store: Store) -> list[str]:
-    """Every run that the store has traces of, newest first."""
+    """Return every run that the store has traces of, newest first."""
     return [row["run_id"] for row in store.rows(RUNS)]
