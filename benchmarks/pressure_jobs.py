@@ -210,7 +210,8 @@ class Record:
         counts.update({"jobs": 1} | {name: line.get(name, 0) for name in SUMMED})
         counts.update({name: int(bool(line.get(name))) for name in ("excused", "dropped")})
         if line.get("calls"):
-            self._shapes.setdefault(key, set()).add(json.dumps([case[name] for name in ("axes", "layouts", "offset")]))
+            shape = [case["call"]["axes"], case["call"]["layouts"], case["offset"]]
+            self._shapes.setdefault(key, set()).add(json.dumps(shape))
 
     def summary(self, expected: Collection[tuple[str, str]]) -> str:
         """What of the ``expected`` had calls beside others, and how many of each thing there were."""

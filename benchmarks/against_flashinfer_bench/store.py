@@ -204,7 +204,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
         found = 0
         for number in range(LOOKUPS):
             definition, axes, dtypes, scalars = calls[number % len(calls)]
-            decision = indexes[definition.name].find(axes, dtypes, scalars=scalars)
+            decision = indexes[definition.name].find(Call(definition.name, axes, dtypes, scalars=scalars))
             found += decision is not None and decision.evidence.axes == axes  # stock is an answer too
         return found
 

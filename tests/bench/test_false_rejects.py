@@ -63,10 +63,10 @@ def test_an_end_in_the_middle_keeps_the_verdicts_that_were_there(
     monkeypatch.setattr(rejects, "promote", promote)
     out = tmp_path / "verdicts.jsonl"
     arguments = ["rms_norm_stock", "--gpu", "cpu", "--workload", "tiny", "--workloads", "1", "--out", str(out)]
-    asked_of_each = rejects.planning.QUICK_WORKLOADS
+    asked_of_each = rejects.plan.QUICK_WORKLOADS
     assert rejects.main(arguments) == 0
     assert len(calls) == 2
-    assert asked_of_each == rejects.planning.QUICK_WORKLOADS
+    assert asked_of_each == rejects.plan.QUICK_WORKLOADS
     verdicts = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["solution"], line["status"]) for line in verdicts] == [("rms_norm_stock", "PASSED")]
     told = capsys.readouterr().out.splitlines()[-1]

@@ -89,7 +89,7 @@ def test_workers_share_the_turns_and_take_every_operator_before_any_comes_again(
     assert sorted(line["solution"] for line in lines) == ["first", "row_scale_stock", "second", "third"]
     assert len({line["round"] for line in lines}) == 2
     assert all(line["compared"] == line["calls"] > 0 and line["bytes"] > 0 for line in lines)
-    assert min(line["case"]["axes"]["M"] for line in lines) > 0
+    assert min(line["case"]["call"]["axes"]["M"] for line in lines) > 0
     told = capsys.readouterr().out
     end = told.splitlines()[-1]
     assert end.startswith(
