@@ -165,7 +165,7 @@ def test_best_is_narrowed_by_shape_language_and_number(cli, row_scale, journal_t
 
 
 def test_reference_of_commands_has_the_help_of_each():
-    from tilegym_db.cli.reference import reference_text
+    from docs_site.command_page import reference_text
 
     text = reference_text()
     for panel, commands in COMMANDS.items():

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from docs_site.function_page import page_text
 from run_docs import FENCE, ROOT, Pages, Runner, Step, differs, normalised, rewritten, steps_of
 from sample import pages_of
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.ops.operator_page import page_text
 from tilegym_db.paths import shipped_root
 from tilegym_db.store.connection import open_store
 

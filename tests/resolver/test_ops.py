@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from docs_site import function_page
 from raising import raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -16,7 +17,6 @@ import tilegym_db
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
-from tilegym_db.ops import operator_page
 from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
@@ -92,7 +92,7 @@ def test_a_function_says_that_the_reference_runs_where_the_operator_is_open() ->
 
 
 def test_page_of_operators_has_each_with_its_arguments() -> None:
-    text = operator_page.page_text()
+    text = function_page.page_text()
     for name, definition in CATALOG.definitions.items():
         section = text.partition(f"\n### {name}\n\n```text\n{name}(")[2].partition("\n### ")[0]
         signature = section.partition("\n```\n")[0]

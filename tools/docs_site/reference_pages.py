@@ -16,8 +16,8 @@ traces. [Trust](../trust.md#the-static-scan) says when the scan runs and which n
 
 def reference_pages() -> dict[str, str]:
     """Return file name -> Markdown of every page of ``reference``."""
-    from tilegym_db.cli.reference import reference_text
-    from tilegym_db.ops.operator_page import page_text
+    from docs_site.command_page import reference_text
+    from docs_site.function_page import page_text
     from tilegym_db.sandbox.scan import rule_table
 
     return {
