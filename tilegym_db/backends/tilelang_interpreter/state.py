@@ -34,7 +34,7 @@ class State:
     depth: int = 0
     """Number of axes that enclosing loops with independent iterations added."""
     collapsed: bool = False
-    """True inside a loop of tile operations. The threads of a block share it, so a value that depends on a thread is undefined."""
+    """True inside a loop that the threads of a block share; there a value that depends on a thread is undefined."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
