@@ -105,7 +105,7 @@ _LAUNCH = re.compile(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) (\w+), 
 
 
 def dynamic_shared_bytes(host_source: str, device_source: str) -> int:
-    """The most shared memory that the generated host code asks for at a launch, 0 where it asks for none.
+    """Return the maximum shared memory that the generated host code requests at a launch, or 0.
 
     nvcc does not check it: the size is an argument of the launch, a constant after the grid and the block, which is
     there only for a kernel that declares an array of open size.

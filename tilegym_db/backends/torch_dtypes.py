@@ -1,4 +1,4 @@
-"""Record dtype names as torch dtypes, and back."""
+"""Converts between dtype names of records and torch dtypes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAMES = {dtype: name for name, dtype in reversed(TORCH_DTYPES.items()) if name 
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype that stores a record dtype; packed 4-bit floats are stored as bytes."""
+    """Return the torch dtype that stores a record dtype; packed 4-bit floats are stored as bytes."""
     return TORCH_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The record's name of a torch dtype; ``KeyError`` for one that records cannot hold."""
+    """Return a torch dtype's name in records; raise ``KeyError`` if records cannot hold it."""
     return _NAMES[dtype]

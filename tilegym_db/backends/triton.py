@@ -1,7 +1,7 @@
-"""Triton ahead of time: a driver without a device, and launches that stop after compilation.
+"""Compiles Triton ahead of time: a driver without a device, and launches that stop after compilation.
 
-Imported in worker processes only. Works with Triton 3.4 and newer; what it relies on is ``JITFunction.run``, its
-``warmup`` flag, and ``triton.runtime.driver.set_active``.
+Only worker processes import this module. It works with Triton 3.4 and newer, and relies on ``JITFunction.run``, its
+``warmup`` flag and ``triton.runtime.driver.set_active``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
 
 def _named_arguments(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """What a grid function is given: every argument of the kernel by name."""
+    """Return every argument of the kernel by name, as a grid function receives them."""
     defaults = {parameter.name: parameter.default for parameter in function.params if parameter.has_default}
     return {**defaults, **dict(zip(function.arg_names, args, strict=False)), **options}
 

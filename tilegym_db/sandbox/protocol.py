@@ -133,7 +133,7 @@ class Reply:
 
     @property
     def mismatch(self) -> tuple[bool, str] | None:
-        """The mismatch of a returned value with its output: True for its dtype or False for its shape or kind, and a description."""
+        """The mismatch of a returned value: True for its dtype or False for its shape or kind, and a description."""
         found = self.content.get("mismatch")
         if not isinstance(found, dict):
             return None
