@@ -124,7 +124,7 @@ class _CudaView:
 
 
 def as_cuda(argument: Any) -> Any:
-    """The argument of a launch with its CPU tensors presented as CUDA arrays, for cuTile to look at."""
+    """Return a launch argument with its CPU tensors presented as CUDA arrays, which cuTile inspects."""
     if isinstance(argument, torch.Tensor):
         return _CudaView(argument)
     if type(argument) in (tuple, list):

@@ -67,7 +67,7 @@ def repair_interpreter() -> None:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What one language needs, in a worker that runs nothing but the Solution it judges."""
+    """The setup of one language's interpreter in a worker that runs only one Solution."""
 
     install: Callable[[], None]
     """Called in the worker before the Solution is loaded; for the rest of the process."""
@@ -100,5 +100,5 @@ INTERPRETERS: dict[str, Interpreter] = {
 
 
 def interpreted_here(language: str, *, on_gpu: bool) -> bool:
-    """Whether a Solution in a language is interpreted on this machine, and so not timed."""
+    """Return True if a Solution in a language is interpreted on this machine, and so not timed."""
     return not on_gpu and language in INTERPRETERS
