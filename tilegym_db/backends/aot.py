@@ -267,7 +267,9 @@ class CompilerProcess:
         if self._killed:
             raise _WorkerLostError("was ended before it started")
         self._unread = b""
-        with open(self._log.name, "ab") as log:  # a position of its own: the parent reads while the worker writes
+        with open(
+            self._log.name, "ab"
+        ) as log:  # a separate file position, because the parent reads while the worker writes
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tilegym_db.backends.aot_worker", self.language],
                 stdin=subprocess.PIPE,
@@ -276,7 +278,7 @@ class CompilerProcess:
                 env=_environment(),
                 start_new_session=True,
             )
-        if self._killed:  # meanwhile, by a thread that saw no process yet
+        if self._killed:  # by another thread, before the process existed
             self._end()
         ready = json.loads(self._answer(START_TIMEOUT_S))
         if not ready["ready"]:

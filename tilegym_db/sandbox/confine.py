@@ -208,10 +208,10 @@ _READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE = 1, 2
 
 # Parts of /proc that belong to the kernel, not to a process.
 _KERNEL_PARTS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr")
-_LEAST_PROCESS_LIMIT = 400  # the kernel reserves 300 numbers
+_MIN_PROCESS_LIMIT = 400  # the kernel reserves 300 numbers
 _LIMIT_IS_PER_NAMESPACE = (6, 14)
 _READABLE_CHECK_LIMIT = 10_000
-_USERS_FROM, _MOST_USERS = 1 << 16, 1 << 31
+_USERS_FROM, _MAX_USERS = 1 << 16, 1 << 31
 
 
 def new_process_namespace() -> None:
@@ -251,7 +251,7 @@ def _mount_proc(bounds: ResourceBounds) -> None:
     mount("proc", "/proc", "proc", _NO_SUID | _NO_DEVICES | _NO_PROGRAMS)
     version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if version >= _LIMIT_IS_PER_NAMESPACE:  # before that it would be the whole machine's
-        limit = max(_LEAST_PROCESS_LIMIT, bounds.threads)
+        limit = max(_MIN_PROCESS_LIMIT, bounds.threads)
         Path("/proc/sys/kernel/pid_max").write_text(str(limit))
     for name in _KERNEL_PARTS:
         path = f"/proc/{name}"
@@ -284,7 +284,7 @@ def _lets_others_in(folder: Path) -> bool:
 def choose_user(supervisor: int) -> int:
     """Return an unused user number, derived from the supervisor's process id, that this system can map."""
     _, _, count = (int(text) for text in Path("/proc/self/uid_map").read_text().split()[:3])
-    most = min(count, _MOST_USERS) - 2
+    most = min(count, _MAX_USERS) - 2
     return most - supervisor % (most - _USERS_FROM if most > 2 * _USERS_FROM else most // 4)
 
 

@@ -122,7 +122,7 @@ WORKER_MODULE = "tilegym_db.sandbox.program"
 CHANNEL = 3  # the worker's descriptor of its socket
 LOG_TAIL_BYTES = 4000
 END_TIMEOUT_S = 8.0
-LONGEST_SLEEP_S = 0.05
+MAX_SLEEP_S = 0.05
 SETUP_FAILED = 70
 
 _DIE_WITH_PARENT, _PR_SET_DUMPABLE, _ADOPT_ORPHANS = 1, 4, 36
@@ -190,7 +190,7 @@ class Supervisor:
         watch = Watch(os.getpid(), Path(self.spec.folder), self.spec.bounds, trusted)
         child = os.pidfd_open(self.child)
         while os.getppid() == self._parent:
-            ready, _, _ = select.select([0, self._log, child], [], [], LONGEST_SLEEP_S)
+            ready, _, _ = select.select([0, self._log, child], [], [], MAX_SLEEP_S)
             if self._log in ready:
                 self._read_log()
             if 0 in ready or child in ready:

@@ -127,17 +127,17 @@ def hidden_file_bytes(processes: Iterable[int], disk: int) -> tuple[int, int]:
     return on_disk, sum(seen.values()) - on_disk
 
 
-def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
-    """Return (bytes on disk, number of entries) of a folder; stop counting beyond ``most_files``.
+def tree_size(folder: Path, max_files: int) -> tuple[int, int]:
+    """Return (bytes on disk, number of entries) of a folder; stop counting beyond ``max_files``.
 
     A folder that is nested too deep counts as too many files.
     """
     size, files = 0, 0
     waiting = [(str(folder), 0)]
-    while waiting and files <= most_files:
+    while waiting and files <= max_files:
         path, depth = waiting.pop()
         if depth > _DEEPEST:
-            return size, most_files + 1
+            return size, max_files + 1
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(path) as entries:
             for entry in entries:
                 files += 1
@@ -145,7 +145,7 @@ def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
                     size += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append((entry.path, depth + 1))
-                if files > most_files:
+                if files > max_files:
                     break
     return size, files
 

@@ -61,7 +61,7 @@ class WorkerProcess:
             folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
                 :meth:`close`.
             environment: variables to add, such as those of an interpreter.
-            readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
+            readable: paths that it may read in addition to interpreter, packages and compilers: the Solution's folder.
             level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
             bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
             script: run this Python file in place of the worker's own program.

@@ -139,11 +139,11 @@ def _evaluate(expression: Any, values: dict[Any, Any]) -> int:
 # ---- program --------------------------------------------------------------------------------------
 # A kernel is compiled once from its tree, then run for one chunk of blocks after the other.
 
-MOST_LANES = 1 << 15
-MOST_ELEMENTS = 1 << 21
+MAX_LANES = 1 << 15
+MAX_ELEMENTS = 1 << 21
 """Approximate bytes that the buffers of a chunk of blocks hold together."""
-MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-MOST_THREADS = 1024
+MAX_BLOCKS = (2**31 - 1, 65535, 65535)
+MAX_THREADS = 1024
 _AXES = {f"blockIdx.{axis}": number for number, axis in enumerate("xyz")}
 
 
@@ -263,11 +263,11 @@ def _uses_threads(node: Any) -> bool:
 
 
 def _check_launch(sizes: Sequence[int], threads: Sequence[int]) -> None:
-    if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MOST_BLOCKS, strict=True)):
+    if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MAX_BLOCKS, strict=True)):
         raise KernelFault(f"is launched with a grid of {sizes}, which a device refuses", code="grid_out_of_range")
-    if threads[0] * threads[1] * threads[2] > MOST_THREADS:
+    if threads[0] * threads[1] * threads[2] > MAX_THREADS:
         raise KernelFault(
-            f"is launched with {list(threads)} threads a block, more than {MOST_THREADS}", code="block_too_large"
+            f"is launched with {list(threads)} threads per block, more than {MAX_THREADS}", code="block_too_large"
         )
 
 
@@ -277,7 +277,7 @@ def _blocks_at_once(allocated: Sequence[Any], threads: Sequence[int], cluster: i
         _elements(buffer) * (count if buffer.scope().startswith("local") and "fragment" not in buffer.scope() else 1)
         for buffer in allocated
     )
-    blocks = max(1, min(MOST_LANES // count, MOST_ELEMENTS // max(1, elements)))
+    blocks = max(1, min(MAX_LANES // count, MAX_ELEMENTS // max(1, elements)))
     return max(1, blocks // cluster) * cluster
 
 

@@ -75,7 +75,7 @@ class Statements:
     def _sblockrealize(self, node: Any) -> Action:
         block = node.block
         if len(block.iter_vars) or len(block.match_buffers) or block.init is not None:
-            raise NotInterpreted("no rule for a block with axes of its own", code="not_interpreted")
+            raise NotInterpreted("no rule for a block with additional axes", code="not_interpreted")
         return self.compile(block.body)
 
     def _attrstmt(self, node: Any) -> Action:
@@ -274,7 +274,7 @@ def _barrier(state: State) -> None:
 # A loop may run all its iterations at once if no iteration needs the result of another one.
 
 SERIAL, PARALLEL, THREAD_BINDING = 0, 1, 4
-MOST_AT_ONCE = 64
+MAX_AT_ONCE = 64
 """Limit on the iterations of a loop of a kind that is not parallel, because each of them takes memory."""
 _PLAIN = frozenset({"SeqStmt", "BufferStore", "IfThenElse", "Bind"})
 
@@ -285,7 +285,7 @@ def runs_at_once(loop: Any) -> bool:
     This holds if each iteration reads and writes the stored buffers only at one place, which no other iteration uses.
     """
     extent = loop.extent
-    if type(extent).__name__ != "IntImm" or not 1 < int(extent.value) <= MOST_AT_ONCE:
+    if type(extent).__name__ != "IntImm" or not 1 < int(extent.value) <= MAX_AT_ONCE:
         return False
     accesses: dict[Any, list[Any]] = {}
     stored, plain = set(), True

@@ -126,7 +126,7 @@ CLOSED = (
     | frozenset(sys.stdlib_module_names)
     | WORDS["closed"]
 ) - WORDS["open"]
-"""Attributes that a class of the Solution may define; other values of the Solution stay closed to them."""
+"""Attributes that a class of the Solution may define; this does not make them readable on other values."""
 
 SMUGGLED = (
     frozenset(DENIED)
