@@ -54,7 +54,7 @@ class _CompileOnlyDriver:
 def recording(target: str, identity: str = "") -> Iterator[Recorder]:
     """Turn every kernel launch into a compilation for ``target``; undone on exit.
 
-    A launch raises what Triton's compiler raises, and :class:`SolutionError` where CUDA could not launch the result.
+    A launch raises what Triton's compiler raises, and :class:`SolutionError` if CUDA could not launch the result.
     """
     recorder = Recorder(target, identity)
     original = JITFunction.run
@@ -89,7 +89,7 @@ def _copy(source, target, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 def compile_probe(target: str) -> None:
-    """Compile a copy kernel; raises what the compiler raises where it cannot make code for ``target``."""
+    """Compile a copy kernel; let the compiler's error through if it cannot make code for ``target``."""
     source = torch.empty(64)
     with recording(target):
         _copy[(1,)](source, torch.empty_like(source), 64, BLOCK=64)

@@ -85,7 +85,7 @@ def _use_compile_cache(folder: Path, private: Path) -> None:
     before = dict(os.environ)
     try:
         use_compile_cache(folder, private)
-    except Exception:  # whatever a compiler that is missing or broken raises: a worker meets it again, and says so
+    except Exception:  # a missing or broken compiler raises any error; a worker meets it again and reports it
         traceback.print_exc()
         forget_compile_cache(folder)
         # What failed half way is remembered all over inductor, and forks must not begin with that.

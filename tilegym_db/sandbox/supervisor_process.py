@@ -51,7 +51,7 @@ class SupervisorProcess:
         return bool(select.select([self._handle], [], [], timeout_s)[0])
 
     def finish(self, timeout_s: float) -> bytes | None:
-        """Tell it to end the worker; everything that it printed, or None where it is not done within ``timeout_s``."""
+        """Order the supervisor to end the worker; return its whole output, or None after ``timeout_s``."""
         self.tell(b"end\n")
         deadline = time.monotonic() + timeout_s
         while True:

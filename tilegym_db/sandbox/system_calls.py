@@ -1,6 +1,6 @@
 """Linux system calls that the sandbox needs and Python lacks, made through the C library; and their numbers.
 
-Every function raises :class:`SandboxError`, naming the call and what the kernel said, where the kernel refuses.
+Every function raises :class:`SandboxError`, naming the call and what the kernel said, if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Processor:
 
 PROCESSORS = {"x86_64": Processor(0xC000003E, 0), "aarch64": Processor(0xC00000B7, 1)}
 
-# Name -> number on x86_64 and on aarch64; None where the processor has no such call.
+# Name -> number on x86_64 and on aarch64; None if the processor has no such call.
 NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "accept": (43, 202),
     "accept4": (288, 242),

@@ -132,7 +132,7 @@ def _note_load(memory: ArrayMemory, index: Any, mask: Any) -> None:
 
 
 def store(memory: ArrayMemory, offset: Any, value: Any, mask: Any, shape: Shape) -> None:
-    """Write elements at offsets where the mask is true."""
+    """Write elements at offsets if the mask is true."""
     index, value = spread(offset.view(np.int64), shape), spread(value, shape)
     if mask is not None:
         mask = spread(mask, shape)

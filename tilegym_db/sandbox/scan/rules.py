@@ -122,7 +122,7 @@ class Checker(ScopedVisitor):
         self.context.may_hold_module.add(root)
         bindings = self.context.names.bindings(root, self.scope)
         if not (resolved and bindings and all(binding.path is not None for binding in bindings)):
-            self.visit(root)  # else it is an import, judged where it stands
+            self.visit(root)  # an import is checked at its own statement
 
     def _judge(self, node: ast.expr) -> None:
         for path in sorted(self.context.resolve(node)):
