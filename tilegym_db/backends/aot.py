@@ -1,7 +1,7 @@
-"""Compile Solutions ahead of time for GPUs that this machine need not have, in worker processes.
+"""Compiles Solutions ahead of time in worker processes, for GPUs that this machine may not have.
 
-A Solution's own ``run`` is called on arguments without contents while its language is intercepted, so what is compiled
-is exactly what a launch would compile: same grid choice, same constants, same specialisation of sizes and strides.
+A worker intercepts the language and calls the Solution's ``run`` on arguments without contents. So it compiles exactly
+the code of a launch: same grid choice, same constants, same specialisation of sizes and strides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilegym_db.records.solution import Tunable
 from tilegym_db.records.trace import clip_log
 
 JOBS_WORTH_A_WORKER = 4
-MAX_WORKERS = 16  # a worker with PyTorch and a compiler loaded takes the better part of a gigabyte
+MAX_WORKERS = 16  # a worker with PyTorch and a compiler takes almost a gigabyte
 
 OnResult = Callable[[CompileJob, CompileResult], None]
 
@@ -46,7 +46,7 @@ def compile_solution(
     config: Mapping[str, Tunable] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> CompileResult:
-    """Compile what one Solution launches for one Workload.
+    """Compile the kernels that one Solution launches for one Workload.
 
     Args:
         target: a name of ``records.hardware.TARGETS``, such as ``sm_90``.
@@ -60,7 +60,7 @@ def compile_solution(
 def compile_many(
     jobs: Sequence[CompileJob], on_result: OnResult | None = None, processes: int | None = None
 ) -> list[CompileResult]:
-    """Compile many, each worker process serving one language at a time; a crash or hang costs the one job.
+    """Compile many jobs; each worker process serves one language at a time, and a crash or hang fails only its job.
 
     Args:
         jobs: what to compile.
@@ -97,7 +97,7 @@ def _default_processes(jobs: int) -> int:
 
 
 def _unsupported(job: CompileJob) -> CompileResult | None:
-    """Return the result where there is nothing to compile, or nothing that the Solution promises."""
+    """Return the result of a job without work: nothing to compile, or not supported by the Solution."""
     spec = job.solution.record.spec
     if not TOOLCHAINS[spec.language].targets:
         return CompileResult("unsupported", log=f"a {spec.language} solution has nothing to compile ahead of time")
@@ -106,7 +106,7 @@ def _unsupported(job: CompileJob) -> CompileResult | None:
 
 
 def _spec_reason(job: CompileJob) -> str | None:
-    """Return why the Solution's declared limits exclude the job, or None."""
+    """Return the reason that the Solution's declared limits exclude the job, or None."""
     return job.solution.record.unsupported(
         job.definition.bind_axes(job.workload.axes),
         job.definition.bind_dtypes(job.workload.dtypes),
@@ -123,7 +123,7 @@ def _missing(language: str) -> CompileResult | None:
 
 
 class _Pool:
-    """Threads that each drive one worker process, fed from one queue a language."""
+    """Threads that each drive one worker process, with one job queue per language."""
 
     def __init__(self, jobs: Sequence[tuple[int, CompileJob]]) -> None:
         self._lock = threading.Lock()
@@ -136,7 +136,7 @@ class _Pool:
             self._queues.setdefault(job.solution.record.spec.language, deque()).append((index, job))
 
     def run(self, finish: Callable[[int, CompileResult], None], processes: int) -> None:
-        """Work until every job is done; where ``finish`` raises or the user interrupts, end all workers first."""
+        """Work until every job is done; end all workers first if ``finish`` raises or the user interrupts."""
         threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(processes)]
         for thread in threads:
             thread.start()
@@ -164,9 +164,7 @@ class _Pool:
             self._done.put(error)
 
     def _new_worker(self) -> CompilerProcess | None:
-        """Return a worker for the language with the most jobs left for each worker that it has; None if all are
-        taken.
-        """
+        """Return a worker for the language with the most jobs left per worker, or None if all jobs are taken."""
         with self._lock:
             serving = Counter(worker.language for worker in self._workers)
             left = {name: len(queued) / (1 + serving[name]) for name, queued in self._queues.items() if queued}
@@ -189,7 +187,7 @@ class _Pool:
 
 
 # ---- compiler process -----------------------------------------------------------------------------
-# The parent's end of an ahead-of-time worker: start it, give it a job, take the result or its remains.
+# The parent starts an ahead-of-time worker, sends it a job and reads the result.
 
 START_TIMEOUT_S = 180.0  # imports of a cold file system; TileLang takes seconds at best
 GRACE_S = 10.0  # the worker ends itself at the timeout, with a traceback; this is for one that cannot
@@ -202,7 +200,7 @@ class _WorkerLostError(Exception):
 
 
 class CompilerProcess:
-    """One worker for one language, in a session of its own. It is replaced after a crash or a timeout."""
+    """A worker for one language, in a separate session. It is replaced after a crash or a timeout."""
 
     def __init__(self, language: str) -> None:
         self.language = language
@@ -222,7 +220,7 @@ class CompilerProcess:
         self._log.close()
 
     def compile(self, job: CompileJob) -> CompileResult:
-        """Run one job. A crash or a timeout is a ``failed`` result that carries what is known, never an exception."""
+        """Run one job. A crash or a timeout gives a ``failed`` result with the known facts, never an exception."""
         start, begin, limit_s = time.monotonic(), 0, START_TIMEOUT_S
         try:
             self._start()
@@ -269,7 +267,9 @@ class CompilerProcess:
         if self._killed:
             raise _WorkerLostError("was ended before it started")
         self._unread = b""
-        with open(self._log.name, "ab") as log:  # a position of its own: the parent reads while the worker writes
+        with open(
+            self._log.name, "ab"
+        ) as log:  # a separate file position, because the parent reads while the worker writes
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tilegym_db.backends.aot_worker", self.language],
                 stdin=subprocess.PIPE,
@@ -278,7 +278,7 @@ class CompilerProcess:
                 env=_environment(),
                 start_new_session=True,
             )
-        if self._killed:  # meanwhile, by a thread that saw no process yet
+        if self._killed:  # by another thread, before the process existed
             self._end()
         ready = json.loads(self._answer(START_TIMEOUT_S))
         if not ready["ready"]:
@@ -319,7 +319,7 @@ class CompilerProcess:
         return f"the {self.language} compiler process {lost} ({_describe_exit(self._process.returncode)})"
 
     def _printed(self, begin: int) -> str:
-        """What the worker, its compilers and the Solution wrote since a position."""
+        """Return the output of the worker, its compilers and the Solution since a position."""
         self._log.seek(begin)
         return self._log.read().decode(errors="replace").strip()
 

@@ -33,7 +33,7 @@ from tilegym_db.records.trace import clip_log
 
 
 class Interception(Protocol):
-    """What the module of a language offers."""
+    """The interface of a language's module."""
 
     recording: Callable[[str, str], AbstractContextManager[Any]]
     compile_probe: Callable[[str], None]
@@ -105,7 +105,7 @@ def _run(line: str, folder: Path, target: str, interception: Interception) -> Co
 
 @functools.cache
 def _refusal(compile_probe: Callable[[str], None], target: str) -> str:
-    """Return why the toolchain cannot make code for a target, from its smallest kernel; empty if it can."""
+    """Return the reason that the toolchain cannot compile its smallest kernel for a target, or an empty text."""
     try:
         compile_probe(target)
     except (Exception, SystemExit) as error:  # the same boundary
@@ -114,7 +114,7 @@ def _refusal(compile_probe: Callable[[str], None], target: str) -> str:
 
 
 def _explain(error: BaseException, folder: Path) -> str:
-    """Return the error for a log; from nvcc, whose output TileLang's error puts after the CUDA source, only its errors."""
+    """Return the text of an error for a log; for nvcc only its errors, which follow the CUDA source."""
     source, marker, messages = str(error).partition("Compilation error:\n")
     if not marker or "__global__" not in source:
         return clipped_traceback(error, folder)
@@ -132,7 +132,7 @@ def _import_language(language: str) -> Interception:
 
 
 def _take_channels() -> tuple[TextIO, TextIO]:
-    """Return the real stdin and stdout, for this module alone."""
+    """Return the real stdin and stdout for this module alone, and replace them."""
     jobs = os.fdopen(os.dup(0), "r", encoding="utf-8")
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -143,11 +143,11 @@ def _take_channels() -> tuple[TextIO, TextIO]:
 
 
 # ---- arguments ------------------------------------------------------------------------------------
-# The arguments of one call, as CPU tensors that nobody reads: right sizes, dtypes and strides, no contents.
+# CPU tensors with the right sizes, dtypes and strides but without contents stand for the arguments of a call.
 
 
 def call_arguments(definition: Definition, workload: Workload) -> list[Any]:
-    """Inputs in order, scalars included, then the outputs that are written through arguments.
+    """Return the inputs in order, scalars included, then the outputs that are written through arguments.
 
     Memory is reserved but never touched, so a tensor of many gigabytes costs nothing.
 

@@ -1,4 +1,4 @@
-"""A compile cache for ``torch.compile`` on a CPU: what every process must find out before its first kernel, found out once.
+"""A compile cache for ``torch.compile`` on a CPU, which holds results that every process needs before its first kernel.
 
 Without a cache inductor builds and loads a program for each instruction set that the processor has, precompiles a header and
 imports thousands of lines: 20 seconds on two cores, where a kernel takes one. Workers may not share a cache, or one
@@ -42,9 +42,9 @@ _RESULT, _WORK = "result", "work"
 
 
 def compile_cache_folder() -> Path | None:
-    """Return the folder for this machine's processor, compiler and packages, whether or not it exists yet.
+    """Return the folder for this machine's processor, compiler and packages, which may not exist yet.
 
-    None if this user has no cache folder of their own to write to: then workers do without, which only takes them longer.
+    Return None if the user has no writable cache folder; then workers start without a cache, which takes longer.
     """
     parent = Path(platformdirs.user_cache_dir("tilegym-db"))
     try:
@@ -66,7 +66,7 @@ def _fingerprint() -> str:
 
 
 def _flags() -> str:
-    """What the processor can do, by the kernel's word; empty if the kernel says it otherwise."""
+    """Return the processor's features as the kernel lists them; empty if the kernel uses another format."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -75,14 +75,14 @@ def _flags() -> str:
 
 
 def use_compile_cache(folder: Path, private: Path) -> None:
-    """Import inductor and compile a first function, beginning with what the folder holds; made first where it is missing.
+    """Import inductor and compile a first function with the contents of the folder; make the folder if it is missing.
 
     For a trusted process that is forked later, so that no thread may be left, and that has not imported inductor. Raises what
     ``torch.compile`` raises, and then the process is not fit to be forked.
 
     Args:
         folder: of :func:`compile_cache_folder`.
-        private: for everything else that inductor writes; nobody else needs to read it.
+            private: for all other files that inductor writes; no other process reads it.
     """
     if not folder.is_dir():
         with _one_at_a_time(folder.parent):  # several harnesses of a host begin at once
@@ -102,20 +102,20 @@ def use_compile_cache(folder: Path, private: Path) -> None:
 
 
 def forget_compile_cache(folder: Path) -> None:
-    """Remove what did not work, so that the next session makes it anew."""
+    """Remove a cache that did not work, so that the next session makes it again."""
     with contextlib.suppress(OSError), scratch_folder(folder.parent) as aside:
         folder.rename(aside / folder.name)
 
 
 def use_own_folders() -> None:
-    """In a fork of a process with a compile cache: what this process precompiles itself goes to its own temporary files."""
+    """Let a fork of a process with a compile cache precompile headers into its own temporary files."""
     if "torch._inductor.codecache" in sys.modules:
         own = Path(tempfile.gettempdir()) / _HEADERS
         _keep_headers_in(own, own / "locks")
 
 
 def _keep_headers_in(headers: Path, locks: Path) -> None:
-    """Inductor decides when it is imported where precompiled headers are looked for and built; decide otherwise."""
+    """Set the folders of precompiled headers and locks, which inductor sets when it is imported."""
     codecache = importlib.import_module("torch._inductor.codecache")
     for name, value in (("_HEADER_DIR", headers), ("_HEADER_LOCK_DIR", locks)):
         if not hasattr(codecache, name):
@@ -137,7 +137,7 @@ def _compile_first() -> None:
         importlib.import_module("tqdm").tqdm.monitor_interval = 0  # inductor's progress bar would start a thread
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads would not survive a fork
-    # From the cache of whole graphs it would come without most of what is to be done here.
+    # The cache of whole graphs would skip most of the work that is to be done here.
     first = torch.compile(_normalise, fullgraph=True, options={"fx_graph_cache": False})
     first(torch.ones(64, 64, dtype=torch.bfloat16))
     torch.set_num_threads(threads)
@@ -151,7 +151,7 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Hold the folder itself, so that no file of a lock is left; where its file system has no locks, several make the same."""
+    """Lock the folder itself, so that no lock file remains; without locks in its file system several processes make the same."""
     held = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def _one_at_a_time(parent: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> None:
-    """Have a process of its own make the folder; it appears whole or not at all, and whoever is first wins."""
+    """Start a separate process that makes the folder; the folder appears complete or not at all, and the first process wins."""
     with scratch_folder(folder.parent) as part:
         maker = subprocess.Popen(
             [sys.executable, "-P", "-m", "tilegym_db.backends.compile_cache", str(part)],
@@ -186,7 +186,7 @@ def _make(folder: Path) -> None:
 
 
 def main(part: Path) -> None:
-    """Make what is to be kept in ``part/result``."""
+    """Make the files to keep in ``part/result``."""
     os.umask(0o022)
     work, headers = part / _WORK, part / _RESULT / _HEADERS
     work.mkdir()
@@ -199,7 +199,7 @@ def main(part: Path) -> None:
 
 
 def _all_instruction_sets_work() -> bool:
-    """Return True if the compiler can build for every set that the processor has: what TORCHINDUCTOR_VEC_ISA_OK claims."""
+    """Return True if the compiler can build for all instruction sets of the processor, as TORCHINDUCTOR_VEC_ISA_OK claims."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     from torch._inductor import cpu_vec_isa

@@ -1,4 +1,4 @@
-"""What goes into an ahead-of-time compilation and what comes out, in a form that crosses a process boundary as JSON."""
+"""The job and the result of an ahead-of-time compilation, which cross process boundaries as JSON."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ class Artifact:
     """Shared memory a block asks for at launch, where the compiler says."""
 
 
+"""Shared memory that a block requests at launch, if the compiler reports it."""
+
+
 @dataclass(frozen=True)
 class CompileResult:
     """The outcome of one job. ``log`` says why it is not ``compiled``; it is clipped."""
@@ -47,12 +50,12 @@ class CompileResult:
     log: str = ""
 
     def to_json(self) -> str:
-        """Return one line."""
+        """Return the result as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CompileResult:
-        """Return the reverse of :meth:`to_json`."""
+        """Parse the output of :meth:`to_json`."""
         value: dict[str, Any] = json.loads(text)
         artifacts = tuple(Artifact(**item) for item in value.pop("artifacts"))
         return cls(**{**value, "artifacts": artifacts, "log": clip_log(value["log"])})
@@ -72,7 +75,7 @@ class CompileJob:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def to_json(self) -> str:
-        """Return one line; the Solution goes by its file and digest."""
+        """Return the job as one line of JSON; it holds the Solution's file and digest."""
         return json.dumps(
             {
                 "definition": self.definition.model_dump(mode="json"),
@@ -87,7 +90,7 @@ class CompileJob:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CompileJob:
-        """Return the reverse of :meth:`to_json`; reads the Solution again.
+        """Parse the output of :meth:`to_json` and read the Solution again.
 
         Raises:
             SolutionError: its file no longer names the source that the job was made for.

@@ -29,7 +29,7 @@ _exported: dict[str, int] = {}  # key -> size of the cubin, as cuTile's own laun
 def recording(target: str, identity: str = "") -> Iterator[Recorder]:
     """Turn every launch into an export for ``target``; undone on exit.
 
-    A launch raises what cuTile's compiler raises, and :class:`SolutionError` where CUDA could not launch the grid.
+    A launch raises what cuTile's compiler raises, and :class:`SolutionError` if CUDA could not launch the grid.
     """
     install_driver()
     recorder = Recorder(target, identity)
@@ -71,7 +71,7 @@ def _copy(source, target, SIZE: ct.Constant[int]):  # type: ignore[no-untyped-de
 
 
 def compile_probe(target: str) -> None:
-    """Compile a copy kernel; raises what the compiler raises where it cannot make code for ``target``."""
+    """Compile a copy kernel; let the compiler's error through if it cannot make code for ``target``."""
     source = torch.empty(64)
     with recording(target, "probe"):
         ct.launch(None, (1,), _copy, (source, torch.empty_like(source), 64))

@@ -1,4 +1,4 @@
-"""Import a Solution's entry point from its folder, without a trace on ``sys.path``.
+"""Imports a Solution's entry point from its folder without a change to ``sys.path``.
 
 The module runs exactly the bytes that the Solution's digest covers. Its name is derived from that digest, so two loads
 of one source share their compiled kernels, and an edited source is another module. Source files beside the entry file
@@ -32,7 +32,7 @@ _lock = threading.RLock()  # the import of one Solution must not see the sibling
 
 
 def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
-    """Return the entry function of a Solution; the same function again for the same digest in the same process.
+    """Return the entry function of a Solution; one digest gives the same function in one process.
 
     Raises:
         ToolchainError: the language, or a declared dependency, is missing or too old; names what installs it.
@@ -52,7 +52,7 @@ def load_entry(solution: SolutionFiles) -> Callable[..., Any]:
 
 
 def unload_entry(solution: SolutionFiles) -> None:
-    """Forget a loaded Solution, so that the next load starts with empty caches of its own."""
+    """Forget a loaded Solution, so that the next load starts with empty caches."""
     with _lock:
         package = _package_name(solution)
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
@@ -62,7 +62,7 @@ def unload_entry(solution: SolutionFiles) -> None:
 
 
 def clipped_traceback(error: BaseException, folder: Path) -> str:
-    """Return the message of an error with the frames that lie in a Solution's folder, and the type of its cause if any."""
+    """Return the message of an error with the frames in a Solution's folder, and the type of its cause if any."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if Path(frame.filename).is_relative_to(folder)]
     if isinstance(error, SyntaxError) or not frames:
@@ -92,7 +92,7 @@ def _import(solution: SolutionFiles, name: str) -> ModuleType:
     if spec.language == "tilelang":
         _keep_tilelang_off_stdout()
     package = ModuleType(_package_name(solution))
-    package.__path__ = []  # found by the finder alone: the folder may hold files that the digest does not cover
+    package.__path__ = []  # only the finder resolves modules: the folder may hold files that the digest does not cover
     sys.modules[package.__name__] = package
     try:
         with _siblings(solution):
@@ -120,7 +120,7 @@ def _is_the_language(module: str | None, language: str) -> bool:
 
 
 def _check_unchanged(solution: SolutionFiles) -> None:
-    # Triton and TileLang read a kernel's text from the file again: it must be the text that the digest covers.
+    # Triton and TileLang read a kernel's text from the file again: the digest must cover that text.
     for path, content in solution.sources.items():
         try:
             same = (solution.folder / path).read_bytes() == content

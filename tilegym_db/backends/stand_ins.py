@@ -1,4 +1,4 @@
-"""What a compile target stands for where there is no such device: its limits, and a stand-in for ``torch.cuda``."""
+"""Stand-ins for a compile target's device: its limits, and a replacement of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 
 
 def check_shared_memory(kernel: str, shared_bytes: int, target: str) -> None:
-    """Raise :class:`SolutionError` where a block asks for more than the target has: the compiler would not say so."""
+    """Raise :class:`SolutionError` if a block requests more than the target has, which the compiler does not check."""
     limit = DEVICES[target].shared_bytes
     if shared_bytes > limit:
         raise SolutionError(
@@ -96,7 +96,7 @@ def pretend_device(target: str) -> Iterator[None]:
 
 
 # ---- cutile stand ins -----------------------------------------------------------------------------
-# What cuTile's own code insists on where there is no GPU: CUDA arrays, and a driver, which it asks for nothing.
+# Without a GPU cuTile still requires CUDA arrays and a driver, but it does not call the driver.
 #
 # Imported in worker processes only.
 
@@ -124,7 +124,7 @@ class _CudaView:
 
 
 def as_cuda(argument: Any) -> Any:
-    """Return the argument of a launch with its CPU tensors presented as CUDA arrays, for cuTile to look at."""
+    """Return a launch argument with its CPU tensors presented as CUDA arrays, which cuTile inspects."""
     if isinstance(argument, torch.Tensor):
         return _CudaView(argument)
     if type(argument) in (tuple, list):

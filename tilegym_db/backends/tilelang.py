@@ -68,7 +68,7 @@ def _check_target(kernel: Any, arch: str) -> None:
 
 
 def _check_arguments(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
-    """Raise :class:`SolutionError` where the generated host code would refuse the arguments at a real launch."""
+    """Raise :class:`SolutionError` if the generated host code would refuse the arguments at a real launch."""
     parameters = [parameter for index, parameter in enumerate(kernel.params) if index not in (kernel.out_idx or ())]
     if len(args) != len(parameters) or named:
         given = f"{len(args)} and {len(named)} named ones"
@@ -105,7 +105,7 @@ _LAUNCH = re.compile(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) (\w+), 
 
 
 def dynamic_shared_bytes(host_source: str, device_source: str) -> int:
-    """Return the most shared memory that the generated host code asks for at a launch, 0 where it asks for none.
+    """Return the maximum shared memory that the generated host code requests at a launch, or 0.
 
     nvcc does not check it: the size is an argument of the launch, a constant after the grid and the block, which is
     there only for a kernel that declares an array of open size.
@@ -159,7 +159,7 @@ def _copy(size, threads):  # type: ignore[no-untyped-def]
 
 
 def compile_probe(target: str) -> None:
-    """Compile a copy kernel; raises what the compiler raises where it cannot make code for ``target``."""
+    """Compile a copy kernel; let the compiler's error through if it cannot make code for ``target``."""
     source = torch.empty(128)
     with recording(target):
         _copy(128, 128)(source, torch.empty_like(source))

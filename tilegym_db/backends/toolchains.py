@@ -1,7 +1,7 @@
-"""Which compiler each language needs, whether it is installed and complete, and the environment it wants.
+"""Finds the compiler of each language, checks that it is complete, and computes the environment that it needs.
 
-Nothing here imports a language: the answers come from package metadata and from the file system. The process of a user
-is never changed behind their back: only :func:`prepare_environment`, which worker processes call, sets variables.
+The module does not import a language: it reads package metadata and the file system. Only :func:`prepare_environment`,
+which worker processes call, sets variables.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from tilegym_db.errors import ToolchainError
 from tilegym_db.records.hardware import TARGETS
 
 # ---- cuda tools -----------------------------------------------------------------------------------
-# Where nvcc, tileiras and their companions lie: a CUDA toolkit, ``PATH``, or the ``nvidia`` Python packages.
-#
-# Read-only: looks at the file system and at a mapping of environment variables, and returns what it found.
+# nvcc and tileiras come from a CUDA toolkit, ``PATH`` or the ``nvidia`` Python packages. These functions only read.
 
 Environment = Mapping[str, str]
 EnvironmentChanges = dict[str, str | None]
@@ -36,12 +34,12 @@ DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 INSTALL_NVCC = "pip install 'tilegym-db[tilelang]'"
 ANY_MINOR_RELEASE = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 """PyTorch pins the runtime's headers (13.2 for 2.15), cuTile needs a newer compiler (13.4), and packages share one folder.
-Releases of one major version work together, but CCCL's headers refuse any that are not the same unless told so."""
+Releases of one major version work together, but CCCL's headers refuse different ones without this flag."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found (``detail``), or what is missing (``problem``) and how to get it (``fix``)."""
+    """The result of an inspection: a tool (``detail``), or a missing one (``problem``) and its remedy (``fix``)."""
 
     detail: str = ""
     problem: str = ""
@@ -56,7 +54,7 @@ class Nvcc:
     source: str
     """``toolkit`` (named by CUDA_HOME or CUDA_PATH), ``path``, ``default`` or ``packages``."""
     headers: Path | None = None
-    """The include folder with the CCCL headers (``nv/``, ``cccl/``), where that is not nvcc's own."""
+    """The include folder with the CCCL headers (``nv/``, ``cccl/``), if nvcc's own folder lacks them."""
 
     @property
     def root(self) -> Path:
@@ -65,12 +63,12 @@ class Nvcc:
 
 
 def nothing_to_find(environ: Environment) -> Findings:
-    """For a language that needs no native tool beyond its package."""
+    """Return no findings, for a language that needs only its package."""
     return Findings()
 
 
 def nothing_to_change(environ: Environment) -> EnvironmentChanges:
-    """For a language that finds its tools by itself."""
+    """Return no changes, for a language that finds its tools by itself."""
     return {}
 
 
@@ -78,7 +76,7 @@ def nothing_to_change(environ: Environment) -> EnvironmentChanges:
 
 
 def inspect_triton(environ: Environment) -> Findings:
-    """Triton brings its own ptxas; a variable may point it elsewhere."""
+    """Check ptxas, which Triton contains unless a variable names another one."""
     chosen = environ.get("TRITON_PTXAS_PATH")
     if chosen and not _is_executable(Path(chosen)):
         return Findings(problem=f"TRITON_PTXAS_PATH names {chosen}, which is no program", fix="unset TRITON_PTXAS_PATH")
@@ -89,9 +87,7 @@ def inspect_triton(environ: Environment) -> Findings:
 
 
 def find_nvcc(environ: Environment) -> Nvcc | None:
-    """Return the nvcc for TileLang: a toolkit that the user names, ``PATH``, the default toolkit, then the Python
-    packages.
-    """
+    """Return the nvcc for TileLang: from a toolkit that the user names, ``PATH``, the default toolkit or Python packages."""
     packaged = _packaged_nvcc()
     for variable in TOOLKIT_VARIABLES:
         if environ.get(variable) and _is_executable(path := Path(environ[variable]) / "bin" / "nvcc"):
@@ -115,7 +111,7 @@ def _packaged_nvcc() -> Nvcc | None:
 
 
 def inspect_nvcc(environ: Environment) -> Findings:
-    """TileLang emits CUDA C++: it needs nvcc with the CCCL headers, and a C++ compiler for nvcc to drive."""
+    """Check the tools of TileLang, which emits CUDA C++: nvcc, the CCCL headers, and a C++ compiler for nvcc."""
     nvcc = find_nvcc(environ)
     if nvcc is None:
         problem = "no nvcc: neither a CUDA toolkit nor the Python package nvidia-cuda-nvcc"
@@ -130,10 +126,10 @@ def inspect_nvcc(environ: Environment) -> Findings:
 
 
 def tilelang_environment(environ: Environment) -> EnvironmentChanges:
-    """Make TileLang use what :func:`find_nvcc` found.
+    """Make TileLang use the nvcc of :func:`find_nvcc`.
 
-    TileLang takes ``CUDA_HOME`` on trust, even where no nvcc is in it, and prefers the Python packages to the default
-    toolkit even where their headers are missing.
+    TileLang uses ``CUDA_HOME`` even if it lacks nvcc. It prefers the Python packages to the default toolkit even if their
+    headers are missing.
     """
     nvcc = find_nvcc(environ)
     if nvcc is None or nvcc.source == "toolkit":
@@ -156,7 +152,7 @@ def tilelang_environment(environ: Environment) -> EnvironmentChanges:
 
 
 def find_tileiras(environ: Environment) -> Path | None:
-    """Return the tileiras for cuTile: that of the Python packages, on ``PATH``, or of the toolkit that the user names."""
+    """Return the tileiras for cuTile: from the Python packages, ``PATH``, or the toolkit that the user names."""
     packaged = _in_packages("bin/tileiras")
     if packaged is not None and _is_executable(packaged):
         return packaged
@@ -169,7 +165,7 @@ def find_tileiras(environ: Environment) -> Path | None:
 
 
 def inspect_tileiras(environ: Environment) -> Findings:
-    """cuTile needs tileiras, the compiler of its intermediate language."""
+    """Check tileiras, cuTile's compiler."""
     tileiras = find_tileiras(environ)
     if tileiras is None:
         return Findings(problem="no tileiras, cuTile's compiler", fix="pip install 'tilegym-db[cutile]'")
@@ -179,10 +175,10 @@ def inspect_tileiras(environ: Environment) -> Findings:
 def cutile_environment(environ: Environment) -> EnvironmentChanges:
     """Keep tileiras from an older toolkit.
 
-    tileiras needs libnvvm and ptxas of its own release but looks under ``CUDA_HOME`` first; an older toolkit there
+    tileiras needs libnvvm and ptxas of the same release but looks under ``CUDA_HOME`` first. An older toolkit there
     makes every kernel fail with "failed to compile Tile IR program". A toolkit stays named only if its tileiras is the
-    one in use. One from the Python packages goes on ``PATH`` too, since cuTile passes it over where the versions of
-    the packages around it differ.
+    one in use. One from the Python packages also goes on ``PATH``, because cuTile skips it if the versions of related
+    packages differ.
     """
     tileiras = find_tileiras(environ)
     if tileiras is None:
@@ -201,7 +197,7 @@ def cutile_environment(environ: Environment) -> EnvironmentChanges:
 
 
 def _in_packages(relative: str) -> Path | None:
-    """Return a file of the ``nvidia/cu<major>`` folders, which wheels of several names share, newest CUDA first."""
+    """Return a file of the ``nvidia/cu<major>`` folders, which several wheels share, newest CUDA first."""
     found = [
         (int(root.name.removeprefix("cu")), root / relative)
         for folder in package_folders()
@@ -212,7 +208,7 @@ def _in_packages(relative: str) -> Path | None:
 
 
 def package_folders() -> list[Path]:
-    """Return every ``nvidia`` folder that Python packages were installed into, in the order of ``sys.path``."""
+    """Return every ``nvidia`` folder of installed Python packages, in the order of ``sys.path``."""
     folders = (Path(entry) / "nvidia" for entry in sys.path if entry)
     return [folder for folder in folders if folder.is_dir()]
 
@@ -226,21 +222,21 @@ _SAME_NAME = {target: target for target in TARGETS}
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What differs between languages as far as installing and naming goes."""
+    """The properties of a language's compiler: its packages, target names, tools and environment."""
 
     language: str
     package: str
-    """What a source imports."""
+    """The module that a source imports."""
     distributions: tuple[str, ...]
-    """What an installer calls it, the usual name first."""
+    """Names for an installer, the usual one first."""
     extra: str
     """The extra of tilegym-db that installs it."""
     targets: Mapping[str, str]
-    """Target of the records -> what this compiler calls it; empty if nothing is compiled ahead of time."""
+    """Target of the records -> the compiler's name for it; empty if nothing is compiled ahead of time."""
     inspect: Callable[[Environment], Findings] = nothing_to_find
-    """Looks for the native tools that the package drives."""
+    """Function that looks for the native tools of the package."""
     environment: Callable[[Environment], EnvironmentChanges] = nothing_to_change
-    """The variables to set (or, with None, to remove) before the package is imported."""
+    """Function that returns the variables to set (or, with None, to remove) before the package is imported."""
 
 
 TOOLCHAINS: dict[str, Toolchain] = {
@@ -270,7 +266,7 @@ TOOLCHAINS: dict[str, Toolchain] = {
 
 @dataclass(frozen=True)
 class ToolchainStatus:
-    """Whether a language can be compiled here. ``fix`` is a command or an instruction, empty if all is well."""
+    """The availability of a language on this machine. ``fix`` is a command or an instruction, empty if it is available."""
 
     available: bool
     version: str = ""
@@ -279,7 +275,7 @@ class ToolchainStatus:
 
 
 def toolchain_status(language: str, environ: Environment | None = None) -> ToolchainStatus:
-    """What is installed for a language, without importing it.
+    """Return the status of a language's compiler without importing it.
 
     Args:
         language: a key of :data:`TOOLCHAINS`.
@@ -300,10 +296,10 @@ def toolchain_status(language: str, environ: Environment | None = None) -> Toolc
 
 
 def require_toolchain(language: str) -> None:
-    """Do nothing if the language is installed and complete.
+    """Raise :class:`ToolchainError` unless the language is installed and complete.
 
     Raises:
-        ToolchainError: what is missing, and the command that installs it.
+            ToolchainError: names the missing part, and the command that installs it.
     """
     status = toolchain_status(language)
     if not status.available:
@@ -324,9 +320,7 @@ def check_dependencies(dependencies: tuple[str, ...], needed_by: str) -> None:
 
 
 def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
-    """Return the first declared package that is missing, or of a version outside the declared range, and how to get it;
-    None if all are here.
-    """
+    """Return the first declared package that is missing or of an excluded version, and its remedy, or None."""
     for text in dependencies:
         try:
             requirement = Requirement(text)
@@ -344,19 +338,19 @@ def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
 
 
 def environment_changes(language: str, environ: Environment | None = None) -> EnvironmentChanges:
-    """Return the variables that a language needs set (to a value) or removed (None) to find its own compiler.
+    """Return the variables that a language needs set (to a value) or removed (None) to find its compiler.
 
-    Pure, apart from looking at which files exist.
+    The function only reads which files exist.
     """
     return TOOLCHAINS[language].environment(os.environ if environ is None else environ)
 
 
 def prepare_environment(language: str, environ: MutableMapping[str, str] | None = None) -> EnvironmentChanges:
-    """Apply :func:`environment_changes` to this process, before the language is imported; returns what was changed.
+    """Apply :func:`environment_changes` to this process before the language is imported; return the changes.
 
-    For worker processes, which belong to this package. It has no effect on a language that is already imported, since
-    TileLang and cuTile look for their compilers once. In a process of the user's, nothing calls this: the language
-    finds there what it would find without this package, and :func:`environment_changes` says what differs.
+    Only worker processes call this. It has no effect on a language that is already imported, because TileLang and cuTile
+    look for their compilers once. In a user's process the language finds what it would find without this package;
+    :func:`environment_changes` reports the difference.
     """
     target = os.environ if environ is None else environ
     changes = environment_changes(language, target)
@@ -377,7 +371,7 @@ def _is_installed(package: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _installed_version(distribution: str) -> str:
-    """Read once: what is not installed yet is asked about again, what is imported already does not change."""
+    """Return an installed version and cache it; a missing package is looked up again."""
     return importlib.metadata.version(distribution)
 
 
@@ -391,18 +385,18 @@ def _version(distributions: tuple[str, ...]) -> str:
 
 
 # ---- compatibility --------------------------------------------------------------------------------
-# Which installed packages do not fit together, from their metadata alone: nothing is imported.
+# Package metadata shows which installed packages do not fit together; nothing is imported.
 
 TILEIRAS = "nvidia-cuda-tileiras"
 COMPILER_PARTS = ("nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-crt")
-"""What tileiras and nvcc call; of one release (13.4, say) they fit, of several they may not."""
+"""Tools that tileiras and nvcc call. They fit if they are of one release (such as 13.4), otherwise they may not."""
 HOPPER_RELEASE = Version("13.3")
 """The first release of tileiras that compiles for sm_90."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Packages that are installed and do not fit together: what follows, and the command that mends it."""
+    """Installed packages that do not fit together: the consequence, and the command that fixes it."""
 
     packages: tuple[str, ...]
     detail: str
@@ -410,7 +404,7 @@ class Misfit:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version by distribution, of what this module looks at; absent where it is not installed."""
+    """Return the version of each installed distribution that this module checks."""
     versions = {}
     for name in (TILEIRAS, *COMPILER_PARTS, "torch", "triton"):
         try:
@@ -421,7 +415,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def torch_requirements() -> tuple[str, ...]:
-    """What the installed PyTorch requires, as its metadata says it; empty if there is none."""
+    """Return the requirements in the metadata of the installed PyTorch; empty if it is not installed."""
     try:
         return tuple(importlib.metadata.requires("torch") or ())
     except importlib.metadata.PackageNotFoundError:
@@ -429,7 +423,7 @@ def torch_requirements() -> tuple[str, ...]:
 
 
 def misfits(versions: Mapping[str, str], required_by_torch: tuple[str, ...] = ()) -> list[Misfit]:
-    """Say what does not fit together.
+    """Return the installed packages that do not fit together.
 
     Args:
         versions: version by distribution name, as :func:`installed_versions` returns.
@@ -468,7 +462,7 @@ def _triton_misfits(versions: Mapping[str, str], required_by_torch: tuple[str, .
 
 
 def _release(version: str) -> Version | None:
-    """13.4.92 -> 13.4; None if there is no version or it is not one."""
+    """Return the release: 13.4 for 13.4.92, or None for an invalid version."""
     try:
         parsed = Version(version)
     except InvalidVersion:

@@ -1,4 +1,4 @@
-"""Record dtype names as torch dtypes, and back."""
+"""Converts between dtype names of records and torch dtypes."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def storage_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the record's name of a torch dtype; ``KeyError`` for one that records cannot hold."""
+    """Return a torch dtype's name in records; raise ``KeyError`` if records cannot hold it."""
     return _NAMES[dtype]

@@ -1,7 +1,7 @@
-"""Triton ahead of time: a driver without a device, and launches that stop after compilation.
+"""Compiles Triton ahead of time: a driver without a device, and launches that stop after compilation.
 
-Imported in worker processes only. Works with Triton 3.4 and newer; what it relies on is ``JITFunction.run``, its
-``warmup`` flag, and ``triton.runtime.driver.set_active``.
+Only worker processes import this module. It works with Triton 3.4 and newer, and relies on ``JITFunction.run``, its
+``warmup`` flag and ``triton.runtime.driver.set_active``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _CompileOnlyDriver:
 def recording(target: str, identity: str = "") -> Iterator[Recorder]:
     """Turn every kernel launch into a compilation for ``target``; undone on exit.
 
-    A launch raises what Triton's compiler raises, and :class:`SolutionError` where CUDA could not launch the result.
+    A launch raises what Triton's compiler raises, and :class:`SolutionError` if CUDA could not launch the result.
     """
     recorder = Recorder(target, identity)
     original = JITFunction.run
@@ -77,7 +77,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
 
 
 def _named_arguments(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """What a grid function is given: every argument of the kernel by name."""
+    """Return every argument of the kernel by name, as a grid function receives them."""
     defaults = {parameter.name: parameter.default for parameter in function.params if parameter.has_default}
     return {**defaults, **dict(zip(function.arg_names, args, strict=False)), **options}
 
@@ -89,7 +89,7 @@ def _copy(source, target, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 def compile_probe(target: str) -> None:
-    """Compile a copy kernel; raises what the compiler raises where it cannot make code for ``target``."""
+    """Compile a copy kernel; let the compiler's error through if it cannot make code for ``target``."""
     source = torch.empty(64)
     with recording(target):
         _copy[(1,)](source, torch.empty_like(source), 64, BLOCK=64)

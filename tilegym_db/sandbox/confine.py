@@ -1,7 +1,7 @@
-"""Confines the calling process, a worker that has not yet loaded anything it could not be trusted with.
+"""Confines the calling process, a worker that has not loaded untrusted code yet.
 
-The order matters: what takes privileges comes first, the system call filter last. A level is had in full or not at all: where
-the kernel refuses a part of it, :class:`SandboxError` says which, and the worker does not start.
+The order matters: steps that need privileges come first, the system call filter last. A level applies in full or not at
+all. If the kernel refuses a part of it, :class:`SandboxError` names the part and the worker does not start.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 
 
 _WORKERS_BESIDE = 4
-"""So many workers may reach their bound of threads before one that shares their user is refused its own."""
+"""Number of workers that may reach their bound of threads before the kernel refuses a thread to a worker of the same user."""
 
 
 def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> dict[str, Any]:
-    """Apply a level to this process, for good.
+    """Apply a level to this process permanently.
 
     Args:
-        spec: the worker's.
+        spec: the specification of the worker.
         environ: its environment, for the folders of compilers.
-        user: who to become; None to stay.
+        user: the user to become; None to stay.
 
     Returns:
-        What was applied, for the harness: the level, the user, and the process id (in its own namespace, at level 3).
+        The applied level, the user, and the process id (in the new namespace, at level 3), for the harness.
 
     Raises:
-        SandboxError: which part the kernel refused.
+        SandboxError: names the part that the kernel refused.
     """
     level = spec.confinement.level
     _die_first()
@@ -66,12 +66,12 @@ def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> d
     prctl(_NO_NEW_PRIVILEGES, 1)
     with contextlib.suppress(
         SandboxError
-    ):  # only root may, and whoever may not cannot regain any either, by the line above
+    ):  # only root may do this; other users cannot regain capabilities because of the line above
         forgo_capabilities()
     if user is not None:
         become_user(user)
     drop_capabilities()
-    prctl(_SET_DUMPABLE, 1)  # its own folder below /proc shall be its own
+    prctl(_SET_DUMPABLE, 1)  # makes the process the owner of its folder below /proc
     restrict_files(grants_for(spec, environ))
     install_filter(
         FilterOptions(
@@ -85,18 +85,17 @@ def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> d
 
 
 def _die_first() -> None:
-    """Be the first that the kernel kills when memory runs out."""
+    """Make this process the first that the kernel kills when memory runs out."""
     with contextlib.suppress(OSError):  # a container may forbid it
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _limit(bounds: ResourceBounds, user: int | None) -> None:
-    """Resource limits. Address space has none: CUDA reserves more of it than there is memory."""
+    """Set resource limits. Address space has no limit, because CUDA reserves more of it than there is memory."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, bounds.disk_bytes)
     _lower(resource.RLIMIT_NOFILE, bounds.open_files)
-    # It counts all threads of the user, wherever they come from, those of workers that start later too; root is not bound
-    # by it.
+    # The kernel counts all threads of the user, including those of workers that start later. It does not limit root.
     threads = bounds.threads if user is not None else tasks_of_user(os.getuid()) + _WORKERS_BESIDE * bounds.threads
     _lower(resource.RLIMIT_NPROC, threads)
 
@@ -108,16 +107,16 @@ def _lower(limit: int, value: int) -> None:
 
 
 # ---- levels ---------------------------------------------------------------------------------------
-# The levels of confinement, and which of them a machine has: found out by trying, from the highest down.
+# A machine's level is found by trying all of them, from the highest down.
 
 _PROC_WRITES: tuple[ProcWrites, ...] = ("self", "all")
 
 
 def choices(device: str) -> list[Confinement]:
-    """What is tried, best first.
+    """Return the confinements to try, best first.
 
-    Writes anywhere below ``/proc`` are for where the kernel's own part of it cannot be written to: at level 3 it is mounted
-    read-only, and at level 2 only root could.
+    Writes anywhere below ``/proc`` are tried only if the kernel's part of it is protected. At level 3 that part is mounted
+    read-only, and at level 2 only root could write to it.
     """
     sockets = device != "cpu"
     tried = [
@@ -133,7 +132,7 @@ def choices(device: str) -> list[Confinement]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The best sandbox of a machine: its level, what that is in words, and why nothing better is available."""
+    """The best sandbox of a machine: its level, a description, and the reasons why better ones are not available."""
 
     confinement: Confinement
     description: str
@@ -151,12 +150,12 @@ def find_sandbox(
     """Return the first confinement in which a process starts.
 
     Args:
-        tried: best first.
-        start: starts one under the confinement with that number, ends it, and gives the user that it ran as.
-        refused: what ``start`` raises where it does not start.
+        tried: confinements, best first.
+        start: starts a process under the confinement with that number, ends it, and returns its user.
+        refused: the exceptions that ``start`` raises if the process does not start.
 
     Raises:
-        Exception: of ``refused``, where it does not start in the last one either.
+        Exception: one of ``refused``, if the process does not start in the last confinement either.
     """
     reasons: list[str] = []
     for number, choice in enumerate(tried):
@@ -170,7 +169,7 @@ def find_sandbox(
 
 
 def _name(choice: Confinement) -> str:
-    user = {True: " with a user of its own", False: " with the same user"}[choice.own_user] if choice.level == 3 else ""
+    user = {True: " with a separate user", False: " with the same user"}[choice.own_user] if choice.level == 3 else ""
     return f"level {choice.level}{user}{_proc(choice)}"
 
 
@@ -184,7 +183,7 @@ def _proc(choice: Confinement) -> str:
 
 def _describe(choice: Confinement, user: int) -> str:
     if choice.level == 1:
-        return "level 1: a session of its own, a scrubbed environment and resource limits"
+        return "level 1: a separate session, a scrubbed environment and resource limits"
     version = landlock_version()
     parts = f"Landlock {version}, a system call filter, no capabilities, resource limits, a scrubbed environment"
     parts += _proc(choice)
@@ -195,45 +194,44 @@ def _describe(choice: Confinement, user: int) -> str:
             else "; signals to other processes of the user are only partly refused"
         )
         return f"level 2: {parts}{signals}"
-    who = f"user {user} of its own" if choice.own_user else f"user {user} without capabilities"
-    return f"level 3: process, mount, network and IPC namespaces, {who}, {parts}"
+    identity = f"separate user {user}" if choice.own_user else f"user {user} without capabilities"
+    return f"level 3: process, mount, network and IPC namespaces, {identity}, {parts}"
 
 
 # ---- namespaces -----------------------------------------------------------------------------------
-# Level 3: namespaces of its own for processes, mounts, network and IPC, and a user that owns nothing. Takes root.
-#
-# No user namespaces: CUDA does not start in some of them.
+# Level 3 creates namespaces for processes, mounts, network and IPC, and runs as a user that owns nothing. It needs root.
+# It creates no user namespace, because CUDA does not start in some of them.
 
 _NEW_MOUNTS, _NEW_IPC, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x08000000, 0x20000000, 0x40000000
 _NO_SUID, _NO_DEVICES, _NO_PROGRAMS, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _READ_ONLY_ATTRIBUTE, _NO_SUID_ATTRIBUTE = 1, 2
 
-# The parts of /proc that belong to the kernel and not to a process.
+# Parts of /proc that belong to the kernel, not to a process.
 _KERNEL_PARTS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr")
-_LEAST_PROCESS_LIMIT = 400  # the kernel reserves 300 numbers
+_MIN_PROCESS_LIMIT = 400  # the kernel reserves 300 numbers
 _LIMIT_IS_PER_NAMESPACE = (6, 14)
 _READABLE_CHECK_LIMIT = 10_000
-_USERS_FROM, _MOST_USERS = 1 << 16, 1 << 31
+_USERS_FROM, _MAX_USERS = 1 << 16, 1 << 31
 
 
 def new_process_namespace() -> None:
-    """The next child is the first process of a namespace of its own; with it, everything in there dies."""
+    """Put the next child into a new process namespace; all processes in it end with that child."""
     try:
         unshare(_NEW_PROCESSES)
     except SandboxError as error:
-        raise SandboxError(f"a process namespace of its own takes root: {error}", code="namespace_refused") from None
+        raise SandboxError(f"a separate process namespace requires root: {error}", code="namespace_refused") from None
 
 
 def isolate_view(folder: Path, visible: Iterable[Path], bounds: ResourceBounds, *, reveal: bool, shm: bool) -> None:
-    """Give this process, the first of its namespace, mounts of its own: all read-only but its folder, and a new ``/proc``.
+    """Give this process, the first of its namespace, read-only mounts except its folder, and a new ``/proc``.
 
     Args:
         folder: the scratch folder, which stays writable.
-        visible: what must be reachable by any user if ``reveal``.
-        bounds: for the size of ``/dev/shm`` and, where the kernel can, the number of threads.
-        reveal: hide the contents of every folder that other users cannot enter but that leads to something visible (a home
-            folder with a Python in it), and show only that.
-        shm: mount a ``/dev/shm`` of its own.
+        visible: paths that any user must reach if ``reveal`` is set.
+        bounds: the size of ``/dev/shm`` and, if the kernel supports it, the number of threads.
+        reveal: hide the contents of each folder that other users cannot enter but that leads to a visible path (a home
+            folder that contains Python), and show only those paths.
+        shm: mount a separate ``/dev/shm``.
     """
     unshare(_NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC)
     mount("none", "/", None, _RECURSIVE | _PRIVATE)
@@ -253,7 +251,7 @@ def _mount_proc(bounds: ResourceBounds) -> None:
     mount("proc", "/proc", "proc", _NO_SUID | _NO_DEVICES | _NO_PROGRAMS)
     version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if version >= _LIMIT_IS_PER_NAMESPACE:  # before that it would be the whole machine's
-        limit = max(_LEAST_PROCESS_LIMIT, bounds.threads)
+        limit = max(_MIN_PROCESS_LIMIT, bounds.threads)
         Path("/proc/sys/kernel/pid_max").write_text(str(limit))
     for name in _KERNEL_PARTS:
         path = f"/proc/{name}"
@@ -263,7 +261,7 @@ def _mount_proc(bounds: ResourceBounds) -> None:
 
 
 def _reveal(paths: Iterable[Path]) -> None:
-    """Put an empty folder over each one that others cannot enter, and in it only the given paths."""
+    """Mount an empty folder over each one that others cannot enter, and show only the given paths in it."""
     hidden_by: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(path.resolve() for path in paths if path.exists()):
         closed = next((ancestor for ancestor in reversed(path.parents) if not _lets_others_in(ancestor)), None)
@@ -284,14 +282,14 @@ def _lets_others_in(folder: Path) -> bool:
 
 
 def choose_user(supervisor: int) -> int:
-    """Return a user number that nobody else has: by the supervisor's process id, within what this system can map."""
+    """Return an unused user number, derived from the supervisor's process id, that this system can map."""
     _, _, count = (int(text) for text in Path("/proc/self/uid_map").read_text().split()[:3])
-    most = min(count, _MOST_USERS) - 2
+    most = min(count, _MAX_USERS) - 2
     return most - supervisor % (most - _USERS_FROM if most > 2 * _USERS_FROM else most // 4)
 
 
 def is_readable_by_others(path: Path) -> bool:
-    """Return True if every user who gets to this path can read it and all that is in it."""
+    """Return True if every user who reaches this path can read it and all of its contents."""
     waiting, checked = [path], 0
     while waiting:
         current = waiting.pop()
@@ -316,17 +314,15 @@ def become_user(user: int) -> None:
 
 
 # ---- seccomp --------------------------------------------------------------------------------------
-# The system call filter: what a Solution and its compilers have no use for is refused by the kernel.
-#
-# The program is built by hand, as classic BPF. Calls of another processor's convention (32-bit, x32) would have other
-# numbers: they end the process.
+# The kernel refuses system calls that a Solution and its compilers do not need.
+# The filter is a classic BPF program. A call in another convention (32-bit, x32) has other numbers and ends the process.
 
 Instruction = tuple[int, int, int, int]
 """Operation, jump if true, jump if false, constant."""
 
 _NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
 
-# Reading and changing other processes, the kernel, mounts, the clock; names and memory that outlive the process.
+# Other processes, the kernel, mounts and the clock; names and memory that outlive the process.
 _REFUSED = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "pidfd_getfd", "kcmp"),
     *("move_pages", "migrate_pages", "bpf", "perf_event_open", "userfaultfd", "memfd_secret", "fanotify_init"),
@@ -338,11 +334,11 @@ _REFUSED = (
     *("settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "tkill"),
 )
 
-# libraries try these first and have another way where the kernel does not know them
+# Libraries try these first and have an alternative if the kernel does not support them.
 _UNKNOWN = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 
-# The attributes of files, which Landlock does not guard. Linkers and copying tools set them on what they wrote; they are told
-# that it worked, as under fakeroot.
+# Attributes of files, which Landlock does not protect. Linkers and copying tools set them on files that they wrote. The
+# filter reports success, as fakeroot does.
 _ATTRIBUTES = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat"),
@@ -351,10 +347,10 @@ _EXTENDED_ATTRIBUTES = (
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-# All of a worker's processes stay in one process group, which can be killed at one stroke, however fast they fork.
+# All processes of a worker stay in one process group, so that one signal kills them all, however fast they fork.
 _GROUPS = ("setsid", "setpgid")
 
-# What may be done to oneself (0) but not to another process of the same user: call -> its argument that names the process.
+# Calls that are allowed on the calling process (0) but not on another one: call -> index of the argument with the process.
 _ONESELF_ONLY = {
     "prlimit64": 0,
     "sched_setaffinity": 0,
@@ -379,12 +375,12 @@ _SET_FILTER = 1
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """What differs between levels and kernels.
+    """Filter options that differ between levels and kernels.
 
-    ``shared_processes``: other processes of the user can be named (no process namespace of its own), so that calls which name
-    one are filtered. ``protected``: the process (positive) and group (negative) ids that may get no signal.
-    ``writable_attributes``: attributes of files are guarded elsewhere. ``unix_sockets``: allow packet sockets of the machine
-    itself (SOCK_SEQPACKET) that listen, without which CUDA does not start (error 304). None may connect.
+    ``shared_processes``: the worker can address other processes of its user (it has no separate process namespace), so
+    calls that take a process are filtered. ``protected``: process (positive) and group (negative) ids that may get no
+    signal. ``writable_attributes``: another part of the sandbox protects the attributes of files. ``unix_sockets``: allow
+    local packet sockets (SOCK_SEQPACKET) that listen and never connect; CUDA does not start without them (error 304).
     """
 
     shared_processes: bool = True
@@ -394,7 +390,7 @@ class FilterOptions:
 
 
 def build_filter(machine: Processor, options: FilterOptions) -> list[Instruction]:
-    """Return the program for one processor."""
+    """Return the filter program for one processor."""
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, machine.audit_code),
@@ -411,7 +407,7 @@ def build_filter(machine: Processor, options: FilterOptions) -> list[Instruction
     if options.unix_sockets:
         for number in _numbers(machine, ("socket",)):
             program += _on_argument(number, 0, [(_EQUAL, 1, 0, _UNIX_FAMILY)], errno.EPERM)
-            # A datagram socket would need no connection to reach another process.
+            # A datagram socket could reach another process without a connection.
             program += _on_argument(
                 number, 1, [(_AND, 0, 0, _SOCKET_KIND), (_EQUAL, 1, 0, _SEQUENCED_PACKETS)], errno.EPERM
             )
@@ -440,7 +436,7 @@ def _numbers(machine: Processor, names: Iterable[str]) -> list[int]:
 
 
 def _on_argument(number: int, position: int, test: list[Instruction], error: int) -> list[Instruction]:
-    """Refuse a call if the test of its argument (the low 32 bits of it) says so, by not jumping."""
+    """Return a test of an argument's low 32 bits that refuses the call unless the test jumps over the refusal."""
     body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * position), *test, (_RETURN, 0, 0, _ERROR | error), (_LOAD, 0, 0, _NUMBER)]
     return [(_EQUAL, 0, len(body), number), *body]
 
@@ -454,7 +450,7 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(options: FilterOptions) -> None:
-    """Filter the calls of this process and its children, for good. ``no_new_privs`` must be set.
+    """Filter the calls of this process and its children permanently. ``no_new_privs`` must be set.
 
     Raises:
         SandboxError: the kernel has no filters, or the processor is unknown.

@@ -37,7 +37,7 @@ from tilegym_db.sandbox.processes import Watch, kill_descendants, reap
 from tilegym_db.sandbox.system_calls import SandboxError, drop_capabilities, forgo_capabilities, prctl
 
 SUPERVISOR_CHANNEL = 3
-"""The descriptor that a supervisor finds the worker's channel under."""
+"""The number of the supervisor's descriptor of the worker's channel."""
 MAX_PACKET = 1 << 17
 
 # What every worker imports sooner or later, whatever its language. A language is not among them: how it is imported depends
@@ -79,13 +79,13 @@ def main() -> None:
 
 
 def _use_compile_cache(folder: Path, private: Path) -> None:
-    """Have inductor ready for the forks; where that fails, this program begins again and does without."""
+    """Prepare inductor for the forks; if that fails, start this program again without it."""
     from tilegym_db.backends.compile_cache import forget_compile_cache, use_compile_cache
 
     before = dict(os.environ)
     try:
         use_compile_cache(folder, private)
-    except Exception:  # whatever a compiler that is missing or broken raises: a worker meets it again, and says so
+    except Exception:  # a missing or broken compiler raises any error; a worker meets it again and reports it
         traceback.print_exc()
         forget_compile_cache(folder)
         # What failed half way is remembered all over inductor, and forks must not begin with that.
@@ -93,7 +93,7 @@ def _use_compile_cache(folder: Path, private: Path) -> None:
 
 
 def _become_supervisor(environment: dict[str, str], folder: str, files: list[int]) -> int:
-    """What ``subprocess.Popen`` does between fork and exec, and then the supervisor's own program."""
+    """Prepare the fork as ``subprocess.Popen`` does before exec, then run the supervisor."""
     os.setsid()
     aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE_ALL_TARGETS) for descriptor in files]
     for target, source in zip((0, 1, SUPERVISOR_CHANNEL), aside, strict=True):
@@ -122,7 +122,7 @@ WORKER_MODULE = "tilegym_db.sandbox.program"
 CHANNEL = 3  # the worker's descriptor of its socket
 LOG_TAIL_BYTES = 4000
 END_TIMEOUT_S = 8.0
-LONGEST_SLEEP_S = 0.05
+MAX_SLEEP_S = 0.05
 SETUP_FAILED = 70
 
 _DIE_WITH_PARENT, _PR_SET_DUMPABLE, _ADOPT_ORPHANS = 1, 4, 36
@@ -130,9 +130,9 @@ _DIE_WITH_PARENT, _PR_SET_DUMPABLE, _ADOPT_ORPHANS = 1, 4, 36
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended: its exit code (negative: the signal), why it was ended if so, the end of its output.
+    """The end of a worker: its exit code (negative for a signal), the reason if it was ended, and its last output.
 
-    ``leftover`` is true where some of its processes could not be ended in time.
+    ``leftover`` is true if some of its processes could not be ended in time.
     """
 
     code: int | None
@@ -157,7 +157,7 @@ def supervise() -> None:
 
 
 class Supervisor:
-    """One worker and all its processes."""
+    """A worker and all its processes."""
 
     def __init__(self, spec: WorkerSpec, parent: int) -> None:
         """Start the worker; it ends with the process ``parent``."""
@@ -178,19 +178,19 @@ class Supervisor:
         self._ended: dict[int, int] = {}
 
     def supervise(self) -> WorkerEnd:
-        """Return when the worker has ended or had to be ended, and nothing of it is left."""
+        """Wait until the worker has ended or was ended, and none of its processes is left."""
         reason = self._watch()
         done = self._end_all()
         self._read_log()
         return WorkerEnd(self._exit_code(), reason, self._tail.decode(errors="replace"), not done)
 
     def _watch(self) -> str:
-        """Wait for the worker's end or for a reason to end it; the reason, or nothing."""
+        """Wait for the worker's end or for a reason to end it; return the reason, or an empty text."""
         trusted = 1 if self.spec.confinement.level >= 3 else 0
         watch = Watch(os.getpid(), Path(self.spec.folder), self.spec.bounds, trusted)
         child = os.pidfd_open(self.child)
         while os.getppid() == self._parent:
-            ready, _, _ = select.select([0, self._log, child], [], [], LONGEST_SLEEP_S)
+            ready, _, _ = select.select([0, self._log, child], [], [], MAX_SLEEP_S)
             if self._log in ready:
                 self._read_log()
             if 0 in ready or child in ready:
@@ -202,7 +202,7 @@ class Supervisor:
         return ""
 
     def _read_log(self) -> None:
-        """Take what there is of the worker's output, keeping its end; a worker that writes on and on is not waited for."""
+        """Read available output of the worker and keep the end of it; do not wait for a worker that keeps writing."""
         for _ in range(64):
             try:
                 piece = os.read(self._log, 1 << 16)
@@ -214,11 +214,11 @@ class Supervisor:
             self._tail = (self._tail + piece)[-LOG_TAIL_BYTES:]
 
     def _end_all(self) -> bool:
-        """End every process of the worker; false where some could not be ended in time."""
+        """End every process of the worker; return False if some could not be ended in time."""
         deadline = time.monotonic() + END_TIMEOUT_S
         with contextlib.suppress(ProcessLookupError):
-            # The first process of a namespace takes all others with it. At level 2 nobody can leave the worker's group, and a
-            # group dies at one stroke, however fast it forks.
+            # The end of a namespace's first process ends all others. At level 2 a worker cannot leave its process group, and one
+            # signal ends the whole group, however fast it forks.
             os.kill(self.child, signal.SIGKILL)
             os.killpg(self.child, signal.SIGKILL)
         while kill_descendants(os.getpid()):
@@ -248,14 +248,14 @@ def _first_line() -> bytes:
 
 
 def _user_for(spec: WorkerSpec) -> int | None:
-    """Return the user to become, or None: not asked for, or the Solution's own files are not for others to read."""
+    """Return the user to become, or None if it is not requested or the Solution's files are not readable by others."""
     if spec.confinement.level < 3 or not spec.confinement.own_user:
         return None
     return choose_user(os.getpid()) if all(is_readable_by_others(Path(path)) for path in spec.readable) else None
 
 
 def fork_to(run: Callable[[], int]) -> int:
-    """Run a function in a child process, which ends with what it returns."""
+    """Run a function in a child process, which exits with its result."""
     child = os.fork()
     if child:
         return child
@@ -279,7 +279,7 @@ def fork_to(run: Callable[[], int]) -> int:
 
 
 def _first_process(spec: WorkerSpec, user: int | None, log: int, status: int) -> int:
-    """Return the first process of the namespace: prepares it, starts the worker, reaps, and says how the worker ended."""
+    """Run the first process of the namespace: prepare it, start the worker, reap, and report the worker's end."""
     prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     _use_log(log)
     folder = Path(spec.folder)
@@ -302,7 +302,7 @@ def _first_process(spec: WorkerSpec, user: int | None, log: int, status: int) ->
 
 
 def _worker(spec: WorkerSpec, user: int | None, log: int) -> int:
-    """Return the worker: confined, introduced to the harness, and then no longer to be trusted."""
+    """Run the worker: confine it and introduce it to the harness; from then on it is untrusted."""
     os.setsid()
     prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     _use_log(log)

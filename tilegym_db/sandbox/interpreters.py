@@ -67,7 +67,7 @@ def repair_interpreter() -> None:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What one language needs, in a worker that runs nothing but the Solution it judges."""
+    """The setup of one language's interpreter in a worker that runs only one Solution."""
 
     install: Callable[[], None]
     """Called in the worker before the Solution is loaded; for the rest of the process."""

@@ -1,4 +1,4 @@
-"""Landlock: which files this process and its children may touch, for good; no privilege is needed.
+"""Landlock: restricts the files of this process and its children permanently, without privileges.
 
 What is not granted is refused. Landlock does not guard the attributes of files (mode, owner, times): the system call filter
 and, at level 3, read-only mounts do.
@@ -37,7 +37,7 @@ _ASK_VERSION, _PATH_RULE = 1, 1
 
 
 class Access(Enum):
-    """What a grant allows on a path and everything below it."""
+    """The operations that a grant allows on a path and everything below it."""
 
     LIST = _READ_FOLDER
     READ = _READ_FOLDER | _READ_FILE | _EXECUTE
@@ -48,7 +48,7 @@ class Access(Enum):
 
 @dataclass(frozen=True)
 class Grant:
-    """One path and what is allowed there."""
+    """A path and its allowed operations."""
 
     path: Path
     access: Access
@@ -64,7 +64,7 @@ class _PathRule(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where it has none."""
+    """Return the version of the kernel's Landlock; 0 if it has none."""
     try:
         return invoke("landlock_create_ruleset", None, 0, _ASK_VERSION)
     except SandboxError:
@@ -72,7 +72,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(grants: Iterable[Grant]) -> None:
-    """Allow the grants and nothing else. Paths that do not exist are passed over.
+    """Allow only the grants. Paths that do not exist are skipped.
 
     Raises:
         SandboxError: the kernel has no Landlock, or one that is too old.
@@ -137,7 +137,7 @@ _SEARCHED = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV")
 
 
 def grants_for(spec: WorkerSpec, environ: Mapping[str, str]) -> list[Grant]:
-    """Everything that one worker is granted, in its own process (its folder below ``/proc`` is its own)."""
+    """Return all grants of one worker; call it in the worker's process, whose folder below ``/proc`` it includes."""
     hidden = [Path(path).resolve() for path in (*spec.hidden, *map(str, catalog_folders()))]
     grants: list[Grant] = []
     for folder in (*program_folders(environ), *map(Path, _SYSTEM), *_settings()):
@@ -152,7 +152,7 @@ def grants_for(spec: WorkerSpec, environ: Mapping[str, str]) -> list[Grant]:
 
 
 def program_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where code comes from: interpreter, packages, this package, and the compilers that the environment names."""
+    """Return the folders of code: interpreter, packages, this package, and compilers that the environment names."""
     checkout = PACKAGE.parent if catalog_folders() and catalog_folders()[0].parent == PACKAGE.parent else None
     found = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path) if path]
     found += [Path(part) for name in _SEARCHED for part in environ.get(name, "").split(os.pathsep) if part]
@@ -165,7 +165,7 @@ def program_folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def catalog_folders() -> list[Path]:
-    """Return the folders of definitions, solutions, workloads and traces, in a checkout or in an installed package."""
+    """Return the folders of definitions, solutions, workloads and traces, in a checkout or an installed package."""
     names = ("definitions", "solutions", "workloads", "traces")
     for root in (PACKAGE.parent, PACKAGE / "_data"):
         if (root / "definitions").is_dir():
@@ -184,7 +184,7 @@ def _devices(spec: WorkerSpec) -> list[Path]:
 
 
 def _without(folder: Path, hidden: Iterable[Path]) -> list[Grant]:
-    """Grants to read a folder but not what is hidden inside it; names can be listed everywhere."""
+    """Return grants to read a folder without the hidden paths inside it; names can be listed everywhere."""
     folder = folder.resolve()
     inside = [path for path in hidden if path != folder and path.is_relative_to(folder)]
     if not inside:

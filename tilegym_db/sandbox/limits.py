@@ -1,4 +1,4 @@
-"""How much of the machine one worker may take, and the pure decision whether it took more."""
+"""Resource limits of one worker, the check of its usage, and the specification of its sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 _MIB = 1 << 20
 HOST_SHARE = "TILEGYM_DB_HOST_SHARE"
-"""The variable that tells a process that it is one of so many harnesses at work on this host, one for each of its GPUs."""
+"""Environment variable with the number of harnesses on this host, one per GPU."""
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -19,9 +19,9 @@ _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 class ResourceBounds:
     """Bounds on a worker together with every process that it starts. Sizes in bytes.
 
-    Where they are exceeded the worker is killed. ``memory_bytes`` counts private and shared memory that is in use, not address
-    space, of which CUDA reserves terabytes. ``threads`` is enforced by the kernel where it can be: a thread more is
-    refused; where workers share their user, one more than several of them may have.
+    The supervisor kills a worker that exceeds them. ``memory_bytes`` counts private and shared memory in use. It does not
+    count address space, of which CUDA reserves terabytes. The kernel enforces ``threads`` if it can and refuses one more
+    thread. Workers that share a user also share a bound, which is several times as large.
     """
 
     memory_bytes: int
@@ -34,14 +34,14 @@ class ResourceBounds:
 
     @classmethod
     def of_machine(cls) -> ResourceBounds:
-        """Half of the memory, and processes and threads in proportion to the processors."""
+        """Return half of the memory, and processes and threads in proportion to the processors."""
         cores = os.cpu_count() or 1
         return cls(memory_bytes=available_memory() // 2, processes=128 + 4 * cores, threads=512 + 64 * cores)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a worker and its processes have taken so far, in the units of :class:`ResourceBounds`."""
+    """The resources that a worker and its processes use, in the units of :class:`ResourceBounds`."""
 
     memory_bytes: int = 0
     processes: int = 0
@@ -51,7 +51,7 @@ class Usage:
 
 
 def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
-    """Return the bound that is exceeded, in words, or None."""
+    """Return a description of the exceeded bound, or None."""
     if usage.processes > bounds.processes:
         return f"it ran {usage.processes} processes (at most {bounds.processes})"
     if usage.memory_bytes > bounds.memory_bytes:
@@ -66,33 +66,30 @@ def violation(usage: Usage, bounds: ResourceBounds) -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes of this machine's memory; in a container what that may have: beyond it the kernel kills whom it likes.
+    """Return the bytes of memory that this harness may use.
 
-    Of one of several harnesses on this host, its part.
+    In a container this is the container's limit, because the kernel kills processes beyond it. Several harnesses on one
+    host divide it equally.
     """
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_container_limits()]) // host_share()
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """Return how many processors this process may run on at once, at least one; ``root`` is for tests.
+    """Return the number of processors that this process may use at once, at least 1; ``root`` is for tests.
 
-    A container's quota counts as well: with more threads than it allows, all of them are stopped for a while in turns.
+    A container's quota counts as well. With more threads than it allows, the kernel pauses all of them from time to time.
     """
     return max(1, min(len(os.sched_getaffinity(0)), *_quotas(root)))
 
 
 def host_share() -> int:
-    """Return how many harnesses, each with a GPU of its own, share this host by word of whoever started them; one where
-    nobody did.
-    """
+    """Return the number of harnesses that share this host, one per GPU; 1 if :data:`HOST_SHARE` is not set."""
     text = os.environ.get(HOST_SHARE, "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _quotas(root: Path) -> list[int]:
-    """Return how many processors a control group allows, this harness's part of it; without a quota, as many as there
-    can be.
-    """
+    """Return this harness's part of each processor quota, after an upper bound for the case without a quota."""
     folder = root / "sys/fs/cgroup"
     found = [1 << 16]
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -106,7 +103,7 @@ def _quotas(root: Path) -> list[int]:
 
 
 def _container_limits() -> list[int]:
-    """Bytes of memory that control groups allow this process; empty if none says so."""
+    """Return the memory limits of this process's control groups, in bytes; empty without a limit."""
     texts = []
     for path in _MEMORY_LIMITS:
         try:
@@ -121,25 +118,24 @@ def _mib(size: int) -> str:
 
 
 # ---- spec -----------------------------------------------------------------------------------------
-# What the harness asks of the sandbox for one worker, in a form that crosses a process boundary.
+# The harness sends a WorkerSpec to the sandbox, as JSON.
 
-HIGHEST_LEVEL = 3
+MAX_LEVEL = 3
 
 ProcWrites = Literal["none", "self", "all"]
-"""Where below ``/proc`` a worker may write: nowhere, its own folder (CUDA names its threads there), or everywhere."""
+"""Places below ``/proc`` that a worker may write: none, its own folder (CUDA names its threads there), or all."""
 
 
 @dataclass(frozen=True)
 class Confinement:
     """A level of the sandbox and the choices within it.
 
-    Levels: 1, a session of its own, a scrubbed environment and resource limits; 2, and Landlock, a system call filter and no
-    capabilities; 3, and namespaces of its own (processes, mounts, network, IPC), which takes root.
+    Level 1 has a separate session, a scrubbed environment and resource limits. Level 2 adds Landlock and a system call
+    filter, and drops capabilities. Level 3 adds separate namespaces (processes, mounts, network, IPC) and requires root.
 
-    ``own_user``: at level 3, run as a user that owns nothing but the scratch folder, where that user can read what it needs.
-    ``proc_writes``: see :data:`ProcWrites`. ``unix_sockets``: allow sockets of the machine itself that
-    listen and never connect, without which CUDA does not start.
-    ``private_shm``: at level 3, a ``/dev/shm`` of its own rather than none.
+    ``own_user``: at level 3, run as a user that owns only the scratch folder, if that user can read what it needs.
+    ``proc_writes``: see :data:`ProcWrites`. ``unix_sockets``: allow local sockets that listen and never connect;
+    CUDA does not start without them. ``private_shm``: at level 3, mount a separate ``/dev/shm``.
     """
 
     level: int
@@ -151,10 +147,10 @@ class Confinement:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker: how it is confined, what it may read besides its interpreter, and what it runs.
+    """A worker: its confinement, the files that it may read beyond its interpreter, and its program.
 
-    ``channel`` is the descriptor of its socket. ``script`` replaces the worker's own program. ``hidden`` are folders that stay
-    unreadable even if they lie inside one that is readable as a whole.
+    ``channel`` is the descriptor of its socket. ``script`` replaces the default program of a worker. ``hidden`` folders
+    stay unreadable even if they lie inside a readable one.
     """
 
     confinement: Confinement
@@ -168,12 +164,12 @@ class WorkerSpec:
     protected: tuple[int, ...] = field(default=())
 
     def to_json(self) -> str:
-        """Return one line."""
+        """Return the specification as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> WorkerSpec:
-        """Return the inverse of :meth:`to_json`."""
+        """Parse the output of :meth:`to_json`."""
         fields: Mapping[str, Any] = json.loads(line)
         lists = {name: tuple(fields[name]) for name in ("readable", "hidden", "protected")}
         confinement, bounds = Confinement(**fields["confinement"]), ResourceBounds(**fields["bounds"])

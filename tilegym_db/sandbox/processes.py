@@ -1,4 +1,4 @@
-"""A worker's processes as ``/proc`` shows them: which there are, what they take, and how all of them are ended."""
+"""Finds, measures and ends a worker's processes through ``/proc``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOLEN = 7
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the processes that stem from one, in no particular order; zombies count."""
+    """Return the descendants of a process in no particular order, zombies included."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -36,7 +36,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def kill_descendants(ancestor: int) -> int:
-    """SIGKILL everything that stems from a process, and say how many there were; call it again until there is nothing."""
+    """Send SIGKILL to all descendants of a process and return their number; repeat until it is 0."""
     found = descendants(ancestor)
     for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -45,9 +45,7 @@ def kill_descendants(ancestor: int) -> int:
 
 
 def processor_us(processes: Iterable[int]) -> float:
-    """Return the processor time that they have taken so far, with that of their threads that have ended, in
-    microseconds.
-    """
+    """Return the processor time of processes so far, including their ended threads, in microseconds."""
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
@@ -56,9 +54,7 @@ def processor_us(processes: Iterable[int]) -> float:
 
 
 def queued_us(processes: Iterable[int]) -> float:
-    """Return how long their living threads have been ready to run without getting a processor, in microseconds; 0 if
-    unknown.
-    """
+    """Return the time that living threads have waited for a processor, in microseconds; 0 if unknown."""
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended, or this kernel does not count
@@ -69,10 +65,9 @@ def queued_us(processes: Iterable[int]) -> float:
 
 
 def stolen_us() -> list[float]:
-    """Return how long each processor of a virtual machine had something to run while its host ran something else, in
-    microseconds.
+    """Return the time that the host withheld each processor of a virtual machine, in microseconds.
 
-    Since the machine started, in steps of a hundredth of a second; empty if the kernel does not say.
+    The time counts from the start of the machine, in steps of a hundredth of a second; empty if the kernel does not report it.
     """
     us_a_tick = 1e6 / os.sysconf("SC_CLK_TCK")
     stolen = []
@@ -97,12 +92,12 @@ def reap(spare: int = 0) -> dict[int, int]:
 
 
 def memory_bytes(processes: Iterable[int]) -> int:
-    """Private plus shared memory in use, without mapped files. What processes share since a fork counts for each."""
+    """Return the private plus shared memory in use, without mapped files. Pages shared since a fork count for each process."""
     return sum(_sum_of_lines(f"/proc/{process}/status", (b"RssAnon:", b"RssShmem:")) or 0 for process in processes)
 
 
 def shared_out_memory_bytes(processes: Iterable[int]) -> int:
-    """Return the same with what is shared counted once, which takes the kernel longer to find out."""
+    """Return the same with shared pages counted once, which takes the kernel longer."""
     total = 0
     for process in processes:
         found = _sum_of_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
@@ -111,7 +106,7 @@ def shared_out_memory_bytes(processes: Iterable[int]) -> int:
 
 
 def _sum_of_lines(path: str, starts: tuple[bytes, ...]) -> int | None:
-    """Return the sizes, given in KiB, in those lines of a file; None if it cannot be read."""
+    """Return the sum of sizes, given in KiB, in those lines of a file; None if it cannot be read."""
     try:
         return sum(int(line.split()[1]) << 10 for line in _read(path).splitlines() if line.startswith(starts))
     except OSError:
@@ -119,7 +114,7 @@ def _sum_of_lines(path: str, starts: tuple[bytes, ...]) -> int | None:
 
 
 def hidden_file_bytes(processes: Iterable[int], disk: int) -> tuple[int, int]:
-    """Size of files that are open but have no name: (on the device ``disk``, elsewhere, which is memory)."""
+    """Return the size of open files without a name: on the device ``disk``, and elsewhere, which is memory."""
     seen: dict[tuple[int, int], int] = {}
     for process in processes:
         with contextlib.suppress(OSError):
@@ -132,17 +127,17 @@ def hidden_file_bytes(processes: Iterable[int], disk: int) -> tuple[int, int]:
     return on_disk, sum(seen.values()) - on_disk
 
 
-def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
-    """(bytes on disk, number of entries) of a folder; it stops counting beyond ``most_files``.
+def tree_size(folder: Path, max_files: int) -> tuple[int, int]:
+    """Return (bytes on disk, number of entries) of a folder; stop counting beyond ``max_files``.
 
-    A folder nested too deep to be looked into counts as too many files.
+    A folder that is nested too deep counts as too many files.
     """
     size, files = 0, 0
     waiting = [(str(folder), 0)]
-    while waiting and files <= most_files:
+    while waiting and files <= max_files:
         path, depth = waiting.pop()
         if depth > _DEEPEST:
-            return size, most_files + 1
+            return size, max_files + 1
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(path) as entries:
             for entry in entries:
                 files += 1
@@ -150,13 +145,13 @@ def tree_size(folder: Path, most_files: int) -> tuple[int, int]:
                     size += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append((entry.path, depth + 1))
-                if files > most_files:
+                if files > max_files:
                     break
     return size, files
 
 
 def tasks_of_user(user: int) -> int:
-    """Return how many threads a user runs, all processes together."""
+    """Return the number of threads of a user, in all processes."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -175,19 +170,19 @@ def _read(path: str) -> bytes:
 
 
 # ---- watch ----------------------------------------------------------------------------------------
-# Watches what a worker takes and says when that is too much; spends about a hundredth of one processor on it.
+# The watch compares a worker's usage with its bounds and takes about a hundredth of one processor.
 
 _SHARE_OF_TIME = 0.01
 _PROCESSES_EVERY_S = 0.05, 0.5
 _FILES_EVERY_S = 0.5, 5.0
-"""How often at most and at least: a fork bomb must not buy itself time by making it slow to look."""
+"""Minimum and maximum interval of checks: a fork bomb must not gain time by slowing them."""
 
 
 class Watch:
-    """What stems from one process, and one folder, held against bounds. ``check`` often; it looks when it is time to."""
+    """A watch over the descendants of a process and one folder. Call ``check`` often; it measures when the interval is over."""
 
     def __init__(self, ancestor: int, folder: Path, bounds: ResourceBounds, ignored: int = 0) -> None:
-        """Begin; ``ignored`` processes of the sandbox's own are not counted."""
+        """Begin; ``ignored`` is the number of the sandbox's processes, which are not counted."""
         self._ancestor, self._folder, self._bounds, self._ignored = ancestor, folder, bounds, ignored
         self._device = os.stat(folder).st_dev
         self._processes: list[int] = []
@@ -195,11 +190,11 @@ class Watch:
         self._processes_due = self._files_due = 0.0
 
     def check(self, output_bytes: int) -> str | None:
-        """Return the bound that is exceeded, in words, or None."""
+        """Return a description of the exceeded bound, or None."""
         now = time.monotonic()
         if now >= self._processes_due:
             self._processes = descendants(self._ancestor)
-            if len(self._processes) - self._ignored <= self._bounds.processes:  # of a bomb, no more need be known
+            if len(self._processes) - self._ignored <= self._bounds.processes:  # for a fork bomb the number is enough
                 self._memory = memory_bytes(self._processes)
                 if self._memory > self._bounds.memory_bytes:
                     self._memory = shared_out_memory_bytes(self._processes)

@@ -1,8 +1,8 @@
 """The worker process: loads one Solution and calls it on shared memory when the harness says so.
 
-Untrusted from the moment a Solution is loaded. It never sees the oracle, the seeds or the store; what it answers is only
-used as described in :mod:`tilegym_db.sandbox.protocol`. The supervisor calls :func:`main` in a process that is confined by
-then; standard output and error belong to the Solution and go to a log.
+The process is untrusted once it loads a Solution. It never sees the oracle, the seeds or the store. The harness uses its
+answers only as described in :mod:`tilegym_db.sandbox.protocol`. The supervisor calls :func:`main` in a confined process.
+Standard output and error belong to the Solution and go to a log.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.protocol import KernelUse, sum_uses
 
 RECOMPILE_LIMIT = 64
-"""Graphs that torch.compile may keep for one function. Its own limit of 8 is less than the shapes, strides, offsets and modes
-(inference or not) of one promotion, and a function that must be one graph raises beyond it."""
+"""Maximum number of graphs that torch.compile keeps for one function. Its default of 8 is less than the shapes, strides,
+offsets and modes (inference or not) of one promotion, and a function that must be one graph raises beyond it."""
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take hold of clocks and of the profiler, before a Solution can replace them."""
+        """Save references to clocks and the profiler before a Solution can replace them."""
         from tilegym_db.sandbox.timing import BlockTimer
 
         self.timer = BlockTimer(self.device)
@@ -120,10 +120,10 @@ class Worker:
         return {}
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution once on one slot and wait for it; a returned value is copied to the slot's outputs.
+        """Call the Solution once on one slot and wait for it; copy a returned value to the slot's outputs.
 
-        With ``as_in_model`` it is called as a model does: in inference mode, on allocations of PyTorch's own, which bring what
-        lies in the slot and take back everything that is there afterwards. ``without_gradients`` is how models generate.
+        ``as_in_model`` calls it as a model does, in inference mode and on PyTorch's own allocations. They start with the
+        contents of the slot, and their contents are copied back afterwards. ``without_gradients`` calls it as models generate.
         """
         import torch
 
@@ -143,7 +143,7 @@ class Worker:
         return {"mismatch": mismatch} if mismatch else {}
 
     def repeat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution over and over on the slots listed, as a model does that has run for a while."""
+        """Call the Solution repeatedly on the listed slots, as a model that has run for a while does."""
         import torch
 
         calls = [self._bound(self.slots[index]) for index in request["slots"]]
@@ -154,33 +154,33 @@ class Worker:
         return {}
 
     def scalars(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Other numbers for the calls that follow on these slots."""
+        """Replace the scalar arguments of later calls on these slots."""
         for slot in self.slots:
             slot.update(request["scalars"])
         return {}
 
     def state(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What is another one in this process than before the Solution was loaded."""
+        """Report the process state that changed since before the Solution was loaded."""
         return {"changes": self.state_watch.changes()}
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution once on each slot listed, behind a busy device, and answer when all of it is done.
+        """Call the Solution once on each listed slot, behind a busy device, and answer when all calls have finished.
 
-        The harness's clock runs meanwhile. With no slots it is the null call, which costs what asking costs. Returned
-        values are copied to the outputs at once, so that their memory is used again as it is while timing.
+        The harness measures the time. Without slots this is the null call, which costs only the request. Returned values are
+        copied to the outputs at once, so that their memory is reused as in timing.
         """
         import torch
 
         calls = [(slot, self._bound(slot)) for slot in (self.slots[index] for index in request["slots"])]
         self.timer.occupy(request["busy_us"])
-        with torch.inference_mode():  # as models are served; blocks are timed without
+        with torch.inference_mode():  # as models are served; timed blocks run without it
             for slot, call in calls:
                 self._copy_returned(slot, call())
         self._synchronize()
         return {}
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Time one call on each of the slots listed, in that order."""
+        """Time one call on each of the listed slots, in that order."""
         slots = {index: self.slots[index] for index in request["slots"]}
         pristine = {index: {name: slot[name].clone() for name in self.in_place} for index, slot in slots.items()}
 
@@ -199,7 +199,7 @@ class Worker:
         }
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Everything that runs on the device because of one call on each slot listed, also on other streams or later."""
+        """Report all device activity caused by one call on each listed slot, including other streams and later work."""
         calls = [self._bound(self.slots[index]) for index in request["slots"]]
         activities = self.profiler.activities(calls)
         return {"activities": [vars(activity) for activity in activities]}
@@ -229,7 +229,7 @@ class Worker:
             torch.cuda.synchronize()
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer one request; whatever the Solution raises becomes part of the answer."""
+        """Answer one request; an exception from the Solution becomes part of the answer."""
         handlers = {
             "prepare": self.prepare,
             "load": self.load,
@@ -245,14 +245,14 @@ class Worker:
         }
         try:
             return {"id": request["id"], "ok": True, **handlers[request["op"]](request)}
-        except Exception as error:  # the boundary to untrusted code: recorded whole, judged by the harness
+        except Exception as error:  # the boundary to untrusted code: the answer records it and the harness decides
             kind = "compile" if is_compile_error(error) else "memory" if is_memory_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
 
 
 def _copied(value: Any) -> Any:
-    """Return a tensor's contents in memory of its own, with the same strides; anything else as it is."""
+    """Return a copy of a tensor with the same strides; return other values unchanged."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -261,7 +261,7 @@ def _copied(value: Any) -> Any:
 
 
 def _end_with(harness: int) -> None:
-    """Follow a harness that was killed: a call that hangs would otherwise keep its device for ever."""
+    """End this process group when the harness is killed, because a hanging call would keep the device forever."""
 
     def watch(sleep: Callable[[float], None] = time.sleep) -> None:
         while os.getppid() == harness:
@@ -281,7 +281,7 @@ def main(channel: int, device: str) -> None:
     _end_with(os.getppid())
     worker = Worker(device)
     with contextlib.closing(protocol.Channel(channel)) as harness:
-        # Imports are the slow part of a start; done before the first request, a spare worker is warm.
+        # Imports are the slow part of a start. They precede the first request, so that a spare worker is warm.
         import torch
 
         if device != "cpu":
@@ -298,14 +298,13 @@ def main(channel: int, device: str) -> None:
 
 
 # ---- answers --------------------------------------------------------------------------------------
-# What a worker answers about a call: what is wrong with the values it returned, or which kind of error stopped it.
 
-# How the languages' own compile errors are told from errors while running: by the class names along the exception chain.
+# Parts of class names along the exception chain that distinguish compile errors from runtime errors.
 COMPILE_ERROR_NAMES = ("Compil", "TileSyntax", "TileType", "TileValue", "TileUnsupported", "OutOfResources", "PTXAS")
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Return True if an error, or what caused it, is a compiler's."""
+    """Return True if an error or one of its causes comes from a compiler."""
     seen: BaseException | None = error
     while seen is not None:
         if any(part in type(seen).__name__ for part in COMPILE_ERROR_NAMES):
@@ -315,17 +314,17 @@ def is_compile_error(error: BaseException) -> bool:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True if the GPU had no memory left, which other processes may have taken."""
+    """Return True if the GPU is out of memory, which other processes may have taken."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # What CUDA itself says where not even a context fits.
+    # CUDA's error if not even a context fits.
     return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
 
 
 def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:
-    """Copy what a call returned to the outputs of its slot; where it does not fit, the kind of misfit and a sentence.
+    """Copy the returned value of a call to the outputs of its slot; return the kind of a mismatch and a sentence, or None.
 
     Args:
         returned: one tensor, or several in a tuple or a list.
@@ -352,24 +351,23 @@ def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]
 
 
 # ---- process state --------------------------------------------------------------------------------
-# What a call may leave behind in its process for everybody who calls after it: switches, generators, environment,
-# modules.
+# State that a call may change for later code in its process: switches, generators, environment, modules.
 #
-# The worker takes a snapshot before a Solution is loaded, when its language is, and compares; the harness refuses a
-# Solution that changed anything. In a model the same kernel shares its process with code that depends on all of it:
-# one that draws from PyTorch's own generator changes which tokens are sampled after it.
+# The worker takes a snapshot after the language is imported and before the Solution is loaded. The harness refuses a
+# Solution that changes the state, because in a model the kernel shares its process with code that depends on it.
+# For example, drawing from PyTorch's generator changes the tokens that are sampled later.
 
 Snapshot = dict[str, str]
 
-# The toolchains set variables of their own when they compile, and read them again.
+# Prefixes of variables that the toolchains set when they compile, and read again.
 _OF_TOOLCHAINS = ("TRITON", "TORCH", "TILELANG", "TVM", "CUDA", "CUTILE", "PYTORCH", "KMP", "OMP", "NVIDIA", "CUPTI")
-# What torch.compile changes for good when it first compiles. What uses it is a baseline, and never serves a model.
+# State that torch.compile changes permanently when it first compiles. Only baselines use it, and they never serve a model.
 _OF_TORCH_COMPILE = ("recursion limit", "the environment", "warnings.filters")
 _TINY = 1e-40  # subnormal in float32: zero where denormals are flushed
 
 
 def _backends() -> Snapshot:
-    """Return every readable switch below ``torch.backends`` that is a plain value, by its dotted name."""
+    """Return the plain-valued switches below ``torch.backends`` by dotted name."""
     found: Snapshot = {}
     for library in ("cuda.matmul", "cudnn", "mkldnn", "opt_einsum"):
         module: Any = torch.backends
@@ -407,12 +405,12 @@ _SWITCHES: dict[str, Callable[[], object]] = {
 
 
 def switches() -> Snapshot:
-    """What nothing may change, loading and compiling included."""
+    """Return the state that must not change at all, not even by loading or compiling."""
     return {name: str(read()) for name, read in _SWITCHES.items()} | _backends()
 
 
 def traces_of_calls() -> Snapshot:
-    """What importing a language may change, and a Solution may not: generators, environment, filters of warnings."""
+    """Return the state that an imported language may change but a Solution may not: generators, environment, warning filters."""
     found = {
         "torch's random state": _digest(torch.get_rng_state().numpy().tobytes()),
         "Python's random state": _digest(repr(random.getstate()).encode()),
@@ -428,18 +426,18 @@ def traces_of_calls() -> Snapshot:
 
 
 class StateWatch:
-    """The process before a Solution was loaded, compared with the process whenever somebody asks."""
+    """A comparison of the process state with a snapshot from before the Solution was loaded."""
 
     def __init__(self) -> None:
-        """Take the snapshot of switches, which not even a language may change."""
+        """Take the snapshot of the switches, which not even a language may change."""
         self._before, self._ignored = switches(), frozenset[str]()
 
     def begin(self, packages: Iterable[str], *, compiles: bool) -> None:
-        """Import what a language's sources import, and take the snapshot of the rest.
+        """Import the packages of a language and take the snapshot of the remaining state.
 
         Args:
-            packages: what the sources import: their language, and reviewed libraries, which may set up the process for themselves
-                when they are imported. Where one cannot be imported, loading the Solution says so.
+            packages: the language and reviewed libraries, which may change the process when they are imported. If an import
+                fails, loading the Solution reports it.
             compiles: the Solution uses torch.compile.
         """
         for package in packages:
@@ -449,20 +447,18 @@ class StateWatch:
         self._ignored = frozenset(_OF_TORCH_COMPILE if compiles else ())
 
     def changes(self) -> list[str]:
-        """Return one sentence for each thing that is another one now."""
+        """Return one sentence for each change since the snapshot."""
         after = switches() | traces_of_calls()
         return changes({name: value for name, value in self._before.items() if name not in self._ignored}, after)
 
 
 def _filters() -> list[object]:
-    """Return the filters for Python's own kinds of warnings; a library that is imported late may add some for kinds of
-    its own.
-    """
+    """Return the filters for Python's own warning categories; a library that is imported late may add its own."""
     return [entry for entry in warnings.filters if entry[2].__module__ == "builtins"]
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return one sentence for each thing that is another one now."""
+    """Return one sentence for each value that differs."""
     return [
         f"{name} is {after[name][:80]} after calls and was {value[:80]} before"
         for name, value in before.items()
@@ -475,22 +471,21 @@ def _digest(content: bytes) -> str:
 
 
 # ---- profiling ------------------------------------------------------------------------------------
-# What runs on the device during a call, as CUPTI reports it: every kernel, copy and cleared block, on any stream,
-# added up.
+# CUPTI reports every kernel, copy and cleared block on any stream during a call.
 #
-# The profiler is set up before a Solution is loaded; it lives in the same process all the same, so what it says can
-# convict a Solution but is not the only thing that acquits it (``docs/trust.md``).
+# The profiler starts before a Solution is loaded but lives in the same process. Its report can show that a Solution
+# is invalid. It does not alone show that a Solution is valid (``docs/trust.md``).
 
 _profile: Any = profile
 _synchronize = torch.cuda.synchronize
 _sleep = time.sleep
 
 LINGER_S = 0.02
-"""How long to wait after the calls for work that was put off until after the return."""
+"""Seconds to wait after the calls for work that they deferred until after the return."""
 
 
 class KernelProfiler:
-    """Records device activities; the first session of a process takes seconds and misses events, so one is spent here."""
+    """A recorder of device activities. It runs one session at once, because the first takes seconds and misses events."""
 
     def __init__(self) -> None:
         """Start CUPTI once."""

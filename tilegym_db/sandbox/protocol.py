@@ -1,8 +1,8 @@
-"""The line protocol between harness and worker: one JSON object a line, each with the id of its request.
+"""The line protocol between harness and worker: one JSON object per line, with the id of its request.
 
-The harness believes nothing in a reply but the id: outputs are compared in shared memory, and a reply that is too long,
-malformed, late or out of order ends the worker. Ids are random, so that nothing can be answered before it is asked. Both sides
-speak over one local stream socket; a request may carry file descriptors, a reply may not.
+The harness trusts only the id of a reply. It compares outputs in shared memory, and it ends a worker whose reply is too
+long, malformed, late or out of order. Ids are random, so that a worker cannot answer a request in advance. Both sides use
+one local stream socket. A request may carry file descriptors, a reply may not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilegym_db.records.trace import Status
 from tilegym_db.sandbox.scan.tables import reviewed_libraries
 
 MAX_LINE = 1 << 23
-"""In bytes. The largest reply is a profile: some hundred names of kernels, however often each was launched."""
+"""In bytes. The largest reply is a profile: some hundred kernel names, independent of the number of launches."""
 MAX_DESCRIPTORS = 16
 
 Message = dict[str, Any]
@@ -34,12 +34,12 @@ class ProtocolError(TilegymDBError):
 
 
 def encode(message: Message) -> bytes:
-    """Return one line, newline included."""
+    """Return a message as one line, newline included."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Return the message of one line; :class:`ProtocolError` for anything that is not an object with an integer id."""
+    """Parse one line; raise :class:`ProtocolError` unless it is an object with an integer id."""
     if len(line) > MAX_LINE:
         raise ProtocolError(f"a message of {len(line)} bytes (at most {MAX_LINE})", code="message_too_long")
     try:
@@ -52,7 +52,7 @@ def decode(line: bytes) -> Message:
 
 
 class Channel:
-    """The worker's end: requests in, replies out, one at a time. Blocks."""
+    """The worker's end: it receives requests and sends replies, one at a time. Blocks."""
 
     def __init__(self, descriptor: int) -> None:
         """Take over the descriptor of a connected socket."""
@@ -63,7 +63,7 @@ class Channel:
     def receive(self) -> Message | None:
         """Return the next request, or None when the harness has closed the channel.
 
-        The file descriptors that came with it are its ``descriptors``; they belong to whoever handles the request.
+        The request's ``descriptors`` are the file descriptors that came with it. The handler of the request owns them.
         """
         while b"\n" not in self._buffer:
             piece, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, MAX_DESCRIPTORS)
@@ -78,7 +78,7 @@ class Channel:
         return {**decode(line), "descriptors": descriptors}
 
     def send(self, message: Message) -> None:
-        """Answer."""
+        """Send a reply."""
         self._socket.sendall(encode(message))
 
     def close(self) -> None:
@@ -87,14 +87,13 @@ class Channel:
 
 
 # ---- loading --------------------------------------------------------------------------------------
-# What a worker is told in order to load a Solution.
 
 
 def load_request(definition: Definition, solution: SolutionFiles, *, interpret: bool) -> dict[str, Any]:
     """Return the content of a ``load`` request.
 
     Args:
-        definition: says in which order the arguments come.
+            definition: gives the order of the arguments.
         solution: the record's file and the digest that its source must still have.
         interpret: run it in its language's interpreter.
     """
@@ -110,21 +109,21 @@ def load_request(definition: Definition, solution: SolutionFiles, *, interpret: 
 
 
 # ---- reply ----------------------------------------------------------------------------------------
-# A worker's answers as the harness may use them: its word, made fit to be stored and shown.
+# A reply is untrusted. Its texts are cleaned before they are stored or shown.
 
 MAX_SUMMARY = 300
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: ``ok`` with its content, or the Solution's error. Its texts are the worker's word, made fit to store."""
+    """A worker's answer: ``ok`` with its content, or the Solution's error. Its texts are untrusted and cleaned for storage."""
 
     ok: bool
     content: Mapping[str, Any]
 
     @property
     def error(self) -> str:
-        """The traceback, where the Solution raised."""
+        """The traceback of the Solution's exception."""
         return storable(self.content.get("error", ""))
 
     @property
@@ -134,7 +133,7 @@ class Reply:
 
     @property
     def mismatch(self) -> tuple[bool, str] | None:
-        """Where a returned value does not fit its output: (true for its dtype, false for its shape or kind; what)."""
+        """The mismatch of a returned value: True for its dtype or False for its shape or kind, and a description."""
         found = self.content.get("mismatch")
         if not isinstance(found, dict):
             return None
@@ -144,7 +143,7 @@ class Reply:
     def failed_as(self) -> Status:
         """The status of a Solution that raised.
 
-        UNSUPPORTED where the GPU had no memory left: that is this machine's, or another process's, and takes no pass back.
+        UNSUPPORTED if the GPU had no memory left: the machine or another process caused it, so earlier passes stay valid.
         """
         if self.no_memory:
             return "UNSUPPORTED"
@@ -152,27 +151,27 @@ class Reply:
 
     @property
     def no_memory(self) -> bool:
-        """True if it raised since the GPU had no memory left."""
+        """True if the GPU had no memory left."""
         return self.content.get("kind") == "memory"
 
 
 def storable(text: object) -> str:
-    """Text without what JSON, a database or a terminal must not be given: lone surrogates, NUL, escape sequences."""
+    """Return text without lone surrogates, NUL and escape sequences, which JSON, databases or terminals do not accept."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 MAX_KINDS, MAX_NAME = 500, 2000
-"""Names that a profile tells apart, and characters of each: so many escaped ones still fit in a message."""
+"""Maximum number of kernel names in a profile, and of characters in each; with escapes they still fit in a message."""
 
 
 OTHERS, CLIPPED = "(other kernels)", "..."
-"""What the rest is called, and what a shortened name ends with. No kernel of a Solution's own is called so
-(:func:`own_kernel`), so that what was left out never counts as its own."""
+"""The name of the remaining kernels, and the end of a shortened name. A Solution's kernel cannot have such a name
+(:func:`own_kernel`), so omitted kernels never count as the Solution's own."""
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Device activities of one name on one stream: microseconds of all of them together, and how many they were."""
+    """Device activities of one name on one stream: their total time in microseconds, and their number."""
 
     name: str
     us: float
@@ -181,7 +180,7 @@ class KernelUse:
 
     @classmethod
     def from_message(cls, message: object) -> KernelUse | None:
-        """What a worker reported, or None if it is not one of these."""
+        """Parse a worker's message; return None if it is not valid."""
         if not isinstance(message, dict):
             return None
         name, us, stream, count = (message.get(key) for key in ("name", "us", "stream", "count"))

@@ -29,7 +29,7 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Where one tensor lies in a slot. ``offset`` and ``span`` in bytes, ``strides`` in elements."""
+    """The position of one tensor in a slot. ``offset`` and ``span`` in bytes, ``strides`` in elements."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class SlotPlan:
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
-        """Inputs, then outputs."""
+        """The inputs, then the outputs."""
         return self.inputs + self.outputs
 
     def to_message(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class SlotPlan:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> SlotPlan:
-        """Return the inverse of :meth:`to_message`."""
+        """Parse the output of :meth:`to_message`."""
 
         def tensors(key: str) -> tuple[TensorPlan, ...]:
             return tuple(
@@ -101,9 +101,9 @@ def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
 
 
 def tensor_of_its_own(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
-    """As :func:`tensor_view`, with a storage that begins where the tensor does, as that of any tensor of a model.
+    """Return a tensor like :func:`tensor_view`, with a storage that begins at the tensor, as in a model.
 
-    A view says by its storage offset that it lies in shared memory, and so that it is judged.
+    The storage offset of a view would reveal that it lies in shared memory, and so that it is checked.
     """
     if plan.span == 0:
         return tensor_view(slot, plan)
@@ -116,14 +116,14 @@ def tensor_of_its_own(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
 
 
 def fill_with_garbage(memory: torch.Tensor) -> None:
-    """Random bytes, in place. ``memory``: 1-D uint8. Where it is aligned eight are drawn at a time."""
+    """Fill memory with random bytes in place. ``memory``: 1-D uint8. Aligned memory is filled eight bytes at a time."""
     words = memory.numel() // 8 * 8 if memory.storage_offset() % 8 == 0 else 0
     memory[:words].view(torch.int64).random_(-(1 << 63), None)
     memory[words:].random_(0, 256)
 
 
 class SharedBuffers:
-    """One shared allocation with ``slots`` equal slots. Close it when its workers have detached."""
+    """A shared allocation with ``slots`` equal slots. Close it when its workers have detached."""
 
     def __init__(self, plan: SlotPlan, slots: int, device: str) -> None:
         """Allocate.
@@ -156,12 +156,12 @@ class SharedBuffers:
         return tensor_view(self.slot(index), plan)
 
     def settle(self) -> None:
-        """Wait until everything written here has arrived: a worker's stream knows nothing of this process's streams."""
+        """Wait until all writes have finished: a worker's stream does not wait for streams of this process."""
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
 
     def to_message(self) -> dict[str, Any]:
-        """What a worker needs to attach, besides the descriptor."""
+        """Return the data that a worker needs to attach, except the descriptor."""
         return {
             "device": self.device,
             "size": self.memory.numel(),
@@ -170,7 +170,7 @@ class SharedBuffers:
         }
 
     def close(self) -> None:
-        """Give the memory back; safe to call twice. The tensors taken from the buffers must no longer be used."""
+        """Free the memory; safe to call twice. Tensors taken from the buffers must not be used any more."""
         if self.descriptor >= 0:
             self.memory, self.descriptor = torch.empty(0, dtype=torch.uint8), -1
             self._release()
@@ -183,7 +183,7 @@ class SharedBuffers:
 
 
 def attach(message: Mapping[str, Any], descriptor: int) -> tuple[torch.Tensor, SlotPlan, Callable[[], None]]:
-    """Worker side: (all bytes, slot plan, a function that detaches). Closes the descriptor."""
+    """Attach in the worker and close the descriptor; return all bytes, the slot plan and a function that detaches."""
     plan = SlotPlan.from_message(message["plan"])
     try:
         if message["device"] == "cpu":

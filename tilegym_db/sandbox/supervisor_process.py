@@ -1,4 +1,4 @@
-"""The harness's end of a supervisor: have the fork server fork one, tell it to end, read its report."""
+"""The harness's end of a supervisor: it asks the fork server for one, sends orders, and reads the report."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class SupervisorProcess:
         self._printed = b""
 
     def tell(self, line: bytes) -> None:
-        """Write to its standard input; a supervisor that is gone is not told."""
+        """Write to its standard input; do nothing if the supervisor has ended."""
         with contextlib.suppress(BrokenPipeError):
             while line:
                 line = line[os.write(self._orders, line) :]
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Return True if it has, waiting for it so many seconds."""
+        """Return True if the process has ended; wait up to ``timeout_s`` seconds for it."""
         if self._handle < 0:
             return True
         return bool(select.select([self._handle], [], [], timeout_s)[0])
 
     def finish(self, timeout_s: float) -> bytes | None:
-        """Tell it to end the worker; everything that it printed, or None if it is not done within ``timeout_s``."""
+        """Order the supervisor to end the worker; return its whole output, or None after ``timeout_s``."""
         self.tell(b"end\n")
         deadline = time.monotonic() + timeout_s
         while True:
@@ -137,7 +137,7 @@ class _ForkServer:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it forks no more."""
+        """True if the server does not fork any more."""
         return self._socket.fileno() < 0
 
     def close(self) -> None:

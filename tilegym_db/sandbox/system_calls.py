@@ -1,6 +1,6 @@
-"""The Linux system calls that the sandbox needs and Python does not offer, by way of the C library; and their numbers.
+"""Linux system calls that the sandbox needs and Python lacks, made through the C library; and their numbers.
 
-Every function raises :class:`SandboxError`, naming the call and what the kernel said, where the kernel refuses.
+Every function raises :class:`SandboxError`, naming the call and what the kernel said, if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tilegym_db.errors import TilegymDBError
 
 
 class SandboxError(TilegymDBError):
-    """A part of the sandbox cannot be had here; says which and why."""
+    """A part of the sandbox that is not available here; the message names it and the reason."""
 
     code = "sandbox"
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What a system call filter must know about a processor: its audit code and its column in :data:`NUMBERS`."""
+    """The data of a processor for a system call filter: its audit code and its column in :data:`NUMBERS`."""
 
     audit_code: int
     column: int
@@ -196,12 +196,12 @@ def set_mount_attributes(path: str, attributes: int) -> None:
 
 
 def clone_mount(path: str) -> int:
-    """Return a descriptor of what is visible at a path, to be attached elsewhere or later."""
+    """Return a descriptor of the mounts at a path, to be attached elsewhere or later."""
     return invoke("open_tree", _AT_CURRENT_FOLDER, path.encode(), _CLONE_TREE | _RECURSIVE | os.O_CLOEXEC)
 
 
 def attach_mount(clone: int, path: str) -> None:
-    """Attach what :func:`clone_mount` gave, and close its descriptor."""
+    """Attach the result of :func:`clone_mount` and close its descriptor."""
     invoke("move_mount", clone, b"", _AT_CURRENT_FOLDER, path.encode(), _EMPTY_FROM_PATH)
     os.close(clone)
 
@@ -211,7 +211,7 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def forgo_capabilities() -> None:
-    """Give up what programs run later could get; takes a capability."""
+    """Remove capabilities that later programs could gain; this needs a capability."""
     with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
         last = int(file.read())
     for capability in range(last + 1):
@@ -220,7 +220,7 @@ def forgo_capabilities() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process; takes none."""
+    """Drop every capability of this process; this needs no capability."""
     nothing = (ctypes.c_uint32 * 6)()
     header = _CapabilityHeader(_CAPABILITY_VERSION, 0)
     _checked("capset", _libc.capset(ctypes.byref(header), ctypes.byref(nothing)))

@@ -51,7 +51,7 @@ class BlockTimer:
             self._reset_persisting: Callable[[], int] = ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache
 
     def occupy(self, duration_us: float) -> None:
-        """Keep the device busy for about that long, so that what is launched meanwhile waits behind it."""
+        """Keep the device busy for about that long, so that later launches wait behind it."""
         if self._flush is not None and duration_us > 0:
             _spin(int(duration_us * SPIN_CYCLES_PER_US))
 
@@ -117,14 +117,14 @@ class BlockTimer:
             host.append((_now_ns() - before) / 1e3)
             _record(end)
             finish(index, returned)
-        self._release_lines()  # what the last call kept in L2 is not left to those who are timed next
+        self._release_lines()  # the next block must not find lines of the last call in L2
         self._host_us = min(sorted(host)[len(host) // 2], 2000.0)
         return [
             Sample(_elapsed_ms(start, end) * 1e3, host_us) for (start, end), host_us in zip(pairs, host, strict=True)
         ]
 
     def _release_lines(self) -> None:
-        """Wait for the device; then lines that were loaded or stored as ``evict_last`` are lines like any other.
+        """Wait for the device, then turn lines that were accessed as ``evict_last`` into ordinary lines.
 
         Writing to memory does not evict them: a kernel that asks for them again would find them, and look faster than it
         is (``docs/decisions/timing.md``, 0023).

@@ -1,6 +1,6 @@
-"""The harness's end of a worker: start it confined, ask with a deadline, end it with everything it started.
+"""The harness's end of a worker: it starts the worker confined, sends requests with deadlines, and ends all its processes.
 
-Between the two stands the :mod:`~tilegym_db.sandbox.fork_server`, which does the confining, the watching and the ending.
+The :mod:`~tilegym_db.sandbox.fork_server` confines, watches and ends the worker on the other side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ END_TIMEOUT_S = 12.0
 
 
 class WorkerProcess:
-    """One worker. Starts at once and imports in the background; the first request waits until it is ready."""
+    """A worker. It starts at once and imports in the background; the first request waits until it is ready."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class WorkerProcess:
             folder: its private scratch folder (caches, HOME), the only one that it may write to; created, and removed by
                 :meth:`close`.
             environment: variables to add, such as those of an interpreter.
-            readable: what it may read besides interpreter, packages and compilers: the Solution's folder.
+            readable: paths that it may read in addition to interpreter, packages and compilers: the Solution's folder.
             level: of the sandbox; by default the best that this machine has for the device, which the first call finds out.
             bounds: how much of the machine it may take; by default :meth:`ResourceBounds.of_machine`.
             script: run this Python file in place of the worker's own program.
@@ -80,7 +80,7 @@ class WorkerProcess:
         self._channel = RequestChannel()
         with self._channel.other as channel:
             self._supervisor = self._start_supervisor(environment or {}, channel.fileno(), compile_cache)
-            # Only now: the fork server has made the folder if it was missing, and removed it if it was spoilt.
+            # Check only now: the fork server has made a missing folder and removed a broken one.
             begun_with = [compile_cache] if compile_cache is not None and compile_cache.is_dir() else []
             spec = self._spec(
                 Confinement(level) if isinstance(level, int) else level,
@@ -126,7 +126,7 @@ class WorkerProcess:
 
     @property
     def fork_server_pid(self) -> int:
-        """The process id of the fork server that the supervisor stems from."""
+        """The process id of the fork server that forked the supervisor."""
         return self._supervisor.fork_server
 
     @property
@@ -135,26 +135,26 @@ class WorkerProcess:
         return self._ending is None and not self._supervisor.has_ended()
 
     def processor_use(self) -> tuple[float, float]:
-        """Microseconds so far of the worker and of all that lives of what it started.
+        """Return the microseconds of the worker and its living processes: on a processor, and ready without a processor.
 
-        On a processor; and ready to run without one, the harness's own threads, which wait for the worker, included.
+        The second number includes the harness's threads that wait for the worker.
         """
         running = descendants(self._supervisor.pid)
         return processor_us(running), queued_us([*running, os.getpid()])
 
     @property
     def sandbox_level(self) -> int:
-        """The level that this worker really has, by the word of the code that confined it. Waits until it is.
+        """The sandbox level that the confining code reports. The property waits until it is known.
 
         Raises:
             WorkerTimeout: it did not start in time.
-            WorkerDied: it cannot be confined like that here; the message says what the kernel refused.
+            WorkerDied: this confinement is not possible here; the message names what the kernel refused.
         """
         return int(self._introduction()["level"])
 
     @property
     def runs_as(self) -> int:
-        """The user that the worker runs as. Waits and raises like :attr:`sandbox_level`."""
+        """The user that the worker runs as. The property waits and raises like :attr:`sandbox_level`."""
         return int(self._introduction()["user"])
 
     def _introduction(self) -> Mapping[str, Any]:
@@ -175,7 +175,7 @@ class WorkerProcess:
             self._ready = True
 
     def request(self, op: str, *, timeout_s: float, descriptors: Sequence[int] = (), **content: Any) -> Reply:
-        """Ask, and wait for the answer to this very request.
+        """Send a request and wait for its answer.
 
         Args:
             op: what the worker is to do.
@@ -196,7 +196,7 @@ class WorkerProcess:
                 self._channel.send(line, descriptors, deadline)
             message = self._receive(number, deadline, timeout_s)
         except KeyboardInterrupt:
-            self.kill()  # nobody waits for its answer any more, and the next request must not get it
+            self.kill()  # the answer is not awaited any more, and the next request must not receive it
             raise
         return Reply(bool(message.get("ok")), message)
 
@@ -228,7 +228,7 @@ class WorkerProcess:
         return WorkerDied(f"the worker {how}{by} (exit status {ending.code}){ending.tail}", code=code)
 
     def kill(self) -> None:
-        """End the worker and every process that it started, whatever they do. Safe to call from any thread, and twice."""
+        """End the worker and every process that it started. Safe to call from any thread, and twice."""
         self._end()
 
     def _end(self) -> Ending:
@@ -245,13 +245,13 @@ class WorkerProcess:
             printed = self._supervisor.kill()
         ending = read_ending(printed)
         if ending is None:
-            # The supervisor could not even start, and said why, or was killed, as the machine or a worker at level 1 may do.
+            # The supervisor failed to start and said why, or the machine or a worker at level 1 killed it.
             self._kill_group()
             ending = Ending.of(None, "", printed.decode(errors="replace"))
         return ending
 
     def _kill_group(self) -> None:
-        """Kill what a supervisor that was killed has left; at level 3 the kernel has done that."""
+        """Kill the processes that a killed supervisor left; at level 3 the kernel does so."""
         if self._sandbox is not None and self._sandbox["level"] < 3:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._sandbox["process"], signal.SIGKILL)
@@ -265,7 +265,7 @@ class WorkerProcess:
 
 
 def prepare_workers(device: str) -> None:
-    """Begin with what the first worker for a device would have to wait for; returns at once."""
+    """Start in advance the fork server that the first worker for a device needs; return at once."""
     start_fork_server(common_environment(device))
 
 
@@ -274,7 +274,7 @@ _trying = threading.Lock()
 
 
 def best_level(device: str) -> Sandbox:
-    """Return the best sandbox in which a worker for this device starts: imports PyTorch and, on a GPU, starts CUDA.
+    """Return the best sandbox in which a worker for this device can import PyTorch and, on a GPU, start CUDA.
 
     Tried once per process and device; that takes as long as a worker takes to start, for each level tried.
 
@@ -301,11 +301,11 @@ def _try_level(device: str, folder: Path, number: int, choice: Confinement) -> i
 
 
 # ---- request channel ------------------------------------------------------------------------------
-# The harness's end of the socket to a worker: one request out, the answer to that very request in, by a deadline.
+# The harness sends one request and receives the answer to it before a deadline.
 
 
 class ChannelBroken(TilegymDBError):
-    """The other end is gone or says what it should not; the message completes "the worker ..."."""
+    """The other end is closed or breaks the protocol; the message completes "the worker ..."."""
 
     code = "channel_broken"
 
@@ -315,10 +315,10 @@ class ChannelTimeout(Exception):
 
 
 class RequestChannel:
-    """One socket, and what has arrived of a message that is not whole yet."""
+    """A socket and the received part of an incomplete message."""
 
     def __init__(self) -> None:
-        """Make a pair of sockets; the worker's is :attr:`other`, to be closed when the worker has it."""
+        """Make a pair of sockets; close the worker's end, :attr:`other`, after the worker has it."""
         self._socket, self.other = socket.socketpair()
         self._socket.setblocking(False)
         self._buffer = b""
@@ -396,12 +396,12 @@ class RequestChannel:
 
 
 # ---- ending ---------------------------------------------------------------------------------------
-# How a worker ended, as its supervisor reports it.
+# The supervisor reports the end of a worker.
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of an ended worker; ``code`` None if the supervisor could not say. Negative is a signal."""
+    """The end of a worker; ``code`` is None if the supervisor could not tell, and negative for a signal."""
 
     code: int | None
     reason: str
@@ -409,18 +409,18 @@ class Ending:
 
     @classmethod
     def of(cls, code: int | None, reason: str, output: str) -> Ending:
-        """From what the supervisor says, made fit to be stored and shown."""
+        """Build an ending from the supervisor's report, with text cleaned for storage."""
         tail = storable(output).strip()
         return cls(code, storable(reason), f"; its last output:\n{tail}" if tail else "")
 
     @property
     def signalled(self) -> str:
-        """Which signal ended it, to follow "ended"; empty if none did."""
+        """The signal that ended the worker, in words that follow "ended"; empty without a signal."""
         return f" by {_signal_name(-self.code)}" if self.code is not None and self.code < 0 else ""
 
 
 def read_ending(printed: bytes) -> Ending | None:
-    """From all that the supervisor printed; None if its report is not among it."""
+    """Parse the output of the supervisor; return None if its report is missing."""
     try:
         report = json.loads(printed.splitlines()[-1])
         code, reason, tail = report["code"], report["reason"], report["tail"]
@@ -439,17 +439,17 @@ def _signal_name(number: int) -> str:
 
 
 # ---- losses ---------------------------------------------------------------------------------------
-# The ways in which a worker is lost, as the harness learns of them.
+# Errors for a worker that is lost.
 
 
 class WorkerDied(TilegymDBError):
-    """The worker ended, was ended because it exceeded a bound, or broke the protocol, before it answered."""
+    """The worker ended before it answered: by itself, because it exceeded a bound, or because it broke the protocol."""
 
     code = "worker_ended"
 
 
 class WorkerHasNoMemory(WorkerDied):
-    """The GPU had no memory left for another process: other workers, or other programs, have it."""
+    """The GPU has no memory left for another process: other workers or programs use it."""
 
     code = "gpu_memory_full"
 
@@ -461,9 +461,9 @@ class WorkerTimeout(TilegymDBError):
 
 
 # ---- environment ----------------------------------------------------------------------------------
-# The environment of workers: what they get of the user's, what all of a device have in common, and their own folders.
+# The environment of a worker: the user's kept variables, those common to a device, and those of its folders.
 
-# What a compiler or the CUDA driver needs to find itself; nothing else of the user's environment reaches a Solution.
+# Variables that a compiler or the CUDA driver needs. A Solution sees no other variable of the user.
 KEPT_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -479,7 +479,7 @@ KEPT_VARIABLES = (
 
 
 def common_environment(device: str) -> dict[str, str]:
-    """What the environments of all workers for a device have in common."""
+    """Return the part of the environment that all workers for a device share."""
     environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [package_root, *environment.get("PYTHONPATH", "").split(os.pathsep)]
@@ -489,7 +489,7 @@ def common_environment(device: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(processors()),
     }
     if device == "cpu":
-        # Threads that wait for each other sleep rather than spin, or their processor time would say nothing.
+        # Waiting threads sleep instead of spinning, because spinning would distort their processor time.
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         # The C library keeps what is freed. By itself it gives memory back to the system, or not, depending on what was freed
         # before, and then a call takes four times as long for the pages that it has to be given again.
@@ -499,20 +499,18 @@ def common_environment(device: str) -> dict[str, str]:
 
 
 def processors() -> int:
-    """Return how many processors the maths of one worker may use at once: OMP_NUM_THREADS, or all that this process may
-    use.
-    """
+    """Return the maximum number of processors for one worker: OMP_NUM_THREADS, or all that this process may use."""
     available = available_processors()
     asked_for = os.environ.get("OMP_NUM_THREADS", "")
     return min(int(asked_for), available) if asked_for.isdigit() and int(asked_for) else available
 
 
 def own_environment(folder: Path) -> dict[str, str]:
-    """Return the variables that name a worker's own folders, all below its scratch folder."""
+    """Return the variables that name the folders of one worker, all below its scratch folder."""
     caches = folder / "cache"
     return {
         "HOME": str(folder),
-        "USER": "worker",  # a user of its own has no entry in the system's list, where libraries would look it up
+        "USER": "worker",  # libraries look up the user, but a separate user is not in the system's list
         "TMPDIR": str(folder),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TILELANG_CACHE_DIR": str(caches / "tilelang"),

@@ -1,4 +1,4 @@
-"""Runs a launch: specialises the kernel as cuTile's own launch does, and calls it once for every block of the grid."""
+"""Runs a launch: specialises the kernel as cuTile's launch does, and calls it once for every block of the grid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilegym_db.backends.cutile_interpreter.writer import Writer, emits
 from tilegym_db.backends.stand_ins import as_cuda, check_grid
 from tilegym_db.errors import SolutionError
 
-_OPERATIONS = (tile_ops,)  # imported for what it registers
+_OPERATIONS = (tile_ops,)  # the import registers the operations
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class TranslatedKernel:
     """The dtype of each array, in order."""
     scalars: tuple[str, ...]
     written: frozenset[int]
-    """Which of the arrays it writes to."""
+    """Flags of the arrays that it writes to."""
     text: str
 
 
-_programs: dict[tuple[int, str], tuple[Any, TranslatedKernel]] = {}  # with the kernel, so that its id stays its own
+_programs: dict[tuple[int, str], tuple[Any, TranslatedKernel]] = {}  # holds the kernel, so that its id stays unique
 
 
 def run(grid: Any, kernel: Any, arguments: tuple[Any, ...]) -> None:
@@ -75,7 +75,7 @@ def _plain(argument: Any) -> Any:
 
 
 def _single_values(constraints: Any, values: Any) -> Iterator[tuple[Any, Any]]:
-    """What the kernel takes at run time: a value, with the constraint that describes it."""
+    """Return the kernel's run-time arguments: each value with the constraint that describes it."""
     for constraint, value in zip(constraints, values, strict=True):
         kind = type(constraint).__name__
         if kind == "TupleConstraint":
@@ -107,7 +107,7 @@ def _bind(program: TranslatedKernel, launch: Launch, constraints: Any, values: A
 
 
 def compile_program(kernel: Any, signature: Any) -> TranslatedKernel:
-    """Let cuTile settle every type and shape of a kernel, and write that as a Python function."""
+    """Let cuTile infer every type and shape of a kernel, and translate the result into a Python function."""
     compiled = compile_tile(
         kernel._annotated_function,
         [signature],
@@ -156,7 +156,7 @@ def _constraints(constraints: Any) -> Iterator[Any]:
 
 
 # ---- control ops ----------------------------------------------------------------------------------
-# Writes what surrounds the operations on tiles: blocks of the grid, loops, branches, assertions.
+# Control flow: blocks of the grid, loops, branches, assertions.
 
 __all__: list[str] = []
 
@@ -173,7 +173,7 @@ def _block_count(writer: Writer, op: Any) -> None:
 
 @emits("make_token", "join_tokens", "tile_printf")
 def _nothing(writer: Writer, op: Any) -> None:
-    """Tokens only order operations; what is printed is not a result."""
+    """Write nothing: tokens only order operations, and printed text is not a result."""
 
 
 @emits("assert")

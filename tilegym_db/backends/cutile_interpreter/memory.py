@@ -1,7 +1,7 @@
-"""Memory as kernels see it: the storage of one array, reached by element, and what blocks do to each other there.
+"""The memory of kernels: the storage of an array, accessed by element, and the detection of races between blocks.
 
-Blocks of one launch run on a device in any order, or at once. A block that reads what another one has written, or writes
-what another one has read or has written differently, computes something else each time: that is an error here.
+On a device the blocks of one launch run in any order, or at once. If a block reads what another one writes, or two
+blocks write different values to one element, the result depends on the order. That is an error here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["ArrayMemory", "Launch", "compare_and_exchange", "load", "load_tile",
 
 Shape = tuple[int, ...]
 View = tuple[Any, Shape, Shape, Shape]
-"""Where an array begins, its shape and strides, and the elements from one tile to the next."""
+"""Offset of an array, its shape and strides, and the elements from one tile to the next."""
 
 
 class Launch:
-    """One launch: which block runs, and which blocks touched the elements of every storage that it writes."""
+    """A launch: the block that runs, and the blocks that accessed the elements of every storage that it writes."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -32,14 +32,14 @@ class Launch:
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def marks(self, address: int, size: int, count: int) -> tuple[Any, Any]:
-        """By element, the block that read it last and the one that wrote it last; 0 if there is none."""
+        """Return, for each element, the block that read it last and the block that wrote it last; 0 for no block."""
         if (address, size) not in self._marks:
             self._marks[address, size] = (np.zeros(count, np.int32), np.zeros(count, np.int32))
         return self._marks[address, size]
 
 
 class ArrayMemory:
-    """The storage that one array lies in, as elements of the array's type."""
+    """The storage of one array, as elements of the array's type."""
 
     def __init__(self, tensor: torch.Tensor, dtype: str, launch: Launch, position: int, written: bool) -> None:
         """Map the tensor's storage; ``written`` says whether the kernel writes to this array."""
@@ -55,13 +55,13 @@ class ArrayMemory:
         self.writers: Any = None
         if written:
             self.readers, self.writers = launch.marks(storage.data_ptr(), tensor.element_size(), count)
-        # What a kernel must not depend on: a number that shows in a result.
+        # A value for undefined elements: it shows in a result that depends on them.
         self.garbage = np.array(np.nan if np.issubdtype(host_dtype(dtype), np.floating) else 85).astype(
             host_dtype(dtype)
         )[()]
 
     def note_read(self, marked: Any, read: Any) -> None:
-        """A read of elements, given what their writers and readers are now."""
+        """Record a read of elements; raise :class:`SolutionError` if another block wrote one of them."""
         block = self.launch.block
         if ((marked != 0) & (marked != block)).any():
             raise SolutionError(
@@ -70,7 +70,7 @@ class ArrayMemory:
         read[...] = block
 
     def check_write(self, readers: Any, writers: Any, old: Any, new: Any) -> None:
-        """A write over elements that other blocks may have touched."""
+        """Raise :class:`SolutionError` if a write changes elements that other blocks have accessed."""
         block = self.launch.block
         others = ((writers != 0) & (writers != block)) | ((readers != 0) & (readers != block))
         if others.any() and (_bits(old) != _bits(new))[others].any():
@@ -93,7 +93,7 @@ def _check(memory: ArrayMemory, index: Any) -> None:
 
 
 def load(memory: ArrayMemory, offset: Any, mask: Any, padding: Any, shape: Shape) -> Any:
-    """Elements at offsets; the padding where the mask is false."""
+    """Return the elements at offsets, and the padding if the mask is false."""
     index = offset.view(np.int64)
     padding = memory.garbage if padding is None else padding
     if mask is not None:
@@ -113,7 +113,7 @@ def load(memory: ArrayMemory, offset: Any, mask: Any, padding: Any, shape: Shape
 
 
 def _any(index: Any, mask: Any) -> Any:
-    """Return one of the indices that count, for those that do not."""
+    """Return an index that the mask selects, as a substitute for those that it does not."""
     index, mask = np.broadcast_arrays(index, mask)
     return index[mask].flat[0]
 
@@ -132,7 +132,7 @@ def _note_load(memory: ArrayMemory, index: Any, mask: Any) -> None:
 
 
 def store(memory: ArrayMemory, offset: Any, value: Any, mask: Any, shape: Shape) -> None:
-    """Write elements at offsets where the mask is true."""
+    """Write elements at offsets if the mask is true."""
     index, value = spread(offset.view(np.int64), shape), spread(value, shape)
     if mask is not None:
         mask = spread(mask, shape)
@@ -155,7 +155,7 @@ def store(memory: ArrayMemory, offset: Any, value: Any, mask: Any, shape: Shape)
 
 
 class _TileView:
-    """The part of a tile of a partitioned array that lies inside of it."""
+    """The part of a tile that lies inside of its partitioned array."""
 
     def __init__(self, memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Shape) -> None:
         base, shape, strides, steps = view
@@ -173,7 +173,7 @@ class _TileView:
         self.strides = strides
 
     def of(self, elements: Any) -> Any:
-        """Return the part of a tile inside of its array, over the elements of one storage, which it shares."""
+        """Return the part of a tile inside of its array, as a view of the storage's elements."""
         size = elements.itemsize
         return np.ndarray(
             self.sizes,
@@ -185,7 +185,7 @@ class _TileView:
 
 
 def load_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Shape, padding: float | None) -> Any:
-    """Return one tile of a partitioned array; the padding where it ends before the tile."""
+    """Return one tile of a partitioned array, with padding beyond the end of the array."""
     part = _TileView(memory, view, index, tile)
     values = part.of(memory.data).copy()
     if memory.writers is not None:
@@ -200,7 +200,7 @@ def load_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], tile: Sha
 
 
 def store_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], value: Any, tile: Shape) -> None:
-    """Write one tile of a partitioned array; what lies outside is dropped."""
+    """Write one tile of a partitioned array; elements outside of the array are dropped."""
     part = _TileView(memory, view, index, tile)
     value = spread(value, tile)[tuple(map(slice, part.sizes))]
     value = np.ascontiguousarray(value if memory.encode is None else memory.encode(value))
@@ -211,7 +211,7 @@ def store_tile(memory: ArrayMemory, view: View, index: tuple[Any, ...], value: A
 
 
 # ---- atomics --------------------------------------------------------------------------------------
-# Atomic updates of memory, one element after another. Their order among blocks is the grid's.
+# Atomic updates handle one element after another, in the order of the blocks in the grid.
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "ADD_INT": lambda old, new: old + new,
@@ -228,7 +228,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _each(memory: ArrayMemory, offset: Any, mask: Any, shape: Shape, host: Any, step: Callable[[int, Any], Any]) -> Any:
-    """Apply a step, which gives the new value, to every element that counts; the old values."""
+    """Apply a function that returns the new value to every element; return the old values."""
     index = spread(offset.view(np.int64), shape)
     counts = np.broadcast_to(True if mask is None else mask, shape)
     before = np.zeros(shape, host)
@@ -253,7 +253,7 @@ def update(
     mode: str,
     rounding: Callable[[Any], Any] | None,
 ) -> Any:
-    """Read, change and write every element; the values before."""
+    """Read, change and write every element; return the old values."""
     values = spread(value, shape).reshape(-1)
     change = _STEPS[mode]
 
@@ -265,6 +265,6 @@ def update(
 
 
 def compare_and_exchange(memory: ArrayMemory, offset: Any, expected: Any, desired: Any, mask: Any, shape: Shape) -> Any:
-    """Write the desired value where the expected one stands; the values before."""
+    """Write the desired value to elements that hold the expected one; return the old values."""
     wanted, given = spread(expected, shape).reshape(-1), spread(desired, shape).reshape(-1)
     return _each(memory, offset, mask, shape, given.dtype, lambda at, old: given[at] if old == wanted[at] else old)

@@ -61,7 +61,7 @@ _FOLDS = {
 }
 
 OBJECTS: dict[str, Any] = {"np": np, **{name: getattr(tiles, name) for name in tiles.__all__}}
-"""What every text may name."""
+"""Names that every text may use."""
 
 
 def shape_of(var: Any) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def _mode(op: Any) -> str | None:
 
 
 def _arithmetic(writer: Writer, op: Any, text: str, operands: tuple[Any, ...], dtype: str) -> None:
-    """Write a float operation with its rounding and flushing, or one of another type."""
+    """Write an operation; a float operation includes its rounding and flushing."""
     if dtype not in tiles.NARROW and not tiles.is_float(dtype):
         writer.result(op, text.format(*map(writer.of, operands)))
         return
@@ -262,7 +262,7 @@ def _multiply_tiles(writer: Writer, op: Any) -> None:
 
 
 def _single(op: Any) -> Any:
-    """Return the NumPy function that a body of one operation on both parameters is, if it is; float16 rounds each step."""
+    """Return the NumPy function for a body of one operation on both parameters, if there is one; float16 rounds each step."""
     body = list(op.body)
     if len(op.xs) != 1 or len(body) != 2 or body[0].op not in ("raw_binary_arith", "raw_binary_bitwise"):
         return None
@@ -296,7 +296,7 @@ def _scan(writer: Writer, op: Any) -> None:
 
 
 # ---- memory ops -----------------------------------------------------------------------------------
-# Writes the operations on memory: pointers, arrays and their partitions, loads, stores, atomic updates.
+# Operations on memory: pointers, arrays and their partitions, loads, stores, atomic updates.
 
 OBJECTS.update({name: getattr(memory, name) for name in ("load", "load_tile", "store", "store_tile")})
 OBJECTS.update({name: getattr(memory, name) for name in memory.__all__})

@@ -1,6 +1,7 @@
-"""What operations on tiles compute. A tile is a NumPy array of its shape, or of ones where it repeats, or a scalar.
+"""Operations on tiles as NumPy functions, and the representation of every cuTile type in NumPy.
 
-An operation that looks at the shape is told it and spreads the tile first; all others leave that to NumPy's broadcasting.
+A tile is a NumPy array of its shape, an array with axes of length 1 where it repeats, or a scalar. An operation that
+depends on the shape takes it as an argument and broadcasts the tile first. The others leave this to NumPy.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ Shape = tuple[int, ...]
 
 
 def spread(tile: Any, shape: Shape) -> Any:
-    """Return the tile in its whole shape."""
+    """Return the tile broadcast to its whole shape."""
     return tile if tile.shape == shape else np.broadcast_to(tile, shape)
 
 
 def reshape(tile: Any, shape: Shape, new: Shape) -> Any:
-    """Return the same elements, row by row, in another shape."""
+    """Return the same elements in row-major order in another shape."""
     return tile if tile.ndim == 0 and new else spread(tile, shape).reshape(new)
 
 
@@ -60,7 +61,7 @@ def bits_as(tile: Any, dtype: Any) -> Any:
 
 
 def require(condition: Any, message: str) -> None:
-    """The kernel's own assertion."""
+    """Raise :class:`SolutionError` if an assertion in the kernel fails."""
     if not np.all(condition):
         raise SolutionError(f"The kernel's assertion fails: {message}", code="assertion_failed")
 
@@ -69,23 +70,23 @@ def require(condition: Any, message: str) -> None:
 
 
 def ceil_div(a: Any, b: Any) -> Any:
-    """Integer division rounded up."""
+    """Return the integer quotient rounded up."""
     quotient = a // b
     return quotient + (quotient * b != a)
 
 
 def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` of float32, rounded once: the product is exact in float64."""
+    """Return ``a * b + c`` of float32, rounded once: the product is exact in float64."""
     return np.add(np.multiply(a, b, dtype=np.float64), c).astype(np.float32)
 
 
 def reverse_square_root(x: Any) -> Any:
-    """``1 / sqrt(x)``, rounded once."""
+    """Return ``1 / sqrt(x)``, rounded once."""
     return (1.0 / np.sqrt(x.astype(np.float64))).astype(x.dtype)
 
 
 def multiply_tiles(x: Any, y: Any, acc: Any, shapes: tuple[Shape, Shape, Shape]) -> Any:
-    """Matrix product added to the accumulator, in the accumulator's type but float16, which hardware widens."""
+    """Return ``x @ y + acc`` in the accumulator's type. Float16 accumulates in float32, as hardware does."""
     x, y, acc = (spread(tile, shape) for tile, shape in zip((x, y, acc), shapes, strict=True))
     if acc.dtype == np.int32:
         return acc + np.matmul(x.astype(np.float64), y.astype(np.float64)).astype(np.int64).astype(np.int32)
@@ -109,7 +110,7 @@ def _part(shape: Shape, part: Shape, index: tuple[Any, ...]) -> tuple[slice, ...
 
 
 def extract(tile: Any, shape: Shape, part: Shape, index: tuple[Any, ...]) -> Any:
-    """Return one part of a tile cut in parts of the same shape."""
+    """Return one part of a tile that is cut into parts of equal shape."""
     return spread(tile, shape)[_part(shape, part, index)]
 
 
@@ -124,13 +125,13 @@ def insert(tile: Any, shape: Shape, value: Any, part: Shape, index: tuple[Any, .
 
 
 def fold(operation: Any, tile: Any, shape: Shape, axis: int) -> Any:
-    """Return a reduction by one NumPy function; the type stays."""
+    """Reduce an axis with one NumPy function and keep the type."""
     whole = spread(tile, shape)
     return operation.reduce(whole, axis=axis, dtype=whole.dtype)
 
 
 def fold_pairs(body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, axis: int) -> tuple[Any, ...]:
-    """Return a reduction by any function: halves with halves, until one is left, as a device does."""
+    """Reduce an axis with any function: combine halves until one element is left, as a device does."""
     parts = [np.moveaxis(spread(tile, shape), axis, 0) for tile in tiles]
     while (count := parts[0].shape[0]) > 1:
         half = count // 2
@@ -142,7 +143,7 @@ def fold_pairs(body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, a
 
 
 def scan(operation: Any, tile: Any, shape: Shape, axis: int, reverse: bool) -> Any:
-    """Return a scan by one NumPy function; the type stays."""
+    """Scan an axis with one NumPy function and keep the type."""
     whole = spread(tile, shape)
     whole = np.flip(whole, axis) if reverse else whole
     done = operation.accumulate(whole, axis=axis, dtype=whole.dtype)
@@ -152,7 +153,7 @@ def scan(operation: Any, tile: Any, shape: Shape, axis: int, reverse: bool) -> A
 def scan_pairs(
     body: Callable[..., Any], tiles: tuple[Any, ...], shape: Shape, axis: int, reverse: bool
 ) -> tuple[Any, ...]:
-    """Return a scan by any function, one element after another."""
+    """Scan an axis with any function, one element after another."""
     parts = [np.moveaxis(spread(tile, shape), axis, 0) for tile in tiles]
     order = range(shape[axis])[::-1] if reverse else range(shape[axis])
     done = [np.empty_like(part) for part in parts]
@@ -166,10 +167,8 @@ def scan_pairs(
 
 
 # ---- numerics -------------------------------------------------------------------------------------
-# How values of each cuTile type are held in NumPy, and how they are rounded, read from memory and written to it.
-#
-# NumPy computes in every type of cuTile but the narrow floats. A value of a narrow float is held as the float32 that
-# equals it, and an operation on it computes in float32 and rounds once, as a device does.
+# NumPy computes in every cuTile type except the narrow floats. A narrow float is stored as the float32 of equal value.
+# An operation on it computes in float32 and rounds once, as a device does.
 
 _NATIVE: dict[str, Any] = {
     "bool_": np.bool_,
@@ -192,7 +191,7 @@ _E8M0_BIAS_SHIFT, _E8M0_NAN = 23, 255
 
 
 def host_dtype(name: str) -> Any:
-    """Return the NumPy type that holds values of a cuTile type; KeyError if there is none."""
+    """Return the NumPy type that stores values of a cuTile type; raise KeyError if there is no such type."""
     return np.float32 if name in NARROW else _NATIVE[name]
 
 
@@ -212,7 +211,7 @@ def is_float(name: str) -> bool:
 
 
 def decoder(name: str) -> Callable[[Any], Any] | None:
-    """Turns bits from memory into values; None if they are the same."""
+    """Return the function that decodes bits from memory into values, or None if they are the same."""
     if name == "bfloat16":
         return lambda bits: (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name in _EIGHT_BITS:
@@ -221,7 +220,7 @@ def decoder(name: str) -> Callable[[Any], Any] | None:
 
 
 def encoder(name: str) -> Callable[[Any], Any] | None:
-    """Turns values into bits for memory; None if they are the same."""
+    """Return the function that encodes values as bits for memory, or None if they are the same."""
     if name == "bfloat16":
         return lambda values: (np.asarray(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     if name in _EIGHT_BITS:
@@ -239,8 +238,9 @@ def _eight_bits(name: str, values: Any) -> Any:
 
 
 def _e8m0_bits(values: Any, mode: str) -> Any:
-    """Return the exponent; ``RP`` takes the next one where there is a mantissa. Nothing below zero has a code, nor an
-    infinity.
+    """Return the exponent bits. ``RP`` rounds up if there is a mantissa. Negative values become NaN.
+
+    Infinity becomes the largest finite code.
     """
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     exponent = bits >> np.uint32(_E8M0_BIAS_SHIFT)
@@ -254,7 +254,7 @@ def _e8m0_bits(values: Any, mode: str) -> Any:
 
 
 def _to_bits_kept(values: Any, dropped: int) -> Any:
-    """Float32 rounded to nearest even, with so many low bits zero."""
+    """Round float32 to nearest even, so that the ``dropped`` low bits are zero."""
     bits = np.asarray(values).view(np.uint32)
     half = np.uint32((1 << (dropped - 1)) - 1)
     kept = (bits + (half + ((bits >> np.uint32(dropped)) & np.uint32(1)))) & np.uint32((1 << 32) - (1 << dropped))
@@ -262,7 +262,7 @@ def _to_bits_kept(values: Any, dropped: int) -> Any:
 
 
 def rounder(name: str) -> Callable[[Any], Any] | None:
-    """Rounds float32 to nearest even in a narrow float; None for a type that is not one."""
+    """Return the function that rounds float32 to nearest even in a narrow float, or None for any other type."""
     if name == "bfloat16":
         return lambda values: _to_bits_kept(values, 16)
     if name == "tfloat32":
@@ -273,7 +273,7 @@ def rounder(name: str) -> Callable[[Any], Any] | None:
 
 
 def flush(values: Any) -> Any:
-    """Subnormal float32 numbers made zeros of the same sign."""
+    """Replace subnormal float32 numbers by zeros of the same sign."""
     tiny = np.finfo(np.float32).tiny
     return np.where(np.abs(values) < tiny, np.copysign(np.float32(0), values), values)
 
@@ -282,9 +282,7 @@ def flush(values: Any) -> Any:
 
 
 def convert(source: str, target: str, mode: str | None) -> Callable[[Any], Any] | None:
-    """Return the function of a cast, None if values stay as they are; KeyError for a rounding mode that has none
-    here.
-    """
+    """Return the function of a cast, or None if values stay as they are; raise KeyError for an unsupported rounding mode."""
     if target == "bool_":
         return lambda values: values != 0
     if is_float(source) and not is_float(target):
@@ -298,9 +296,12 @@ def convert(source: str, target: str, mode: str | None) -> Callable[[Any], Any] 
 
 
 def _to_integer(host: Any) -> Callable[[Any], Any]:
-    """Towards zero. Beyond the range, where cuTile promises nothing, what hardware gives: the ends, and zero for NaN."""
+    """Return a cast that rounds towards zero.
+
+    cuTile does not define the result beyond the range. This cast returns what hardware does: the limit, and zero for NaN.
+    """
     limits = np.iinfo(host)
-    # Ends that float64 holds: those of 64 bits are rounded inwards.
+    # Use limits that float64 can represent: those of 64 bits are rounded inwards.
     low, high = float(limits.min), float(limits.max) if limits.bits < 64 else np.nextafter(float(limits.max), 0)
 
     def cast(values: Any) -> Any:
@@ -326,7 +327,7 @@ def _to_narrow(source: str, target: str, mode: str | None) -> Callable[[Any], An
 
 
 def constant(value: Any, name: str) -> Any:
-    """Return a Python number, or a nest of tuples of them, as a value of a type; an integer wraps."""
+    """Return a Python number, or nested tuples of numbers, as a value of a type; an integer wraps."""
     host = host_dtype(name)
     if name == "bool_" or is_float(name):
         held = np.asarray(value).astype(host)

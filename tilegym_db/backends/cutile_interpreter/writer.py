@@ -1,7 +1,7 @@
-"""Turns a kernel in cuTile's intermediate form, where every type is settled, into a Python function over NumPy arrays.
+"""Translates a kernel from cuTile's intermediate form, after type inference, into a Python function over NumPy arrays.
 
-Each operation becomes a line or two. What does not depend on the block comes first, once per launch; the rest is an inner
-function that runs once per block.
+Each operation becomes one or two lines. Operations that do not depend on the block run once per launch. The others form
+an inner function that runs once per block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ONCE: set[str] = set()
 
 
 def emits(*opcodes: str, once: bool = False) -> Callable[[Emit], Emit]:
-    """Register the function that writes these operations; ``once`` where equal operands always give equal results."""
+    """Register the function that writes these operations; ``once`` if equal operands always give equal results."""
 
     def register(function: Emit) -> Emit:
         for opcode in opcodes:
@@ -33,7 +33,7 @@ def emits(*opcodes: str, once: bool = False) -> Callable[[Emit], Emit]:
 
 
 def refuse(op: Any, what: str = "") -> SolutionError:
-    """Return the error for what the interpreter cannot do: better none than a wrong answer."""
+    """Return the error for an operation that the interpreter does not support."""
     detail = f" with {what}" if what else ""
     return SolutionError(f"The cuTile interpreter has no '{op.op}'{detail} ({op.loc}).", code="not_interpreted")
 
@@ -48,7 +48,7 @@ class _Region:
 
 
 class Writer:
-    """The text of one kernel so far, the objects that it names, and what each variable of the kernel is called there."""
+    """The text of one kernel so far, the objects that it names, and the names of the kernel's variables in it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class Writer:
         self.memories: dict[str, str] = {}
         """The memory that a pointer points into, by the pointer's variable."""
         self.views: dict[str, tuple[Any, Any]] = {}
-        """The operation that made an array, or a partition of one, and the memory, by variable."""
+        """The operation that made an array or a partition, and its memory, by variable."""
         self.written: set[str] = set()
         self._early: list[str] = []
         self._lines: list[str] = []
@@ -73,18 +73,18 @@ class Writer:
         return self.names.setdefault(var.name, f"v{self._count}")
 
     def object(self, value: Any) -> str:
-        """Return the name under which the text finds an object."""
+        """Store an object and return its name in the text."""
         self._count += 1
         name = f"k{self._count}"
         self.objects[name] = value
         return name
 
     def of(self, var: Any) -> str:
-        """What a variable is called."""
+        """Return the name of a variable."""
         return self.names[var.name]
 
     def alias(self, new: Any, old: Any) -> None:
-        """Let two variables be the same value."""
+        """Give a variable the value of another one."""
         self.names[new.name] = self.names[old.name]
         for table in (self.memories, self.views):
             if old.name in table:
@@ -93,23 +93,23 @@ class Writer:
             self._uniform.add(new.name)
 
     def parameter(self, var: Any) -> str:
-        """Return a parameter of the kernel: the same in every block."""
+        """Name a parameter of the kernel, which is the same in every block."""
         self._uniform.add(var.name)
         return self.name(var)
 
     def uniform(self, var: Any, name: str) -> None:
-        """A variable that is the same in every block, under a name that the text has for it."""
+        """Name a variable that is the same in every block."""
         self._uniform.add(var.name)
         self.names[var.name] = name
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
-        """One line of the block's function."""
+        """Write one line of the block's function."""
         self._lines.append("    " * self._depth + text)
 
     def result(self, op: Any, text: str) -> None:
-        """The value of an operation's only result."""
+        """Assign the only result of an operation."""
         var = op.result_var
         early = op.op in _ONCE and all(operand.name in self._uniform for operand in op.all_inputs())
         if early and len(self._regions) == 0:
@@ -119,7 +119,7 @@ class Writer:
             self.line(f"{self.name(var)} = {text}")
 
     def rounded(self, text: str, dtype: str) -> str:
-        """Return an expression in float32, rounded to a type that is held so."""
+        """Return the text that rounds a float32 expression to ``dtype`` if values of that type are stored as float32."""
         narrowed = tiles.rounder(dtype)
         return text if narrowed is None else f"{self.object(narrowed)}({text})"
 
@@ -134,14 +134,14 @@ class Writer:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def block(self, block: Any) -> None:
-        """The operations of one block."""
+        """Write the operations of one block."""
         for op in block:
             if op.op not in _EMIT:
                 raise refuse(op)
             _EMIT[op.op](self, op)
 
     def nested(self, block: Any, region: _Region) -> None:
-        """A block inside of a loop, a branch or a function."""
+        """Write a block inside of a loop, a branch or a function."""
         with self._indented(region):
             before = len(self._lines)
             self.block(block)
@@ -149,7 +149,7 @@ class Writer:
                 self.line("pass")
 
     def function(self, block: Any) -> str:
-        """Return a function of the block's parameters, and its name."""
+        """Write a function with the block's parameters and return its name."""
         self._count += 1
         name = f"f{self._count}"
         self.line(f"def {name}({', '.join(self.name(var) for var in block.params)}):")
@@ -157,7 +157,7 @@ class Writer:
         return name
 
     def loop(self, op: Any) -> None:
-        """A loop; what it carries lives in names that each turn, and the end, assign."""
+        """Write a loop; each iteration assigns the carried values to fixed names, which hold the results at the end."""
         kept = [(var, init) for var, init in zip(op.body_vars, op.initial_values, strict=True) if _counts(var)]
         for var, init in kept:
             self._carry(var, init)
@@ -178,7 +178,7 @@ class Writer:
             self.line(f"{self.name(result)} = {self.of(var)}")
 
     def branch(self, op: Any) -> None:
-        """Two blocks, of which one runs."""
+        """Write two blocks, one of which runs."""
         results = [var for var in op.result_vars if _counts(var)]
         if any(_is_pointer(var) for var in results):
             raise refuse(op, "a pointer that it chooses")
@@ -189,7 +189,7 @@ class Writer:
         self.nested(op.else_block, region)
 
     def leave(self, kind: str, values: Any, word: str) -> None:
-        """Assign what the innermost region of a kind hands on, and jump."""
+        """Assign the results of the innermost region of a kind, and write the jump."""
         region = next(region for region in reversed(self._regions) if region.kind == kind or kind == "branch")
         kept = [var for var in values if _counts(var)]
         if region.kind == "function":
@@ -216,7 +216,7 @@ class Writer:
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def text(self, parameters: list[str]) -> str:
-        """Return the function that takes the launch's arguments and gives the function of a block."""
+        """Return the text of a function that takes the launch's arguments and returns the function of a block."""
         return "\n".join(
             [
                 f"def prepare({', '.join(['blocks_0', 'blocks_1', 'blocks_2', *parameters])}):",
@@ -238,5 +238,5 @@ def _is_pointer(var: Any) -> bool:
 
 
 def _counts(var: Any) -> bool:
-    """False for a token, which only orders operations, as they are ordered here anyway."""
+    """Return False for a token, which only orders operations; they run in order here anyway."""
     return type(var.get_type()).__name__ != "TokenTy"

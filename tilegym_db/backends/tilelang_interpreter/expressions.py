@@ -1,4 +1,4 @@
-"""Expressions as functions of the state: each node of TileLang's tree becomes a closure over those of its parts."""
+"""Compiles expressions to functions of the state: each node of TileLang's tree becomes a closure over its operands."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _DIVISIONS = frozenset({"Div", "Mod", "FloorDiv", "FloorMod"})
 
 
 def operation_of(node: Any) -> str:
-    """Return the name of the operation that a call is of."""
+    """Return the name of a call's operation."""
     return str(getattr(node.op, "name", node.op))
 
 
 class Expressions:
-    """Compiles expressions; the slots say where variables and buffers will be."""
+    """A compiler of expressions; ``slots`` holds the places of variables and buffers."""
 
     def __init__(self, slots: Slots) -> None:
-        """For one kernel."""
+        """Prepare for one kernel."""
         self.slots = slots
 
     def compile(self, node: Any) -> Value:
         """Return the function that computes an expression.
 
         Raises:
-            NotInterpreted: there is no rule for a part of it.
+            NotInterpreted: a part of it is not supported.
         """
         kind = type(node).__name__
         if kind in BINARY:
@@ -134,7 +134,7 @@ class Expressions:
         return self._lazily(node, needs=False)
 
     def _lazily(self, node: Any, *, needs: bool) -> Value:
-        """And, or: the second operand is evaluated where the first one does not decide."""
+        """Compile "and" or "or"; the second operand is evaluated for lanes that the first one does not decide."""
         one, two = self.compile(node.a), self.compile(node.b)
 
         def decide(state: State) -> Array:
@@ -253,11 +253,11 @@ class Expressions:
 
 
 # ---- intrinsics -----------------------------------------------------------------------------------
-# Functions of TileLang that compute one value from others, by the name of the operation.
+# Functions of values, by the name of the TileLang operation.
 
 
 def _narrowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Computed in float32 or wider, then rounded once: what a device's function gives, but for its last bits."""
+    """Compute in float32 or wider and round once, as a device's function does up to its last bits."""
 
     def call(*values: Array) -> Array:
         dtype = values[0].dtype
@@ -282,7 +282,7 @@ def _truncated_quotient(one: Array, two: Array) -> Array:
 
 
 def _fused(one: Array, two: Array, three: Array) -> Array:
-    """a b + c rounded once: two float32 have an exact product in float64, and the sum is rounded to odd before the last step."""
+    """Return a * b + c rounded once: the product is exact in float64, and the sum is rounded to odd before the last step."""
     product = np.asarray(one, np.float64) * np.asarray(two, np.float64)
     addend = np.asarray(three, np.float64)
     total = np.asarray(product + addend)
@@ -311,7 +311,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-"""Expression nodes of two operands, both evaluated."""
+"""Expression nodes that evaluate both operands."""
 
 
 def _rounded_half_away(value: Array) -> Array:
@@ -376,15 +376,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 # ---- atomics --------------------------------------------------------------------------------------
-# Atomic operations: lanes take their turns in the order of their numbers.
+# Lanes run an atomic operation one after another, in the order of their numbers.
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"add": np.add, "max": BINARY["Max"], "min": BINARY["Min"]}
 ATOMICS = {f"atomic_{name}{kind}_elem_op": name for name in _OPERATIONS for kind in ("", "_ret")}
-"""Operation of TileLang -> what it does with one element; those with ``ret`` give what was there before."""
+"""TileLang operation -> its function of one element; operations with ``ret`` return the old value."""
 
 
 def atomic(state: State, short: str, memory: Memory, indices: Sequence[Array], value: Array) -> Array:
-    """Change elements once for each active lane; gives what each of them found."""
+    """Update elements once for each active lane; return the old value that each lane found."""
     if isinstance(memory, LaneMemory):
         raise NotInterpreted(f"{short} on registers", code="not_interpreted")
     if state.collapsed and state.mask is not None and state.mask.shape[-1] > 1:
@@ -411,7 +411,7 @@ def atomic(state: State, short: str, memory: Memory, indices: Sequence[Array], v
 
 
 # ---- warps ----------------------------------------------------------------------------------------
-# Values that the threads of a warp exchange: permutations of lanes.
+# The threads of a warp exchange values.
 
 WARP = 32
 
@@ -421,7 +421,7 @@ SHUFFLES: dict[str, Callable[[Any, Any, int], tuple[Any, Any]]] = {
     "tl.shfl_down_sync": lambda lane, delta, width: (lane + delta, lane % width + delta < width),
     "tl.shfl_sync": lambda lane, source, width: (lane // width * width + source % width, lane >= 0),
 }
-"""Operation -> of a lane's number, the operand and the width: whose value it gets, and whether it gets any but its own."""
+"""Operation -> function of lane, operand and width; it returns the source lane and True if the lane takes its value."""
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "tl.warp_reduce_sum": np.add,
@@ -433,7 +433,7 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def shuffle(state: State, name: str, value: Array, operand: Array, width: Array) -> Array:
-    """What each lane gets from another one of its warp.
+    """Return the value that each lane gets from another one of its warp.
 
     Raises:
         KernelFault: an active lane asks for the value of one that is not there, which is undefined.
@@ -446,7 +446,7 @@ def shuffle(state: State, name: str, value: Array, operand: Array, width: Array)
 
 
 def reduce_warp(state: State, name: str, value: Array) -> Array:
-    """Return the sum, or another total, over a warp, for all its lanes; added up as the device does it, in halves."""
+    """Return the sum or another total over a warp for all its lanes, added in halves as the device does."""
     _together(state, name)
     lane = np.arange(state.threads, dtype=np.int64)
     total = np.asarray(value)
@@ -461,7 +461,7 @@ def _together(state: State, name: str) -> None:
 
 
 def _exchanged(state: State, name: str, value: Array, source: Array) -> Array:
-    """Return the value of the source lane, which must be one of those that run this."""
+    """Return the value of the source lane, which must be active."""
     wanted = np.ones((1, 1), bool) if state.mask is None else state.mask
     missing = (source >= state.threads) & wanted
     source = np.minimum(source, state.threads - 1)

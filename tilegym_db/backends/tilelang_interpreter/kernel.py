@@ -1,4 +1,4 @@
-"""What a TileLang factory returns under the interpreter: takes the arguments of a launch, checks them, and runs the program."""
+"""Runs a TileLang kernel on CPU tensors: checks the arguments of a launch, then interprets the program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
 
 
 class InterpretedKernel:
-    """A kernel that runs on CPU tensors; called as the compiled one would be."""
+    """A kernel that runs on CPU tensors and is called like the compiled one."""
 
     def __init__(self, function: Any, out_idx: Any = None) -> None:
         """Compile a ``T.prim_func``.
@@ -73,7 +73,7 @@ class InterpretedKernel:
         self._named(lambda: self.program.run(values, tensors))
 
     def _named(self, action: Any) -> Any:
-        """Errors that name the kernel."""
+        """Add the kernel's name to errors."""
         try:
             return action()
         except (KernelFault, NotInterpreted) as error:
@@ -108,7 +108,7 @@ class InterpretedKernel:
                     f"{where} shape[{axis}] violates packed ABI constraint; expected: {want}, got: {found}"
                 )
         for axis, (step, found) in enumerate(zip(buffer.strides, value.stride(), strict=True)):
-            # The stride of an axis of one element is of no account.
+            # The stride of an axis with one element does not matter.
             if value.shape[axis] != 1 and (want := _evaluate(step, values)) != found:
                 raise RuntimeError(
                     f"{where} strides[{axis}] violates packed ABI constraint; expected: {want}, got: {found}"
@@ -116,7 +116,7 @@ class InterpretedKernel:
 
 
 def _bind_sizes(buffer: Any, value: torch.Tensor, values: dict[Any, Any]) -> None:
-    """Give variables that stand for a size or a stride its value, where they have none."""
+    """Set variables that stand for a size or a stride, unless they are set."""
     for expressions, found in ((buffer.shape, value.shape), (buffer.strides, value.stride())):
         for expression, number in zip(expressions, found, strict=True):
             if type(expression).__name__ == "Var" and expression not in values:
@@ -137,18 +137,18 @@ def _evaluate(expression: Any, values: dict[Any, Any]) -> int:
 
 
 # ---- program --------------------------------------------------------------------------------------
-# A kernel as a program: compiled once from its tree, then run for one chunk of blocks after the other.
+# A kernel is compiled once from its tree, then run for one chunk of blocks after the other.
 
-MOST_LANES = 1 << 15
-MOST_ELEMENTS = 1 << 21
-"""What the buffers of a chunk of blocks hold between them, about."""
-MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-MOST_THREADS = 1024
+MAX_LANES = 1 << 15
+MAX_ELEMENTS = 1 << 21
+"""Approximate bytes that the buffers of a chunk of blocks hold together."""
+MAX_BLOCKS = (2**31 - 1, 65535, 65535)
+MAX_THREADS = 1024
 _AXES = {f"blockIdx.{axis}": number for number, axis in enumerate("xyz")}
 
 
 class Program:
-    """The actions of a kernel and the places of its variables and buffers."""
+    """The actions of a kernel and the slots of its variables and buffers."""
 
     def __init__(self, function: Any) -> None:
         """Compile a ``T.prim_func``.
@@ -162,7 +162,7 @@ class Program:
         self.action = self.statements.compile(function.body)
 
     def run(self, values: dict[Any, Any], tensors: Sequence[tuple[Any, GlobalMemory]]) -> None:
-        """Run it with the variables and tensors that its arguments bind."""
+        """Run the program with the variables and tensors that its arguments bind."""
         for variable in values:
             self.slots.variable(variable)
         for buffer, _ in tensors:
@@ -176,7 +176,7 @@ class Program:
             self.action(state)
 
     def _launch(self, loop: Any) -> Action:
-        """Return the blocks of a launch, whose axes are nested loops."""
+        """Return the action that runs the blocks of a launch, whose axes are nested loops."""
         axes: list[Any] = []
         while type(loop).__name__ == "For" and int(loop.kind) == 4:
             tag = str(loop.thread_binding.thread_tag)
@@ -187,7 +187,7 @@ class Program:
         body = self.statements.compile(loop)
         shape, allocated, cluster = _block_of(loop)
         for buffer in allocated:
-            self.slots.buffer(buffer)  # also of those that nothing uses
+            self.slots.buffer(buffer)  # unused buffers need a slot too
         threads = shape if _uses_threads(loop) else (1, 1, 1)
 
         def launch(state: State) -> None:
@@ -220,7 +220,7 @@ class Program:
 
 
 def _block_of(node: Any) -> tuple[tuple[int, int, int], list[Any], int]:
-    """Threads of a block, the buffers that it allocates, and blocks of a cluster."""
+    """Return the threads of a block, the buffers that it allocates, and the blocks of a cluster."""
     threads, cluster = [1, 1, 1], 1
     buffers: list[Any] = []
 
@@ -240,7 +240,7 @@ def _block_of(node: Any) -> tuple[tuple[int, int, int], list[Any], int]:
 
 
 def _uses_threads(node: Any) -> bool:
-    """Return True if anything depends on which thread computes it; else the threads of a block are one."""
+    """Return True if a result depends on the thread; otherwise one thread stands for all threads of a block."""
     indices: list[Any] = []
     found = False
 
@@ -263,11 +263,11 @@ def _uses_threads(node: Any) -> bool:
 
 
 def _check_launch(sizes: Sequence[int], threads: Sequence[int]) -> None:
-    if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MOST_BLOCKS, strict=True)):
+    if 0 in sizes or any(size < 0 or size > most for size, most in zip(sizes, MAX_BLOCKS, strict=True)):
         raise KernelFault(f"is launched with a grid of {sizes}, which a device refuses", code="grid_out_of_range")
-    if threads[0] * threads[1] * threads[2] > MOST_THREADS:
+    if threads[0] * threads[1] * threads[2] > MAX_THREADS:
         raise KernelFault(
-            f"is launched with {list(threads)} threads a block, more than {MOST_THREADS}", code="block_too_large"
+            f"is launched with {list(threads)} threads per block, more than {MAX_THREADS}", code="block_too_large"
         )
 
 
@@ -277,7 +277,7 @@ def _blocks_at_once(allocated: Sequence[Any], threads: Sequence[int], cluster: i
         _elements(buffer) * (count if buffer.scope().startswith("local") and "fragment" not in buffer.scope() else 1)
         for buffer in allocated
     )
-    blocks = max(1, min(MOST_LANES // count, MOST_ELEMENTS // max(1, elements)))
+    blocks = max(1, min(MAX_LANES // count, MAX_ELEMENTS // max(1, elements)))
     return max(1, blocks // cluster) * cluster
 
 

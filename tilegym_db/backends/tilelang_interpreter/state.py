@@ -1,8 +1,8 @@
-"""Where a chunk of thread blocks stands: which blocks and threads, which of them are active, and what is bound.
+"""State of a chunk of thread blocks: numbers, variables, memories and the mask of active lanes.
 
-All blocks of a chunk and all their threads run in lockstep, one statement after the other. A value is an array whose last
-two axes are blocks and threads; an axis along which it does not vary has length 1, and a value of everybody is a scalar. A
-loop whose iterations are independent runs at once: it adds an axis in front.
+All blocks of a chunk and all their threads run in lockstep, one statement after the other. The last two axes of a value
+are blocks and threads. An axis along which the value does not vary has length 1, and a value that all lanes share is a
+scalar. A loop with independent iterations runs them at once and adds an axis in front.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from tilegym_db.errors import SolutionError
 
 @dataclass
 class State:
-    """What the statements of a kernel share while they run for one chunk of blocks."""
+    """The state that the statements of a kernel share while they run for one chunk of blocks."""
 
     blocks: int
     threads: int
     values: list[Any]
-    """Of each variable, by its slot."""
+    """Values of the variables, by slot."""
     memories: list[Any]
-    """Of each buffer, by its slot."""
+    """Memories of the buffers, by slot."""
     mask: Any = None
-    """Which lanes run the current statement; None for all of them."""
+    """Mask of the lanes that run the current statement; None for all lanes."""
     depth: int = 0
-    """Axes of loops that run at once."""
+    """Number of axes that enclosing loops with independent iterations added."""
     collapsed: bool = False
-    """Inside of a loop of tile operations, which the threads of a block share out: what depends on a thread has no value."""
+    """True inside a loop that the threads of a block share; there a value that depends on a thread is undefined."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def where(self, mask: Any) -> Iterator[None]:
-        """Run what follows for fewer lanes."""
+        """Run the body of the ``with`` statement with another mask."""
         before, self.mask = self.mask, mask
         try:
             yield
@@ -47,11 +47,11 @@ class State:
             self.mask = before
 
     def narrowed(self, condition: Array) -> Any:
-        """Return the lanes that are active and for which the condition holds."""
+        """Return the mask of the active lanes for which the condition holds."""
         return condition if self.mask is None else self.mask & condition
 
     def block_mask(self, what: str) -> Any:
-        """Return the mask by block; what all threads of a block do together, they must all reach."""
+        """Return the mask per block; raise :class:`KernelFault` if only some threads of a block reach ``what``."""
         return (
             None
             if self.mask is None
@@ -60,12 +60,12 @@ class State:
 
 
 def any_active(mask: Any) -> bool:
-    """Return True if a mask leaves anybody."""
+    """Return True if a mask leaves a lane active."""
     return bool(np.any(mask))
 
 
 def uniform_over_threads(value: Array, mask: Any, complaint: str) -> Array:
-    """Return a value with a thread axis of length 1, which it must have for all threads alike."""
+    """Return a value with a thread axis of length 1; raise :class:`KernelFault` if active threads differ."""
     if np.ndim(value) == 0 or value.shape[-1] == 1:
         return value
     if mask is None or np.ndim(mask) == 0:
@@ -83,10 +83,9 @@ def uniform_over_threads(value: Array, mask: Any, complaint: str) -> Array:
 
 
 # ---- numbers --------------------------------------------------------------------------------------
-# Numbers as a GPU computes them: TileLang's dtypes in NumPy, conversions between them, and tensors as arrays.
-#
-# Arithmetic needs no rules here: NumPy rounds every operation to the dtype of its operands, as the device does, for
-# bfloat16 and the 8-bit formats through ``ml_dtypes``, and its integers wrap around.
+# TileLang's dtypes in NumPy, and conversions between them.
+# NumPy rounds every operation to the dtype of its operands, as the device does. It uses ``ml_dtypes`` for bfloat16 and
+# the 8-bit formats. Its integers wrap around.
 
 Array = Any
 """A NumPy array or scalar."""
@@ -103,13 +102,13 @@ _DTYPES: dict[str, Any] = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NARROW = {np.dtype(ml_dtypes.float8_e4m3fn): 448.0, np.dtype(ml_dtypes.float8_e5m2): 57344.0}
-"""Formats to which a cast saturates, with their largest numbers."""
+"""Formats to which a cast saturates, with their maximum values."""
 _FLOATS = frozenset(_DTYPES[name] for name in _DTYPES if name.startswith(("float", "bfloat")))
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_of(name: Any) -> Any:
-    """Return the NumPy dtype of a scalar dtype of TileLang."""
+    """Return the NumPy dtype of a scalar TileLang dtype."""
     found = _DTYPES.get(str(name))
     if found is None:
         raise NotInterpreted(f"no rule for the dtype {name}", code="not_interpreted")
@@ -117,17 +116,20 @@ def dtype_of(name: Any) -> Any:
 
 
 def is_float(dtype: Any) -> bool:
-    """Return True if it is one of the floating formats, the 8-bit ones included."""
+    """Return True for a floating format, including the 8-bit ones."""
     return dtype in _FLOATS
 
 
 def wide(value: Array) -> Array:
-    """Return a number of a 16-bit or 8-bit floating format as float32, any other as it is."""
+    """Return a number of a 16-bit or 8-bit floating format as float32, and any other unchanged."""
     return value.astype(np.float32) if value.dtype.itemsize < 4 and is_float(value.dtype) else value
 
 
 def convert(value: Array, target: Any) -> Array:
-    """Return a cast: to nearest even, saturating to 8-bit formats, toward zero and saturating from floats to integers."""
+    """Cast as the device does.
+
+    Casts round to nearest even and saturate to 8-bit formats. From floats to integers they round toward zero and saturate.
+    """
     source = value.dtype
     if source == target:
         return value
@@ -142,8 +144,9 @@ def convert(value: Array, target: Any) -> Array:
 
 
 def _to_integer(value: Array, target: Any) -> Array:
-    """Return the device's conversion: NaN is 0; what 32 or 64 bits cannot hold becomes their end; fewer bits are cut
-    from those.
+    """Convert floats to integers as the device does.
+
+    NaN becomes 0. Values beyond 32 or 64 bits saturate. A narrower target keeps the low bits of the 32-bit result.
     """
     held = target if target.itemsize >= 4 else np.dtype(np.int32)
     exact = np.nan_to_num(np.trunc(value.astype(np.float64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -165,7 +168,7 @@ def reinterpret(value: Array, target: Any) -> Array:
 
 
 def poison(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """Memory that nobody has written: NaN, and numbers that no index may be."""
+    """Return memory with values for unwritten elements: NaN, or integers that are not valid indices."""
     if is_float(dtype):
         return (
             np.full(shape, np.nan, dtype=np.float32).astype(dtype)
@@ -182,9 +185,7 @@ def poison(shape: tuple[int, ...] | int, dtype: Any) -> Array:
 
 
 def flat_memory(tensor: torch.Tensor, dtype: Any) -> Array:
-    """Return the elements from a tensor's first to its last in memory, gaps included; one of no tensor's where it has
-    none.
-    """
+    """Return the elements from a tensor's first to its last in memory, gaps included; one poison element for an empty tensor."""
     if tensor.numel() == 0:
         return poison(1, dtype)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -195,60 +196,59 @@ def flat_memory(tensor: torch.Tensor, dtype: Any) -> Array:
 
 
 # ---- faults ---------------------------------------------------------------------------------------
-# What the interpreter raises: a kernel that does what it must not, and what the interpreter has no rule for.
 
 
 class KernelFault(SolutionError):
-    """A kernel did what is undefined on a device, such as an access outside of a buffer."""
+    """A kernel operation that is undefined on a device, such as an access outside of a buffer."""
 
     code = "kernel_fault"
 
 
 class NotInterpreted(SolutionError):
-    """A part of TileLang that the interpreter has no rule for."""
+    """A part of TileLang that the interpreter does not support."""
 
     code = "not_interpreted"
 
 
 # ---- slots ----------------------------------------------------------------------------------------
-# Places for the variables and buffers of a kernel, given out while it is compiled.
+# The compiler assigns a slot to each variable and buffer of a kernel.
 
 
 class Slots:
-    """Numbers of variables and of buffers: a running kernel keeps their values in lists."""
+    """Numbers of variables and of buffers; a running kernel keeps their values in lists."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Start without variables and buffers."""
         self._variables: dict[Any, int] = {}
         self._buffers: dict[Any, int] = {}
 
     def variable(self, variable: Any) -> int:
-        """Return the number of a variable, a new one where it has none."""
+        """Return the number of a variable; assign a new one at its first use."""
         return self._variables.setdefault(variable, len(self._variables))
 
     def buffer(self, buffer: Any) -> int:
-        """Return the number of a buffer: those of one data pointer are one."""
+        """Return the number of a buffer. Buffers with the same data pointer share one number."""
         return self._buffers.setdefault(buffer.data, len(self._buffers))
 
     @property
     def variables(self) -> int:
-        """How many variables there are."""
+        """The number of variables."""
         return len(self._variables)
 
     @property
     def buffers(self) -> int:
-        """How many buffers there are."""
+        """The number of buffers."""
         return len(self._buffers)
 
 
 # ---- memory ---------------------------------------------------------------------------------------
-# Buffers of a running kernel: global, one a block, or one a thread; with every index checked.
+# Buffers of a running kernel: global, per block, or per thread. Every index is checked.
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits(value: Array) -> Array:
-    """Return the bit patterns of an array, which tell NaN from NaN and -0 from 0."""
+    """Return the bit patterns of an array, which distinguish NaN from NaN and -0 from 0."""
     return np.ascontiguousarray(value).view(_BITS[value.dtype.itemsize])
 
 
@@ -260,11 +260,11 @@ class Memory:
         self.name, self.shape, self.strides, self.flat = name, tuple(shape), tuple(strides), flat
 
     def address(self, linear: Array) -> Array:
-        """Where elements lie in the flat array, by their place in the buffer."""
+        """Return positions in the flat array for positions in the buffer."""
         return linear
 
     def outside(self, indices: Sequence[Array], mask: Any) -> Any:
-        """Where active lanes are outside of the buffer; None if none of them is."""
+        """Return the mask of active lanes whose index is outside of the buffer, or None if all are inside."""
         found = None
         for index, size in zip(indices, self.shape, strict=True):
             if np.ndim(index) == 0:
@@ -279,10 +279,10 @@ class Memory:
         return found
 
     def linear(self, state: State, indices: Sequence[Array], what: str) -> Array:
-        """Places in the buffer.
+        """Return positions in the buffer.
 
         Raises:
-            KernelFault: an active lane is outside of it.
+            KernelFault: the index of an active lane is outside of the buffer.
         """
         wrong = self.outside(indices, state.mask)
         if wrong is not None:
@@ -300,19 +300,19 @@ class Memory:
         return f"{what} {self.name}{where}, which is outside of its shape {list(self.shape)}"
 
     def load(self, state: State, indices: Sequence[Array]) -> Array:
-        """Return the elements at the indices; anything for lanes that are not active."""
+        """Return the elements at the indices. The values for inactive lanes are arbitrary."""
         return np.take(self.flat, self.address(self.linear(state, indices, "reads")), mode="clip")
 
     def store(self, state: State, indices: Sequence[Array], value: Array) -> None:
         """Write elements for active lanes.
 
         Raises:
-            KernelFault: outside of the buffer, or different values in one place.
+                KernelFault: an index is outside of the buffer, or lanes write different values to one element.
         """
         self.scatter(self.address(self.linear(state, indices, "writes")), value, state.mask)
 
     def scatter(self, address: Array, value: Array, mask: Any) -> None:
-        """Write to addresses, of which those that are the same must get the same."""
+        """Write to addresses; raise :class:`KernelFault` if lanes write different values to one address."""
         shape = np.broadcast_shapes(np.shape(address), np.shape(value), np.shape(mask) if mask is not None else ())
         address, value = np.broadcast_to(address, shape), np.broadcast_to(value, shape)
         if mask is not None:
@@ -330,24 +330,24 @@ class GlobalMemory(Memory):
 
 
 class BlockMemory(Memory):
-    """Shared memory, or a fragment, whose elements the threads of a block have between them."""
+    """Shared memory, or a fragment whose elements are distributed over the threads of a block."""
 
     def __init__(self, name: str, shape: Sequence[int], dtype: Any, blocks: int) -> None:
-        """Memory of so many blocks that nobody has written."""
+        """Allocate memory for all blocks, filled with values for unwritten elements."""
         self.size = int(np.prod(shape, dtype=np.int64))
         super().__init__(name, shape, _row_major(shape), poison(blocks * self.size, dtype))
         self.base = (np.arange(blocks, dtype=np.int64) * self.size)[:, None]
 
     def address(self, linear: Array) -> Array:
-        """Where elements of each block lie."""
+        """Return the positions of the elements of each block."""
         return linear + self.base
 
 
 class LaneMemory(Memory):
-    """Registers: the lanes lie next to each other."""
+    """Registers: the values of all lanes lie next to each other."""
 
     def __init__(self, name: str, shape: Sequence[int], dtype: Any, blocks: int, threads: int, *, zero: bool) -> None:
-        """Registers of all threads; variables begin with 0, arrays with what nobody has written."""
+        """Allocate registers for all threads. ``zero`` sets them to 0; otherwise they are filled as unwritten memory."""
         self.size, self.lanes = int(np.prod(shape, dtype=np.int64)), (blocks, threads)
         whole = (self.size, blocks, threads)
         self.rows = np.zeros(whole, dtype) if zero else poison(whole, dtype)
@@ -355,11 +355,11 @@ class LaneMemory(Memory):
         self.base = np.arange(blocks * threads, dtype=np.int64).reshape(blocks, threads)
 
     def address(self, linear: Array) -> Array:
-        """Where elements of each lane lie."""
+        """Return the positions of the elements of each lane."""
         return linear * (self.lanes[0] * self.lanes[1]) + self.base
 
     def load(self, state: State, indices: Sequence[Array]) -> Array:
-        """Return the elements at the indices; one value a block where the threads share out the work."""
+        """Return the elements at the indices; one value per block if the threads share a loop."""
         place = self.linear(state, indices, "reads")
         if place.ndim == 0:
             found = self.rows[int(place)]

@@ -1,4 +1,4 @@
-"""Statements as actions on the state, run for all active lanes of a chunk of blocks, one after the other."""
+"""Compiles statements to actions on the state, which run for all active lanes of a chunk of blocks."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _NOTHING = frozenset(
         "tl.pdl_sync",
     }
 )
-"""Operations that change nothing if lanes run in lockstep, all blocks of a cluster among them, and copies are done at once."""
+"""Operations without effect here: lanes and all blocks of a cluster run in lockstep, and copies complete at once."""
 _BARRIERS = frozenset({"tirx.tvm_storage_sync"})
 _ATTRIBUTES = frozenset({"min_blocks_per_sm", "tl.min_blocks_per_sm", "pragma_import_llvm", "tl.ws_op_id"})
 
 
 class Statements:
-    """Compiles statements; ``launch`` is asked for what begins the blocks of a kernel."""
+    """A compiler of statements; ``launch`` compiles the start of a kernel's blocks."""
 
     def __init__(self, expressions: Expressions, launch: Any) -> None:
-        """For one kernel."""
+        """Prepare for one kernel."""
         self.expressions, self.launch, self.slots = expressions, launch, expressions.slots
 
     def compile(self, node: Any) -> Action:
         """Return the action of a statement.
 
         Raises:
-            NotInterpreted: there is no rule for a part of it.
+            NotInterpreted: a part of it is not supported.
         """
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
@@ -75,7 +75,7 @@ class Statements:
     def _sblockrealize(self, node: Any) -> Action:
         block = node.block
         if len(block.iter_vars) or len(block.match_buffers) or block.init is not None:
-            raise NotInterpreted("no rule for a block with axes of its own", code="not_interpreted")
+            raise NotInterpreted("no rule for a block with additional axes", code="not_interpreted")
         return self.compile(block.body)
 
     def _attrstmt(self, node: Any) -> Action:
@@ -96,7 +96,7 @@ class Statements:
 
         def bind(state: State) -> None:
             found = value(state)
-            # What a register holds may change while the name is in use.
+            # A register's value may change while the name is in use.
             state.values[slot] = found.copy() if isinstance(found, np.ndarray) and found.base is not None else found
 
         return bind
@@ -231,7 +231,7 @@ class Statements:
 
 
 def _at_once(slot: int, least: Any, extent: Any, body: Action, dtype: Any, *, shared: bool) -> Action:
-    """Return all iterations along an axis of their own; ``shared`` between the threads of a block."""
+    """Run all iterations at once along a new axis; ``shared`` distributes them over the threads of a block."""
 
     def run(state: State) -> None:
         first, count = least(state), extent(state)
@@ -255,7 +255,7 @@ def _at_once(slot: int, least: Any, extent: Any, body: Action, dtype: Any, *, sh
 
 
 def _until(state: State, slot: int, first: Array, count: Array, body: Action) -> None:
-    """Iterations of lanes that have different numbers of them."""
+    """Run iterations until all lanes have finished; the lanes may have different numbers of them."""
     before = state.mask
     counts = count if before is None else np.where(before, count, 0)
     for number in range(int(counts.max(initial=0))):
@@ -266,26 +266,26 @@ def _until(state: State, slot: int, first: Array, count: Array, body: Action) ->
 
 
 def _barrier(state: State) -> None:
-    """Lanes in lockstep are always together, where all threads of a block come here."""
+    """Check that all threads of a block reach the barrier. Lanes in lockstep need no further synchronisation."""
     state.block_mask("T.sync_threads()")
 
 
 # ---- loops ----------------------------------------------------------------------------------------
-# Which loops may run all their iterations at once: those of which no iteration needs another one's result.
+# A loop may run all its iterations at once if no iteration needs the result of another one.
 
 SERIAL, PARALLEL, THREAD_BINDING = 0, 1, 4
-MOST_AT_ONCE = 64
-"""Iterations of a loop that is not parallel by its kind: each of them takes memory."""
+MAX_AT_ONCE = 64
+"""Limit on the iterations of a loop of a kind that is not parallel, because each of them takes memory."""
 _PLAIN = frozenset({"SeqStmt", "BufferStore", "IfThenElse", "Bind"})
 
 
 def runs_at_once(loop: Any) -> bool:
-    """Return True if a loop that is not parallel by its kind gives the same, iteration after iteration or all at once.
+    """Return True if a sequential loop gives the same result when all iterations run at once.
 
-    So it does where what it stores to is read and written at one place an iteration, which no other iteration has.
+    This holds if each iteration reads and writes the stored buffers only at one place, which no other iteration uses.
     """
     extent = loop.extent
-    if type(extent).__name__ != "IntImm" or not 1 < int(extent.value) <= MOST_AT_ONCE:
+    if type(extent).__name__ != "IntImm" or not 1 < int(extent.value) <= MAX_AT_ONCE:
         return False
     accesses: dict[Any, list[Any]] = {}
     stored, plain = set(), True
@@ -313,19 +313,19 @@ def _one_place(accesses: list[Any], variable: Any) -> bool:
 
 
 def _differs(index: Any, variable: Any) -> bool:
-    """Return True if an index is another one in each iteration."""
+    """Return True if an index differs in each iteration."""
     found = arith.detect_linear_equation(index, [variable])
     return len(found) == 2 and type(found[0]).__name__ == "IntImm" and int(found[0].value) != 0
 
 
 # ---- tiles ----------------------------------------------------------------------------------------
-# Operators on tiles: copies, products, fills, reductions and running sums, each for all active blocks at once.
+# Copies, products, fills, reductions and running sums run for all active blocks at once.
 
 Action = Callable[[State], None]
 
 
 class Region:
-    """A box of a buffer, as the operators take it: where it begins and how far it reaches."""
+    """A box of a buffer that an operator works on: its start and its extent."""
 
     def __init__(self, expressions: Expressions, node: Any) -> None:
         """Compile a ``tl.region``."""
@@ -336,14 +336,14 @@ class Region:
         self.starts, self.extents = expressions.many(load.indices), expressions.many(node.args[2:])
 
     def shape(self, state: State) -> tuple[int, ...]:
-        """Return how far it reaches along each axis of the buffer."""
+        """Return the extent along each axis of the buffer."""
         sizes = [extent(state) for extent in self.extents]
         if any(np.ndim(size) for size in sizes):
             raise NotInterpreted("no rule for a tile whose size differs between blocks", code="not_interpreted")
         return tuple(int(size) for size in sizes)
 
     def indices(self, state: State, *, squeezed: bool) -> list[Array]:
-        """Of all its elements; axes of length 1 have no axis of their own where ``squeezed``."""
+        """Return the indices of all elements; ``squeezed`` drops axes of length 1."""
         shape = self.shape(state)
         axes = [size for size in shape if size != 1] if squeezed else list(shape)
         found, axis = [], 0
@@ -359,7 +359,7 @@ class Region:
         return found
 
     def read(self, state: State, *, squeezed: bool = False) -> Array:
-        """Return its elements, with an axis for blocks and one for threads last; 0 where it reaches out of a tensor."""
+        """Return the elements, with axes for blocks and threads last; elements outside of a tensor are 0."""
         memory, indices = self._memory(state), self.indices(state, squeezed=squeezed)
         if not isinstance(memory, GlobalMemory):
             return memory.load(state, indices)
@@ -373,7 +373,7 @@ class Region:
         return np.where(kept, value, value.dtype.type(0))
 
     def write(self, state: State, value: Array, *, squeezed: bool = False) -> None:
-        """Replace its elements, except where it reaches out of a tensor."""
+        """Replace the elements, except those outside of a tensor."""
         memory, indices = self._memory(state), self.indices(state, squeezed=squeezed)
         wrong = memory.outside(indices, state.mask) if isinstance(memory, GlobalMemory) else None
         before = state.mask
@@ -452,7 +452,7 @@ def _gemm(expressions: Expressions, arguments: Any) -> Action:
 
 
 def _matrix(tile: Array) -> Array:
-    """Return a tile with the blocks first and its last two axes."""
+    """Return a tile with the blocks first and the two matrix axes last."""
     blocks = np.moveaxis(tile[..., 0], -1, 0)
     return blocks.reshape(blocks.shape[0], *blocks.shape[-2:])
 
@@ -511,4 +511,4 @@ def _maker(name: str) -> Callable[[Expressions, Any], Action]:
 
 
 TILE_OPERATORS = {name: _maker(name) for name in _MAKERS}
-"""Operation -> what compiles its arguments."""
+"""Operation -> function that compiles its arguments."""

@@ -1,7 +1,7 @@
-"""What names and expressions stand for: imports and aliases followed through a Solution's sources without running them.
+"""Resolves names and expressions: follows imports and aliases through a Solution's sources without running them.
 
-The order of statements does not matter: a name stands for everything that any of its bindings gives it, so that an alias
-cannot hide behind a branch or a loop. What comes out of calls, containers and parameters is unknown; the rule
+The order of statements does not matter. A name stands for everything that any of its bindings assigns to it, so that a
+branch or a loop cannot hide an alias. Results of calls, containers and parameters are unknown; the rule
 ``module-as-value`` keeps modules out of all three.
 """
 
@@ -31,13 +31,13 @@ from tilegym_db.sandbox.scan.tables import (
 )
 
 # ---- context --------------------------------------------------------------------------------------
-# What every rule needs to judge a place in a source: names, scope, declared libraries, and where to report.
+# Rules check a place in a source with its names, scope, declared libraries and report.
 
 TORCH_CLASS = re.compile(r"torch\.([\w.]+\.)?[A-Z][A-Z]*[a-z]\w*")
 
 
 def is_external(path: str) -> bool:
-    """Return True for something of another module, builtins excepted."""
+    """Return True for a member of another module, except builtins."""
     return not path.startswith((".", "builtins."))
 
 
@@ -61,7 +61,7 @@ class ScanReport:
 
 @dataclass
 class Context:
-    """One source under judgement. ``scope`` follows the walk."""
+    """A source that is being checked. ``scope`` follows the walk."""
 
     module: Module
     names: Names
@@ -75,20 +75,20 @@ class Context:
     own_operators: frozenset[str] = frozenset()
     """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
-    """Expressions that stand where a module may: before a dot, or on the right of a plain alias."""
+    """Expressions at places that may hold a module: before a dot, or on the right of a plain alias."""
     may_hold_class: set[ast.AST] = field(default_factory=set)
-    """Expressions that stand where a class may: in ``isinstance``, in a comparison, in a type, in an f-string."""
+    """Expressions at places that may hold a class: in ``isinstance``, in a comparison, in a type, in an f-string."""
     called_operators: set[ast.AST] = field(default_factory=set)
-    """What is called, where it is written out and one of the attention operators."""
+    """Called expressions that name an attention operator in full."""
     plain_formats: set[ast.AST] = field(default_factory=set)
-    """``"...".format`` where it is called and its text reads no attributes."""
+    """``"...".format`` expressions that are called and whose text reads no attributes."""
 
     def resolve(self, node: ast.expr | None) -> frozenset[str]:
-        """What an expression stands for, here."""
+        """Return all paths that an expression may stand for in the current scope."""
         return self.names.resolve(node, self.scope)
 
     def text(self, node: ast.expr | None) -> str | None:
-        """Return the string that an expression certainly is."""
+        """Return the string value of an expression if it is certain, otherwise None."""
         return self.names.text(node, self.scope)
 
     def is_module(self, path: str) -> bool:
@@ -96,9 +96,9 @@ class Context:
         return self.names.is_own_module(path) or path in MEMBERS or path in self.module.imported
 
     def check_path(self, node: ast.AST, path: str, *, imported: bool = False) -> bool:
-        """Judge a path that is imported or used; True if it is harmless."""
+        """Check a path that is imported or used; return True if it is allowed."""
         root = path.partition(".")[0]
-        if not root:  # of the Solution's own
+        if not root:  # a path of the Solution itself
             return True
         verb = "imports" if imported else "uses"
         noted = path_rule(path)
@@ -114,7 +114,7 @@ class Context:
         return False
 
     def check_escape(self, node: ast.expr, path: str) -> None:
-        """Refuse a module, or the environment, where it is used as a value."""
+        """Refuse a module, or the environment, if it is used as a value."""
         if node in self.may_hold_module:
             return
         if path == "os.environ":
@@ -123,12 +123,12 @@ class Context:
             self.report.add(node, "module-as-value", f"uses the module {path.lstrip('.')} as a value")
 
     def check_attribute_name(self, node: ast.AST, name: str, *, resolved: bool, own: bool = False) -> None:
-        """Judge the name of an attribute, whatever it is taken from.
+        """Check the name of an attribute of any value.
 
         Args:
             node: where.
             name: of the attribute.
-            resolved: True if the whole path is known and judged already.
+                resolved: True if the whole path is known and already checked.
             own: True for an attribute of an instance of an own class.
         """
         if name.startswith("__") and name.endswith("__"):
@@ -142,13 +142,13 @@ class Context:
             self.report.add(node, "unlisted-member", f"reads .{name}")
 
     def check_class(self, node: ast.expr | None) -> None:
-        """Refuse a class of torch that is handed on: whoever receives it could change it."""
+        """Refuse a torch class that is passed on, because the receiver could change it."""
         for path in sorted(self.resolve(node)):
             if TORCH_CLASS.fullmatch(path) and node is not None:
                 self.report.add(node, "module-as-value", f"hands on the class {path}")
 
     def allow_module(self, value: ast.expr | None) -> None:
-        """Let a module stand as ``value``, the right-hand side of a plain alias, and in what such a side is made of."""
+        """Allow a module as ``value``, the right-hand side of a plain alias, and in the parts of such an expression."""
         match value:
             case ast.Name() | ast.Attribute():
                 self.may_hold_module.add(value)
@@ -163,7 +163,7 @@ class Context:
 
 
 # ---- scopes ---------------------------------------------------------------------------------------
-# Modules, classes, functions and comprehensions as scopes of names, and a walk that knows which one it is in.
+# Modules, classes, functions and comprehensions are scopes of names.
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -171,13 +171,13 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 @dataclass(frozen=True, eq=False)
 class NameBinding:
-    """One way in which a name gets a meaning: a path, an expression to resolve, or something defined in the source."""
+    """A binding of a name: a path, an expression to resolve, or a definition in the source."""
 
     path: str | None = None
     value: ast.expr | None = None
     scope: Scope | None = None
     node: ast.AST | None = None
-    """A definition (class, function, parameter); None for what is not known, such as a loop variable."""
+    """The definition (class, function, parameter); None if it is unknown, such as a loop variable."""
 
 
 @dataclass(eq=False)
@@ -201,13 +201,13 @@ class Scope:
         return self if self.parent is None else self.parent.root
 
     def function(self) -> Scope | None:
-        """Return the innermost function or lambda around, or None at module and class level."""
+        """Return the innermost enclosing function or lambda, or None at module and class level."""
         if isinstance(self.node, FUNCTIONS):
             return self
         return None if self.is_class or self.parent is None else self.parent.function()
 
     def holder(self, name: str) -> Scope | None:
-        """Return the scope whose binding a use of ``name`` here means; None for builtins and unknown names."""
+        """Return the scope that binds ``name`` as used here; None for builtins and unknown names."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.outer:
@@ -234,7 +234,7 @@ class Module:
     imported: set[str] = field(default_factory=set)
     """Every dotted name, with its parents, that an import statement makes a module."""
     stars: list[tuple[Scope, str]] = field(default_factory=list)
-    """Where ``from .part import *`` stands, with the dotted name of the part."""
+    """Scope of each ``from .part import *``, with the dotted name of the part."""
 
     @property
     def scope(self) -> Scope:
@@ -247,7 +247,7 @@ class Module:
         return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
 
     def absolute(self, level: int, name: str | None) -> str:
-        """What ``from ...name import`` with that many dots means, as a dotted name within the Solution."""
+        """Return the dotted name within the Solution for ``from ...name import`` with that many dots."""
         parts = self.package.split(".") if self.package else []
         kept = parts[: len(parts) - (level - 1)]
         return ".".join([*kept, *([name] if name else [])])
@@ -307,7 +307,7 @@ class ScopedVisitor(ast.NodeVisitor):
                 self.visit_annotation(argument.annotation)
 
     def visit_annotation(self, node: ast.expr) -> None:
-        """Walk the annotation of a parameter or of what a function returns."""
+        """Walk the annotation of a parameter or a return value."""
         self.visit(node)
 
     def _visit_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
@@ -331,7 +331,7 @@ def every_argument(arguments: ast.arguments) -> list[ast.arg]:
 
 MAX_MEANINGS = 64
 MAX_DEPTH = 16
-"""Attributes in a row; what ``a = a.b`` would otherwise make endless."""
+"""Maximum number of attributes in a row, which stops ``a = a.b``."""
 
 _BUILTIN_NAMES = frozenset(dir(builtins))
 _ALIASES = (ast.Name, ast.Attribute, ast.NamedExpr, ast.IfExp, ast.BoolOp, ast.Call, ast.Starred, ast.Await)
@@ -340,7 +340,7 @@ Key = tuple[Scope, str]
 
 
 class Names:
-    """What names and expressions stand for, across the sources of one Solution.
+    """A resolver of names and expressions across the sources of one Solution.
 
     A path of another module is spelt from its root (``torch.cuda.Stream``, ``builtins.eval``). A path that begins with
     a dot lies in the Solution's own sources.
@@ -350,7 +350,7 @@ class Names:
         """Bind every name of ``modules``, which go by their dotted names, and follow the aliases among them.
 
         Raises:
-            ValueError: a name has so many meanings that following it is hopeless.
+                ValueError: a name has more than :data:`MAX_MEANINGS` meanings.
         """
         self.modules = modules
         self._final: dict[tuple[ast.expr, Scope], frozenset[str]] | None = None
@@ -363,7 +363,7 @@ class Names:
         self._final = {}
 
     def resolve(self, node: ast.expr | None, scope: Scope) -> frozenset[str]:
-        """Return every path that an expression may stand for; empty if it is a value of its own."""
+        """Return every path that an expression may stand for; empty for a new value."""
         if node is None or not isinstance(node, _ALIASES):
             return frozenset()
         if self._final is None:
@@ -373,13 +373,13 @@ class Names:
         return self._final[node, scope]
 
     def literal(self, node: ast.expr | None, scope: Scope) -> ast.expr | None:
-        """Return the literal behind a name that is bound once and to a literal; any other expression itself."""
+        """Return the literal behind a name that is bound once, to a literal; return any other expression unchanged."""
         bindings = self.bindings(node, scope) if node is not None else []
         only = bindings[0].value if len(bindings) == 1 else None
         return only if isinstance(only, ast.Constant | ast.List | ast.Tuple) else node
 
     def text(self, node: ast.expr | None, scope: Scope) -> str | None:
-        """Return the string that an expression certainly is, or None if it is computed."""
+        """Return the string value of an expression, or None if it is computed."""
         literal = self.literal(node, scope)
         return literal.value if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else None
 
@@ -395,7 +395,7 @@ class Names:
         return holder.bindings.get(node.id, []) if holder is not None else []
 
     def _spread_stars(self) -> None:
-        """Bind what ``from .part import *`` takes from an own source: every name of it."""
+        """Bind every name that ``from .part import *`` takes from a source of the Solution."""
         changed = True
         while changed:
             changed = False
@@ -456,7 +456,7 @@ class Names:
         if holder is None or name not in holder.bindings:
             return builtin
         found = self._meanings.get((holder, name), frozenset())
-        # Where a module or class binds a name on a path that is not taken, the one further out is meant.
+        # A module or class may bind a name only on a path that is not taken. Then the outer name is meant.
         if holder.parent is None:
             return found | builtin
         return found | self._name(name, holder.parent) if holder.is_class else found
@@ -466,16 +466,14 @@ class Names:
         return frozenset[str]().union(*(self._own_member(f"{base}.{name}") for base in shallow))
 
     def _own_member(self, path: str) -> frozenset[str]:
-        """Return a path in the Solution's own sources stands for what that source binds it to."""
+        """Resolve a path in the Solution's own sources to the paths that the source binds it to."""
         holder, name = self._owner(path)
         return (self._meanings.get((holder, name), frozenset()) if holder is not None else frozenset()) or frozenset(
             {path}
         )
 
     def _owner(self, path: str) -> tuple[Scope | None, str]:
-        """Return the scope of the own module that a path leads into, with the name there; None if it leads into
-        none.
-        """
+        """Return the scope of the Solution's module that a path leads into, or None, with the name in it."""
         if not path.startswith("."):
             return None, ""
         owner, _, name = path[1:].rpartition(".")
@@ -483,7 +481,7 @@ class Names:
         return (module.scope if module is not None and name in module.scope.bindings else None), name
 
     def is_own_module(self, path: str) -> bool:
-        """Return True for a source of the Solution, unless its package gives the same name to something else."""
+        """Return True for a source of the Solution, unless its package binds the same name to something else."""
         return path.startswith(".") and path[1:] in self.modules and self._owner(path)[0] is None
 
 
@@ -503,8 +501,7 @@ class _Binder(ScopedVisitor):
                 scope.bind(argument.arg, NameBinding(node=argument))
         body = getattr(node, "body", None)
         for statement in ast.walk(ast.Module(body, [])) if isinstance(body, list) else ():
-            # Declarations count for the whole body, wherever they stand in it. Those of nested functions are taken along:
-            # that only makes a name mean more.
+            # Declarations hold for the whole body. Those of nested functions are included, which only adds meanings to a name.
             if isinstance(statement, ast.Global):
                 scope.outer.update(dict.fromkeys(statement.names, scope.root))
             elif isinstance(statement, ast.Nonlocal):

@@ -1,4 +1,4 @@
-"""The walk that applies the rules for every language to one source."""
+"""Walks one source and applies the rules that hold for every language."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)
 
 
 class Checker(ScopedVisitor):
-    """Judges one source by every rule that does not depend on the language being a tile language."""
+    """A visitor that checks one source with the rules that do not depend on a tile language."""
 
     def __init__(self, context: Context) -> None:
         """Walk with ``context``, whose scope is the module's."""
@@ -33,7 +33,7 @@ class Checker(ScopedVisitor):
 
     @property
     def scope(self) -> Scope:
-        """The scope that is walked; the rules see the same one."""
+        """The scope of the walk, which the rules share."""
         return self.context.scope
 
     @scope.setter
@@ -44,7 +44,7 @@ class Checker(ScopedVisitor):
         return self.context.module.scopes[node]
 
     def run(self) -> None:
-        """Judge the whole source."""
+        """Check the whole source."""
         self.visit_all(self.context.module.tree.body)
 
     # -- imports ------------------------------------------------------------------------------------------------------
@@ -69,8 +69,8 @@ class Checker(ScopedVisitor):
         return bool(node.level) or (node.module or "").partition(".")[0] in self._own_roots
 
     def _check_import(self, node: ast.stmt, name: str) -> bool:
-        """Judge an absolute import; True if its members are worth a look."""
-        # Once loaded, a Solution no longer finds its own files by their plain names: a later import means another module.
+        """Check an absolute import; return True if its members must be checked."""
+        # A loaded Solution does not find its own files by their plain names: a later import means another module.
         if name.partition(".")[0] in self._own_roots and self.scope.function() is None:
             return False
         rule = import_rule(name, self.context.language, self.context.declared)
@@ -111,7 +111,7 @@ class Checker(ScopedVisitor):
             check_attribute_store(self.context, node)
         root: ast.expr = node
         harmless_class = False
-        while isinstance(root, ast.Attribute):  # the chain was judged as one path; its names are judged each
+        while isinstance(root, ast.Attribute):  # the chain is checked as one path; its names are checked one by one
             if not (root.attr == "__class__" and harmless_class):
                 own = is_own(self.context, root.value)
                 self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
@@ -122,7 +122,7 @@ class Checker(ScopedVisitor):
         self.context.may_hold_module.add(root)
         bindings = self.context.names.bindings(root, self.scope)
         if not (resolved and bindings and all(binding.path is not None for binding in bindings)):
-            self.visit(root)  # else it is an import, judged where it stands
+            self.visit(root)  # an import is checked at its own statement
 
     def _judge(self, node: ast.expr) -> None:
         for path in sorted(self.context.resolve(node)):
@@ -234,7 +234,7 @@ class Checker(ScopedVisitor):
     visit_TryStar = visit_Try
 
     def visit_annotation(self, node: ast.expr) -> None:
-        """A type is not used: nothing can read it back, for what could is refused. Unless it computes something."""
+        """Check an annotation only for computation: a type cannot be read back, because such reads are refused."""
         if any(isinstance(part, ast.Call | ast.NamedExpr | ast.Lambda) for part in ast.walk(node)):
             self.visit(node)
         check_texts(self.context, node, self._types_seen)
@@ -261,11 +261,11 @@ class Checker(ScopedVisitor):
 
 
 # ---- calls ----------------------------------------------------------------------------------------
-# Rules about calls: computed attributes, the environment, raw device code, operators, flags for compilers.
+# Rules for calls: computed attributes, the environment, raw device code, operators, compiler flags.
 
 EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.call_pure_extern"})
 DEVICE_INTRINSIC = re.compile(r"__(?!libc|xpg|nss|gconv)[a-z][a-z0-9_]*")
-"""What ``T.call_extern`` may name: intrinsics of CUDA. Other names are also those of functions of the C library."""
+"""Names that ``T.call_extern`` accepts: intrinsics of CUDA. Other names could be functions of the C library."""
 
 
 FLAG_ARGUMENTS = ("compile_flags", "nvcc_flags")
@@ -280,11 +280,11 @@ CLASS_MAKERS = words(
     "collections.namedtuple enum.Enum enum.IntEnum enum.StrEnum enum.Flag enum.IntFlag typing.NamedTuple typing.TypedDict"
 )
 HARMLESS_VARIABLES = frozenset({"TRITON_INTERPRET"})
-"""What a kernel may ask: nothing that differs between a worker, whose environment is scrubbed, and a model."""
+"""Properties that a kernel may query: they do not differ between a worker with its scrubbed environment and a model."""
 
 
 def check_call(context: Context, node: ast.Call) -> None:
-    """Every rule about one call."""
+    """Apply every rule for one call."""
     paths = context.resolve(node.func)
     count = len(node.args) + len(node.keywords)
     if paths & {"builtins.getattr", "builtins.hasattr"} and node.args:
@@ -321,7 +321,7 @@ def check_call(context: Context, node: ast.Call) -> None:
 
 
 def _is_attention_operator(context: Context, function: ast.expr) -> bool:
-    """Return True if python code calls an attention operator by its whole name, from what ``import torch`` alone binds."""
+    """Return True if Python code calls an attention operator by its full name, with ``torch`` bound only by ``import torch``."""
     if context.language != "python" or not context.resolve(function) or not isinstance(function, ast.Attribute):
         return False
     root: ast.expr = function
@@ -337,7 +337,7 @@ def _literal(context: Context, node: ast.expr) -> ast.expr | None:
 
 
 def check_environment_item(context: Context, node: ast.AST, mapping: ast.expr, name: ast.expr) -> None:
-    """``os.environ[name]`` and ``name in os.environ``."""
+    """Check ``os.environ[name]`` and ``name in os.environ``."""
     if "os.environ" in context.resolve(mapping):
         context.may_hold_module.add(mapping)
         _check_variable(context, node, name)
@@ -398,11 +398,11 @@ def _are_safe_flags(node: ast.expr | None) -> bool:
 
 
 # ---- stores ---------------------------------------------------------------------------------------
-# Rules about what a source changes: other modules, objects made elsewhere, and state that outlives a call.
+# Rules for changes to other modules, to objects from elsewhere, and to state that outlives a call.
 
 
 def check_attribute_store(context: Context, node: ast.Attribute) -> None:
-    """``x.name = ...`` and everything else that sets or deletes an attribute."""
+    """Check ``x.name = ...`` and all other ways to set or delete an attribute."""
     for path in sorted(context.resolve(node.value)):
         if not path.startswith(".") or context.is_module(path):
             context.report.add(node, "foreign-assignment", f"changes {path.lstrip('.')}.{node.attr}")
@@ -420,7 +420,7 @@ def check_attribute_store(context: Context, node: ast.Attribute) -> None:
 
 
 def check_item_store(context: Context, node: ast.Subscript) -> None:
-    """``x[...] = ...`` and everything else that sets or deletes an item."""
+    """Check ``x[...] = ...`` and all other ways to set or delete an item."""
     for path in sorted(context.resolve(node.value)):
         if is_external(path):
             context.report.add(node, "foreign-assignment", f"changes an item of {path}")
@@ -428,7 +428,7 @@ def check_item_store(context: Context, node: ast.Subscript) -> None:
 
 
 def check_mutating_call(context: Context, node: ast.Call) -> None:
-    """``x.append(...)`` and its like, on containers of other modules or of this one."""
+    """Check ``x.append(...)`` and similar calls on containers of this module or another one."""
     function = node.func
     if not isinstance(function, ast.Attribute) or function.attr not in WORDS["mutators"]:
         return
@@ -439,7 +439,7 @@ def check_mutating_call(context: Context, node: ast.Call) -> None:
 
 
 def _note_state(context: Context, node: ast.AST, container: ast.expr) -> None:
-    """Note where a function changes a container, class or function of its module."""
+    """Record a function's change to a container, class or function of its module."""
     root = container
     while isinstance(root, ast.Attribute | ast.Subscript):
         root = root.value
@@ -451,7 +451,7 @@ def _note_state(context: Context, node: ast.AST, container: ast.expr) -> None:
 
 
 def check_augmented_name(context: Context, node: ast.AugAssign) -> None:
-    """``x += ...`` where ``x`` is a container of another module: it changes in place."""
+    """Check ``x += ...`` on a container of another module, which changes in place."""
     if isinstance(node.target, ast.Name):
         for path in sorted(context.resolve(node.target)):
             if is_external(path) and not path.startswith("math."):
@@ -459,15 +459,13 @@ def check_augmented_name(context: Context, node: ast.AugAssign) -> None:
 
 
 def _is_decorated(context: Context, node: ast.expr) -> bool:
-    """Return True for a function under a decorator: then it is an object of the decorator's, such as a kernel."""
+    """Return True for a decorated function; the decorator may turn it into another object, such as a kernel."""
     bound = [binding.node for binding in context.names.bindings(node, context.scope)]
     return any(isinstance(item, ast.FunctionDef) and item.decorator_list for item in bound)
 
 
 def is_own(context: Context, node: ast.expr) -> bool:
-    """Return True for ``self`` (the first parameter of a method), own functions and classes, and instances of own
-    classes.
-    """
+    """Return True for ``self`` (a method's first parameter), the Solution's functions and classes, and their instances."""
     bindings = context.names.bindings(node, context.scope)
     return bool(bindings) and all(_is_own_binding(context, binding) for binding in bindings)
 
@@ -482,7 +480,7 @@ def _is_own_binding(context: Context, binding: NameBinding) -> bool:
 
 
 def _is_self(context: Context, argument: ast.arg) -> bool:
-    """Return True for the first parameter of a function that stands directly in a class."""
+    """Return True for the first parameter of a method."""
     scope = context.scope.holder(argument.arg)
     if scope is None or scope.parent is None or not scope.parent.is_class or not isinstance(scope.node, FUNCTIONS):
         return False
@@ -490,15 +488,15 @@ def _is_self(context: Context, argument: ast.arg) -> bool:
 
 
 # ---- annotations ----------------------------------------------------------------------------------
-# Texts in annotations: they may name a type and do nothing else.
+# A text in an annotation may only name a type.
 
 NOT_EVALUATED = words("typing.Annotated typing.Literal typing_extensions.Annotated typing_extensions.Literal")
 
 
 def check_texts(context: Context, node: ast.expr, seen: set[ast.AST]) -> None:
-    """Refuse a text in an annotation that would do more than name a type, were somebody to evaluate it.
+    """Refuse a text in an annotation that would do more than name a type if it were evaluated.
 
-    ``seen`` holds the names whose value was judged already.
+    ``seen`` holds the names whose value is already checked.
     """
     if isinstance(node, ast.Subscript) and context.resolve(node.value) & NOT_EVALUATED:
         parts = node.slice.elts[:1] if isinstance(node.slice, ast.Tuple) else []
@@ -517,7 +515,7 @@ def check_texts(context: Context, node: ast.expr, seen: set[ast.AST]) -> None:
 
 
 def _is_computed_text(context: Context, node: ast.expr) -> bool:
-    """Return True for an f-string, and for a sum or the like of texts; sums of sizes stand in annotations of TileLang."""
+    """Return True for an f-string or an operation on texts; operations on sizes occur in TileLang annotations."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return False
     parts = [part for part in ast.walk(node) if isinstance(part, ast.expr)]
@@ -525,7 +523,7 @@ def _is_computed_text(context: Context, node: ast.expr) -> bool:
 
 
 def _names_a_type(text: str) -> bool:
-    """Return True if a text is no Python, or only names, their members and unions, whose names no HARD rule refuses."""
+    """Return True if a text is not Python, or only names, members and unions that HARD rules do not refuse."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -545,15 +543,15 @@ def _names_a_type(text: str) -> bool:
 
 
 # ---- texts ----------------------------------------------------------------------------------------
-# A rule about all texts of a source together: assembler that reads clocks or counts launches.
+# All texts of a source together must not contain assembler that reads clocks or counts launches.
 
 CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
-"""Special registers of PTX that tell a kernel when it runs, or as which launch."""
+"""PTX special registers that tell a kernel the time or the number of its launch."""
 LONGEST = 16
 
 
 def check_assembler(tree: ast.AST, report: ScanReport) -> None:
-    """Refuse texts that name such a register, also where one is put together from parts that follow one another."""
+    """Refuse texts that name such a register, including names joined from consecutive parts."""
     before = ""
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):

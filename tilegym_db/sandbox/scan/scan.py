@@ -41,7 +41,7 @@ HIDDEN = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Finding, ...]:
-    """Everything that the rules find in the sources of a Solution, by path and line; empty if all is well.
+    """Return all findings in the sources of a Solution, by path and line.
 
     Nothing is imported, run or read from disk.
 
@@ -55,19 +55,19 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
         _judge(solution, modules, reports)
     except RecursionError:
         _refuse(reports, "is nested too deeply to walk")
-    except ValueError as error:  # from Names: meanings without end
+    except ValueError as error:  # from Names: a name has too many meanings
         _refuse(reports, str(error))
     found = [finding for report in reports.values() for finding in report.findings.values()]
     return tuple(sorted(found, key=lambda finding: (finding.path, finding.line, finding.column, finding.rule)))
 
 
 def hard_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return those that refuse the Solution."""
+    """Return the findings that refuse the Solution."""
     return tuple(finding for finding in findings if finding.severity is Severity.HARD)
 
 
 def soft_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return those that are noted with its traces."""
+    """Return the findings that are noted with the Solution's traces."""
     return tuple(finding for finding in findings if finding.severity is Severity.SOFT)
 
 
@@ -86,7 +86,7 @@ def _refuse(reports: Mapping[str, ScanReport], what: str) -> None:
 def _parse(
     sources: Mapping[str, bytes], reports: Mapping[str, ScanReport], declared: frozenset[str]
 ) -> dict[str, Module]:
-    """Dotted name -> module, of every source that can be read; reports the others."""
+    """Return dotted name -> module for every readable source; report the others."""
     modules = {}
     for path, content in sources.items():
         pure = PurePosixPath(path)
@@ -106,7 +106,7 @@ def _parse(
 
 
 def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
-    """Return the syntax tree of one source, read exactly as the interpreter will read it."""
+    """Return the syntax tree of one source, read exactly as the interpreter reads it."""
     try:
         if len(content) > MAX_SOURCE_BYTES:
             raise ValueError(f"is larger than {MAX_SOURCE_BYTES} bytes")
@@ -150,14 +150,14 @@ def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[s
 
 
 # ---- compute --------------------------------------------------------------------------------------
-# Where a Solution computes with torch: refused in tile languages outside kernels, and in every ``except`` handler.
+# Computing with torch is refused in tile languages outside kernels, and in every ``except`` handler.
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod)
 
 
 @dataclass(frozen=True)
 class Use:
-    """One place that computes or copies with torch."""
+    """A place that computes or copies with torch."""
 
     node: ast.AST
     rule: str
@@ -165,20 +165,20 @@ class Use:
     function: ast.AST | None
     """The innermost function around it."""
     anywhere: bool
-    """True for a member of torch by name: no kernel has a use for it. Methods and operators are fine inside kernels."""
+    """True for a member of torch by name, which is not allowed in kernels either. Methods and operators are."""
 
 
 class Survey(ScopedVisitor):
-    """What one source does with torch, which of its functions name which others, and whether it makes a kernel."""
+    """The torch operations of one source, the references between its functions, and a flag for kernels."""
 
     def __init__(self, module: Module, names: Names) -> None:
-        """Nothing is walked yet: see :func:`survey`."""
+        """Start with an empty result; :func:`survey` walks the source."""
         self.module, self.names, self.scope = module, names, module.scope
         self.uses: list[Use] = []
         self.named: dict[ast.AST | None, set[ast.AST]] = defaultdict(set)
         """Function (None: the module itself) -> the Solution's functions that it names."""
         self.handlers: dict[ast.ExceptHandler, tuple[list[Use], dict[ast.AST, str]]] = {}
-        """``except`` handler -> what it does with torch, and the functions that it names."""
+        """``except`` handler -> its torch operations, and the functions that it names."""
         self.makes_kernel = False
         self._handlers_around: list[ast.ExceptHandler] = []
         self._tensors = _tensor_names(module, names)
@@ -187,7 +187,7 @@ class Survey(ScopedVisitor):
         return self.module.scopes[node]
 
     def visit_annotation(self, node: ast.expr) -> None:
-        """A type computes nothing."""
+        """Skip annotations: a type does not compute."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: D102
         self.visit(node.target)
@@ -241,11 +241,11 @@ class Survey(ScopedVisitor):
         return around.node if around is not None else None
 
     def _judge(self, node: ast.expr) -> bool:
-        """Note what a name or attribute stands for; True if that is known."""
+        """Record what a name or attribute stands for; return True if it is known."""
         paths = self.names.resolve(node, self.scope)
         self.makes_kernel |= bool(paths & WORDS["kernel-makers"])
         for path in sorted(paths):
-            if is_torch_compute(path) and path not in self.module.imported:  # a module computes nothing by itself
+            if is_torch_compute(path) and path not in self.module.imported:  # a module itself does not compute
                 self._add(node, "torch-compute", f"uses {path}", anywhere=True)
         return bool(paths)
 
@@ -267,7 +267,7 @@ class Survey(ScopedVisitor):
 
 
 class _Tensors(ScopedVisitor):
-    """Finds names that are certainly tensors: annotated so, or asked for what only tensors know."""
+    """A visitor that finds names that are certainly tensors by their annotation, or by an attribute that only tensors have."""
 
     def __init__(self, module: Module, names: Names) -> None:
         self.module, self.names, self.scope = module, names, module.scope
@@ -303,7 +303,7 @@ def survey(module: Module, names: Names) -> Survey:
 
 
 def device_functions(surveys: Iterable[Survey]) -> set[ast.AST]:
-    """Functions that run on the GPU: kernels, what is defined in them, and what nothing but such functions names.
+    """Return the functions that run on the GPU: kernels, functions inside them, and functions that only those name.
 
     A function that host code names as well counts as host code. So does the body of a ``tilelang.jit`` function: it is
     Python that builds a kernel.
@@ -339,7 +339,7 @@ def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
 
 
 def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:
-    """Yield every ``except`` handler that computes with torch, itself or through functions of the Solution, and how."""
+    """Return every ``except`` handler that computes with torch, directly or through the Solution's functions, and the use."""
     surveys = list(surveys)
     every = [use for found in surveys for use in found.uses if use.rule != "copies-with-torch"]
     computing = {use.function for use in every if use.function is not None}
@@ -360,13 +360,13 @@ def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHan
 
 
 # ---- own ------------------------------------------------------------------------------------------
-# What a Solution's sources define themselves: attributes of their classes and modules, and operators.
+# Attributes and operators that a Solution's sources define.
 
 FIELDS = ("namedtuple", "NamedTuple", "SimpleNamespace", "TypedDict", "Enum", "IntEnum")
 
 
 def own_names(modules: Iterable[Module]) -> frozenset[str]:
-    """Return every attribute that a class or module of the sources gives a value to; none that is refused everywhere."""
+    """Return the attributes that classes and modules of the sources define, except those that are always refused."""
     found: set[str] = set()
     for module in modules:
         for scope in module.scopes.values():
@@ -381,7 +381,7 @@ def own_names(modules: Iterable[Module]) -> frozenset[str]:
 
 
 def _fields(node: ast.Call) -> Iterator[str]:
-    """Yield the fields of ``namedtuple("Tile", "rows columns")`` and its like."""
+    """Return the fields of ``namedtuple("Tile", "rows columns")`` and similar calls."""
     called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
     if called in FIELDS:
         yield from (keyword.arg for keyword in node.keywords if keyword.arg)
@@ -390,9 +390,7 @@ def _fields(node: ast.Call) -> Iterator[str]:
 
 
 def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
-    """Return the paths of the operators that the sources register: ``torch.ops.mine.scale`` and its overload
-    ``default``.
-    """
+    """Return the paths of registered operators: ``torch.ops.mine.scale`` and its overload ``default``."""
     found: set[str] = set()
     for module in modules:
         for scope in module.scopes.values():

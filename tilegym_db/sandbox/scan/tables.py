@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 # ---- findings -------------------------------------------------------------------------------------
-# What the static scan says: how bad it is, which rule says so, and where.
+# A finding has a severity, a rule and a place.
 
 
 class Severity(StrEnum):
@@ -33,7 +33,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. ``instead`` completes every finding: what its author can do about it."""
+    """A rule. ``instead`` completes every finding with what the author can do about it."""
 
     name: str
     severity: Severity
@@ -44,7 +44,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """One place in a source that a rule names. ``line`` counts from 1, ``column`` from 0; 0 and 0 mean the whole file."""
+    """A place in a source that breaks a rule. ``line`` counts from 1, ``column`` from 0; 0 and 0 mean the whole file."""
 
     path: str
     line: int
@@ -54,7 +54,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """Return one line, as compilers write it."""
+        """Format the finding as one line, as compilers do."""
         return f"{self.path}:{self.line}: {self.severity}: {self.rule}: {self.message}"
 
 
@@ -67,7 +67,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def read_sections(text: str) -> dict[str, frozenset[str]]:
-    """``[name]`` -> the words under it; lines that begin with # are remarks."""
+    """Return ``[name]`` -> the words below it; lines that begin with # are comments."""
     bare = re.sub(r"(?m)^#.*$", "", text)
     parts = re.split(r"(?m)^\[(.+)\]$", bare)[1:]
     return {name: words(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
@@ -78,7 +78,7 @@ def _read(name: str) -> str:
 
 
 def _import_name(distribution: str) -> str:
-    """Return a distribution as most of them are imported: ``Flash-Attn`` is ``flash_attn``."""
+    """Return the usual import name of a distribution: ``Flash-Attn`` is ``flash_attn``."""
     return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
@@ -86,7 +86,7 @@ RULES: dict[str, Rule] = {
     name: Rule(name, Severity(of["severity"]), of["catches"], of["why"], of["instead"])
     for name, of in tomllib.loads(_read("rules.toml")).items()
 }
-"""Name -> rule, in the order in which documentation prints them."""
+"""Name -> rule, in the order of the documentation."""
 
 WORDS = read_sections(_read("words.txt"))
 
@@ -96,7 +96,7 @@ _ALLOWED = {
     for section, names in read_sections(file.read_text(encoding="utf-8")).items()
 }
 MEMBERS = {section: names for section, names in _ALLOWED.items() if not section.startswith("*")}
-"""Module -> what may be used of it. Nothing else of these packages may be."""
+"""Module -> its members that may be used. All others are refused."""
 
 VALUES = frozenset[str]().union(*(names for section, names in _ALLOWED.items() if section.startswith("*")))
 """Attributes that may be taken from any value."""
@@ -106,7 +106,7 @@ LISTED_ROOTS = frozenset(module.partition(".")[0] for module in MEMBERS)
 
 
 def _read_refused() -> dict[str, str]:
-    """Path -> rule; ``*.name`` for an attribute of any value, ``import.name`` for a module."""
+    """Return path -> rule; ``*.name`` for an attribute of any value, ``import.name`` for a module."""
     found = {}
     for rule, body in re.findall(r"(?ms)^\[(.+?)\]$(.*?)(?=^\[|\Z)", _read("refused.txt")):
         for prefix, names in re.findall(r"(?m)^([\w.*]+):((?:.|\n )*)", body):
@@ -126,37 +126,37 @@ CLOSED = (
     | frozenset(sys.stdlib_module_names)
     | WORDS["closed"]
 ) - WORDS["open"]
-"""Attributes that a class of the Solution may have, but that nothing else of the same Solution becomes readable by."""
+"""Attributes that a class of the Solution may define; this does not make them readable on other values."""
 
 SMUGGLED = (
     frozenset(DENIED)
     - words("code string trace test select signal queue profile random token resource cuda warp nvidia tilegym_db")
 ) | {"builtins"}
-"""Module names that are called so wherever they are an attribute; those left out are also names of functions."""
+"""Attribute names that always count as modules; names that functions share are left out."""
 
 LIBRARIES: dict[str, str] = {
     _import_name(distribution): of["imported_as"] for distribution, of in tomllib.loads(_read("libraries.toml")).items()
 }
-"""Distribution, spelt as an import -> what it is imported as, for libraries whose members are reviewed. Of these a Solution
-that declares them may use the listed members and no others; of any other library that it declares, all that is public."""
+"""Distribution, spelt as an import -> its import name, for libraries with reviewed members. A Solution that declares one may
+use only the listed members. It may use all public members of any other declared library."""
 
 LANGUAGE_ROOTS = {"python": (), "triton": ("triton",), "tilelang": ("tilelang",), "cutile": ("cuda.tile",)}
 _TOOLCHAINS = words("triton tilelang cuda numpy")
 ALLOWED_ROOTS = (LISTED_ROOTS - _TOOLCHAINS - set(LIBRARIES.values())) | {"typing_extensions"}
-"""What every Solution may import."""
+"""Import roots that every Solution may use."""
 
 KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | set(DENIED) | LISTED_ROOTS | ALLOWED_ROOTS | _TOOLCHAINS
 """Names that no source file may take."""
 
 
 def is_public_dunder(name: str) -> bool:
-    """Return True for the few ``__names__`` that lead nowhere."""
+    """Return True for the few harmless ``__names__``."""
     return name in WORDS["public-dunders"]
 
 
 @cache
 def path_rule(path: str) -> str | None:
-    """Return the rule that the longest prefix of a path is filed under, or None."""
+    """Return the rule for the longest listed prefix of a path, or None."""
     prefix = path
     while prefix:
         if prefix in _REFUSED:
@@ -166,14 +166,14 @@ def path_rule(path: str) -> str | None:
 
 
 def refusal(path: str) -> str | None:
-    """Return the HARD rule that names a path: what no list of allowed names may hold."""
+    """Return the HARD rule that names a path, or None; a list of allowed names must not contain such a path."""
     rule = path_rule(path)
     return rule if rule in RULES and RULES[rule].severity is Severity.HARD else None
 
 
 @cache
 def is_listed(path: str) -> bool:
-    """Return True if a path is an allowed module, a member of one, or an attribute of such a member."""
+    """Return True for an allowed module, a member of one, or an attribute of such a member."""
     module = path
     while module and module not in MEMBERS:
         module = module.rpartition(".")[0]
@@ -185,7 +185,7 @@ def is_listed(path: str) -> bool:
 
 @cache
 def label(path: str) -> str:
-    """What to call a path that is not listed."""
+    """Return the rule for a path that is not listed."""
     parts = path.split(".")[1:]
     rule = refusal(path)
     if rule is not None:
@@ -197,8 +197,9 @@ def label(path: str) -> str:
 
 
 def distribution_roots(dependencies: Iterable[str]) -> frozenset[str]:
-    """Return the import names that declared distributions stand for: ``flash-attn>=2`` is ``flash_attn``,
-    ``flashinfer-python`` is ``flashinfer``.
+    """Return the import names of declared distributions.
+
+    ``flash-attn>=2`` is ``flash_attn``, ``flashinfer-python`` is ``flashinfer``.
     """
     names = (re.split(r"[^A-Za-z0-9._-]", text.strip(), maxsplit=1)[0] for text in dependencies)
     return frozenset(LIBRARIES.get(name, name) for name in map(_import_name, names))
