@@ -121,7 +121,7 @@ class Checked:
         """
         folders = published_folders(self._catalog)
         if not all(folder.is_relative_to(self._root) for folder in folders):
-            return {}  # other peaks were published, which count where they are newer
+            return {}  # other peaks were published; newer ones count
         try:
             locks = {folder: open_snapshot(folder, self._root).files for folder in folders}
         except RecordError:
@@ -180,7 +180,7 @@ def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
     path = checked_file()
     try:
         stamp = path.stat().st_mtime_ns
-    except OSError:  # no list, no shipped source
+    except OSError:  # without the list no source counts as shipped
         return frozenset()
     return frozenset().union(*(_keys(path, stamp, name) for name in definitions))
 
@@ -192,7 +192,7 @@ def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
     record = catalog.definitions.get(definition)
     if record is None:
         return frozenset()
-    return frozenset(  # what is listed of a Solution covers the file of its Definition
+    return frozenset(  # a listed Solution covers the file of its Definition
         source_key(record.digest, files.digest)
         for files in catalog.solutions_for(definition)
         if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)

@@ -43,7 +43,7 @@ def record_files(catalog: Catalog) -> list[Path]:
     found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
     for root in catalog.roots:
         for folder in solution_folders(root):
-            for place, folders, names in os.walk(folder):  # one that cannot be entered holds nothing that is read
+            for place, folders, names in os.walk(folder):  # a folder that cannot be entered counts as empty
                 folders[:] = [name for name in folders if name != "__pycache__"]
                 found += [Path(place) / name for name in names]
     return found

@@ -105,7 +105,7 @@ def _make_key(home: Path) -> bytes:
                 file.write(secrets.token_bytes(KEY_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # that one counts then
+            with contextlib.suppress(FileExistsError):  # the other process was first: use its key
                 os.link(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)

@@ -70,7 +70,7 @@ def _error_bounds(
             rel_fro = worst_row = math.inf
             matched = min(matched, CODES_EQUAL)
         elif math.prod(definition.shape_of(name, axes)) < MIN_ELEMENTS_FOR_NORMS:
-            rel_fro = worst_row = math.inf  # no gate on norms, which would be noise
+            rel_fro = worst_row = math.inf  # norms would be noise, so no gate checks them
         else:
             rel_fro = max(rel_fro, TAU_CAP * limits.tau)
             worst_row = max(worst_row, WORST_ROW_FACTOR * TAU_CAP * max(limits.tau, limits.row_tau))

@@ -1,10 +1,10 @@
-"""The published snapshot the resolver reads: per GPU, which verified solution took how long at which measured point.
+"""The resolver's table: for each GPU, the latency of each verified solution at each measured point.
 
-A snapshot is a folder, written by ``tilegym-db publish``: one trace set per Definition, and a lock with the digest of each.
-Serving reads these files and never the live database: they do not change under a running model and need no database engine.
-A Definition's set is read when that Definition is first asked for, so that loading costs the same however many there are.
-What neither came with the package nor was published by this installation is not read, unless the caller trusts it.
-Tables that came from a shared data set (:mod:`tilegym_db.published.shared_tables`) add to it, as far as they are trusted.
+``tilegym-db publish`` writes a snapshot as a folder: one trace set per Definition, and a lock with the digest of each.
+Serving reads these files and not the live database: they do not change under a running model and need no database
+engine. A Definition's set is read on first use, so loading costs the same for any number of Definitions. A snapshot
+that neither the package nor this installation published is not read unless the caller trusts it. Trusted tables from a
+shared data set (:mod:`tilegym_db.published.shared_tables`) add to it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ResolverTable:
         source: str,
         peaks: Callable[[], GpuPeaks | None] = lambda: None,
     ) -> None:
-        """A table that reads a Definition's entries when they are asked for; ``source`` names it in error messages."""
+        """Make a table that reads a Definition's entries on first use; error messages name ``source``."""
         self.gpu = gpu
         self.sm = sm
         self.published = published
@@ -67,13 +67,13 @@ class ResolverTable:
         self._loaded: dict[str, MeasuredEntries] = {}
         self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
         self.indexes: dict[Any, Any] = {}
-        """Derived from the entries by :mod:`tilegym_db.resolver.resolve`; they live as long as the table."""
+        """Indexes that :mod:`tilegym_db.resolver.resolve` derives from the entries, kept as long as the table."""
 
     @classmethod
     def from_entries(
         cls, gpu: str, sm: str, published: str, entries: list[dict[str, Any]], source: str, origin: str = "local"
     ) -> Self:
-        """A table of parsed JSON ``entries``, as ``resolver.json`` had them; ``source`` is the file, for error messages."""
+        """Return a table of parsed JSON ``entries`` in the layout of ``resolver.json``; error messages name ``source``."""
         grouped: dict[str, list[dict[str, Any]]] = {}
         for raw in entries:
             grouped.setdefault(raw["definition"], []).append(raw)
@@ -85,28 +85,28 @@ class ResolverTable:
 
     @property
     def size(self) -> int:
-        """How many entries there are; reads all of them."""
+        """Return the number of entries, after reading all of them."""
         return sum(1 for _ in self)
 
     @property
     def definitions(self) -> tuple[str, ...]:
-        """The Definitions that have a set of traces."""
+        """Return the Definitions that have a set of traces."""
         return tuple(sorted(self._loaders))
 
     def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
-        """What reads the entries of one of :attr:`definitions`."""
+        """Return the loader of the entries of one of :attr:`definitions`."""
         return self._loaders[definition]
 
     def scalar_hull(self, definition: str) -> Mapping[str, tuple[float, float]]:
-        """Scalar -> the smallest and largest number among the points of a Definition: what its candidates were verified with."""
+        """Return scalar -> the smallest and largest verified number among the points of a Definition."""
         return self._measured(definition).scalars
 
     def dtypes_of(self, definition: str) -> tuple[Mapping[str, str], ...]:
-        """The dtype bindings that a Definition was measured with."""
+        """Return the dtype bindings that a Definition was measured with."""
         return tuple(dict(key) for key in self._measured(definition).by_dtypes)
 
     def entries(self, definition: str, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
-        """Every measured point of a Definition under one dtype binding."""
+        """Return every measured point of a Definition under one dtype binding."""
         key = definition, dtypes_key(dtypes)
         known = self._entries.get(key)
         if known is None:
@@ -115,7 +115,7 @@ class ResolverTable:
         return known
 
     def believed_entries(self, definition: Definition, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
-        """As :meth:`entries`, without candidates whose figures cannot be true of this Definition."""
+        """Return :meth:`entries` without candidates whose figures cannot be true of this Definition."""
         key = definition.digest, dtypes_key(dtypes)
         known = self.indexes.get(key)
         if known is None:
@@ -127,7 +127,7 @@ class ResolverTable:
 
     def _believed(self, entry: Entry, definition: Definition) -> Entry:
         if entry.definition_digest != definition.digest:
-            return entry  # of another meaning, and never served
+            return entry  # it has another meaning and is never served
         kept = tuple(item for item in entry.candidates if self._doubt(item, entry, definition) is None)
         return entry if len(kept) == len(entry.candidates) else replace(entry, candidates=kept)
 
@@ -156,7 +156,7 @@ class ResolverTable:
         return peaks
 
     def __iter__(self) -> Iterator[Entry]:
-        """Every entry, Definition by Definition."""
+        """Yield every entry, Definition by Definition."""
         for definition in self.definitions:
             for dtypes in self.dtypes_of(definition):
                 yield from self.entries(definition, dtypes)
@@ -171,9 +171,9 @@ class ResolverTable:
 
 
 def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
-    """The snapshot of a GPU slug or family: one published on this machine wins over the shipped one of the same GPU.
+    """Return the snapshot of a GPU slug or family. One published on this machine wins over the shipped one of that GPU.
 
-    A foreign one is passed over, with a warning, unless ``trust``.
+    A foreign snapshot is skipped with a warning, unless ``trust``.
     """
     places = (home() / "published", shipped_root() / "traces")
     published = [path for place in places for path in sorted(place.glob("*")) if _is_published(path)]
@@ -196,14 +196,14 @@ def _is_vouched_for(folder: Path) -> bool:
 
 
 def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
-    """The published table of a GPU, or None where nothing was published for it. Kept until the snapshot changes.
+    """Return the published table of a GPU, or None if it has none. The table is cached until the snapshot changes.
 
     Args:
         gpu: a slug or a family.
-        trust: read also what neither came with the package nor was published by this installation.
+        trust: also read snapshots that neither the package nor this installation published.
 
     Raises:
-        RecordError: a file is not what was published, or was written by a newer version.
+        RecordError: a file differs from its lock, or was written by a newer version.
     """
     folder = table_folder(gpu, trust=trust)
     shared = _shared_tables(gpu if folder is None else folder.name, trust)
@@ -215,7 +215,7 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
-    """The tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
+    """Return a team's tables that may serve a GPU slug, or the first slug of a family that has tables."""
     there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
     slugs = gpus_meant(gpu, (table.gpu for table in there))
     return [table for table in there if table.gpu == slugs[0]] if slugs else []
@@ -224,7 +224,7 @@ def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
 def _shared_slugs(gpu: str) -> list[str]:
     try:
         names = os.listdir(tables_folder(home()))
-    except OSError:  # there are none
+    except OSError:  # the folder does not exist
         return []
     return gpus_meant(gpu, names)
 
@@ -246,7 +246,7 @@ def _cached_table(folder: Path, trust: bool, _stamps: tuple[tuple[int, int], ...
 def _cached_with_shared(
     folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
 ) -> ResolverTable:
-    """The published table of a folder with what tables of a team add to it; those never change."""
+    """Return the published table of a folder, extended by the team's tables, which never change."""
     base = None if folder is None else read_folder(folder, trust=trust)
     own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
     snapshots = [open_snapshot(path, home()) for path in shared]
@@ -267,7 +267,7 @@ def _cached_with_shared(
 
 
 def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
-    """The table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
+    """Return the table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
     snapshot = _snapshot_of(folder, trust)
     old = folder / OLD_TABLE_NAME
     if old.is_file() and (OLD_TABLE_NAME in snapshot.files or not trace_files(folder)):
@@ -289,7 +289,7 @@ def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
 
 
 def _set_files(snapshot: Snapshot) -> dict[str, SetFile]:
-    """The trace sets of a folder, by Definition."""
+    """Return the trace sets of a folder, by Definition."""
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
     paths = [snapshot.folder / name for name in names if is_trace_file(name)]
     return {path.stem: SetFile(snapshot, path) for path in paths}
@@ -301,7 +301,7 @@ def _peaks_of(snapshot: Snapshot) -> GpuPeaks | None:
 
 
 def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
-    """As :func:`_peaks_of`; a file that is not what its lock says bounds nothing, and stops nothing."""
+    """Return peaks as :func:`_peaks_of` does, but None for a file that differs from its lock."""
     try:
         return _peaks_of(snapshot)
     except RecordError as error:
@@ -310,45 +310,43 @@ def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
 
 
 # ---- merged ---------------------------------------------------------------------------------------
-# What tables of a team add to the published one, Definition by Definition: points, and candidates at points that both
-# have.
-#
-# The published table comes first: where it has a source and config at a point, another's time of that counts for
-# nothing. A failure takes earlier passes of its source back, whichever of the tables either is in, as it does in the
-# database.
+# Adds a team's tables to the published one, by Definition: new points, and candidates at points that both have.
+# If the published table has a source and config at a point, other times of it do not count. A failure revokes earlier
+# passes of its source in all tables, as it does in the database.
 
 
 @dataclass(frozen=True)
 class SetFile:
-    """The trace set of a Definition in a folder that was published or came from a team."""
+    """The trace set of a Definition in a published folder or a team's folder."""
 
     snapshot: Snapshot
     path: Path
 
     def content(self) -> bytes:
-        """Its bytes.
+        """Return its bytes.
 
         Raises:
-            RecordError: it is not what the lock says.
+            RecordError: it differs from its lock.
         """
         return self.snapshot.read(self.path, "trace set")
 
     def entries(self) -> MeasuredEntries:
-        """Its entries, with the origin of the folder; raises as :meth:`content`, and where it is no trace set."""
+        """Return its entries, with the origin of the folder; raises as :meth:`content`, and for an invalid trace set."""
         return entries_of(self.content(), self.path, self.snapshot.origin)
 
 
 def merged_entries(
     published: Callable[[], MeasuredEntries] | None, own: SetFile | None, shared: Sequence[SetFile]
 ) -> MeasuredEntries:
-    """The entries of one Definition from the published table and those of a team.
+    """Return the entries of one Definition from the published table and those of a team.
 
-    A file of a team that is not what its lock says is left out with a warning; one of the published table is an error, as ever.
+    A team's file that differs from its lock is left out with a warning. For a file of the published table this is an
+    error.
 
     Args:
-        published: what the published table has, if it has the Definition.
-        own: the file that this comes from; None for a table of the old layout.
-        shared: of tables that may serve, the newest first.
+        published: entries of the published table, if it has the Definition.
+        own: the file of these entries; None for a table of the old layout.
+        shared: files of the tables that may serve, newest first.
     """
     first = [published()] if published is not None else []
     sets = [TraceSet.parse(own.content(), own.path)] if own is not None and is_trace_set(own.content()) else []
@@ -369,7 +367,7 @@ def merged_entries(
 
 
 def taken_back(sets: Iterable[TraceSet]) -> frozenset[str]:
-    """Ids of the passes that a later failure of the same source takes back, by the rule of the view ``revocations``."""
+    """Return the ids of passes revoked by a later failure of the same source, as in the view ``revocations``."""
     sets = list(sets)
     if not any(_revokes(facts) for one in sets for facts in one.header.facts):
         return frozenset()
@@ -417,7 +415,7 @@ def _joined(groups: Sequence[MeasuredEntries], key: DtypesKey, lost: frozenset[s
 
 
 def _ranged(candidate: Candidate, measured: MeasuredEntries) -> Candidate:
-    """Of before ranges were recorded (decision 0024): verified with the numbers of its own table, not of others."""
+    """Give a candidate older than recorded ranges (decision 0024) the scalar range of the table it came from."""
     return candidate if candidate.scalar_ranges is not None else replace(candidate, scalar_ranges=measured.scalars)
 
 
@@ -431,8 +429,7 @@ def _point(entry: Entry) -> str:
 
 
 # ---- old entries ----------------------------------------------------------------------------------
-# Entries of ``resolver.json``, the one table for all Definitions of a GPU that was published before there were trace
-# sets.
+# Reads ``resolver.json``, the former single table for all Definitions of a GPU.
 
 VERSION = 2
 
@@ -440,10 +437,10 @@ WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
 
 
 def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
-    """GPU, target, date and entries of a file.
+    """Return GPU, target, date and entries of a file.
 
     Raises:
-        RecordError: it is none, or was written by a newer version.
+        RecordError: it is not such a table, or was written by a newer version.
     """
     try:
         content = from_json(text, cache_strings="all")
@@ -467,10 +464,10 @@ def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str,
 
 
 def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
-    """The entries of one Definition; ``source`` is the file, for error messages.
+    """Return the entries of one Definition; error messages name ``source``, the file.
 
     Raises:
-        RecordError: one is not valid.
+        RecordError: an entry is not valid.
     """
     return _old_entries([_old_entry(raw, source, origin) for raw in raws])
 
