@@ -226,7 +226,7 @@ def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", aud
     if not is_shipped:
         return f"{why}, and its source is not one that the package ships"
     if origin != "local" or audience != "this user":
-        return f"{why}, so it serves the user of the machine that measured it, and nobody else"
+        return f"{why}, so it serves the user of the machine that measured it, and not others"
     return None
 
 

@@ -49,7 +49,7 @@ def read_definition_file(path: Path) -> Definition:
     for key in ("reference", "self_test"):
         if key in content:
             raise RecordError(
-                f"{path / RECORD_FILE}: '{key}' lies in a file of its own in a draft; remove the key.", code="draft_key"
+                f"{path / RECORD_FILE}: '{key}' lies in a separate file of a draft; remove the key.", code="draft_key"
             )
     test = {
         "independent": read_bytes(path / INDEPENDENT_FILE, "formulation").decode(errors="replace"),

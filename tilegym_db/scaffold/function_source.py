@@ -96,7 +96,7 @@ class _Collected:
         home, known_as = getattr(value, "__module__", None), getattr(value, "__qualname__", name)
         if home in (None, "__main__", "builtins") or not str(known_as).isidentifier():
             raise UsageError(
-                f"'{name}' is a {type(value).__name__}, which cannot be written into a file of its own. Make it a "
+                f"'{name}' is a {type(value).__name__}, which cannot be written into a separate file. Make it a "
                 "number, a text, a function or an argument.",
                 code="global_unwritable",
             )

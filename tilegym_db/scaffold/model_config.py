@@ -297,7 +297,7 @@ def _dtypes(definition: Definition, config: Config, mapped: dict[str, str]) -> d
 # Refuses wrong sizes in a config (zero, text, petabytes) before any large import.
 
 # Config keys that count something -> a maximum far above any real model.
-LARGEST: dict[str, int] = {
+MAX_SIZES: dict[str, int] = {
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
     "num_hidden_layers": 1 << 12,
@@ -318,9 +318,9 @@ LARGEST: dict[str, int] = {
 
 
 def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`LARGEST`; null is left alone."""
+    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`MAX_SIZES`; null is left alone."""
     for key, value in _entries(content):
-        most = LARGEST.get(key)
+        most = MAX_SIZES.get(key)
         if most is None or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -97,7 +97,7 @@ def required(module: str) -> Any:
 # Draws a plot as an SVG of lines and points, without any package.
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 84, 210, 16, 46
-MOST_LINES = 12
+MAX_LINES = 12
 # Distinct for colour-blind readers (after Okabe and Ito) and dark enough for a white page. Dashes double the number.
 COLOURS = ("#0072b2", "#b35900", "#005640", "#9c4f7c", "#5c4a00", "#3d3d3d")
 DASHES = ("", "6 3")
@@ -161,9 +161,9 @@ def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: 
             lines.setdefault(y if line is None else str(row[at[line]]), []).append((pair[0], pair[1]))
     if not lines:
         raise UsageError(f"no row has a number in both '{x}' and '{y}'.", code="plot_empty")
-    if len(lines) > MOST_LINES:
+    if len(lines) > MAX_LINES:
         raise UsageError(
-            f"{len(lines)} lines, and {MOST_LINES} can be told apart. Narrow the question.", code="plot_lines_too_many"
+            f"{len(lines)} lines, but a plot shows at most {MAX_LINES}. Narrow the query.", code="plot_lines_too_many"
         )
     return LinePlot(x, y, {name: sorted(points) for name, points in lines.items()})
 

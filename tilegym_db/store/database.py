@@ -315,7 +315,7 @@ def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
             the folder cannot be written.
     """
     path = database.with_name(database.name + ".lock")
-    consequence = "Nothing measured meanwhile is lost, it stays in the journals."
+    consequence = "Measurements are not lost, they stay in the journals."
     with hold_lock(path, database, max(timeout_s, 0.0), consequence):
         yield
 

@@ -50,7 +50,7 @@ DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE d
 RUNS_KEPT_BACK = {
     "foreign": "runs of models that this installation did not sign (--trust)",
     "discarded": "runs of models with a change that the loop discarded",
-    "throttled": "runs of models on a GPU that was throttled meanwhile",
+    "throttled": "runs of models on a GPU that was throttled during the run",
     "claimless": "runs of models without an interval (no kernel ran, or too few rounds)",
 }
 

@@ -412,7 +412,7 @@ _UNVERIFIED = """
 """
 
 
-def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
+def shareable_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
     """Return the shareable traces of one GPU slug and family, or of all, oldest first."""
     ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
@@ -437,7 +437,7 @@ def unverified_counts(store: Store, gpu: str | None = None, op_type: str | None 
 # A file of a data set never changes, since its name is the digest of its rows. Removing the cache is safe; the files
 # are then read again.
 
-LARGEST = 1 << 30
+MAX_CACHE_BYTES = 1 << 30
 
 OwnTraces = Mapping[tuple[str, int], Sequence[str]]
 """Name and size of a file -> its traces from this installation."""
@@ -454,7 +454,7 @@ def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(read_bytes(path, "memory of a data set", LARGEST))
+        content = json.loads(read_bytes(path, "memory of a data set", MAX_CACHE_BYTES))
         return {(str(name), int(size)): [str(one) for one in ids] for name, size, ids in content["files"]}
     except (RecordError, ValueError, KeyError, TypeError):
         return {}

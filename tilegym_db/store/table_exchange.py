@@ -132,9 +132,7 @@ class FetchedTables:
     def notes(self, uri: str) -> list[str]:
         """Return notes on possible next steps of the user."""
         if not self.tables and not self.problems:
-            return [
-                "no resolver table is there. Whoever promoted something adds one: tilegym-db publish --gpu GPU --to URI"
-            ]
+            return ["no resolver table is there. After a promotion, add one: tilegym-db publish --gpu GPU --to URI"]
         if not self.waiting:
             return []
         others = "1 of them was" if self.waiting == 1 else f"{self.waiting} of them were"
