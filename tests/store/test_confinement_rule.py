@@ -6,7 +6,7 @@ import pytest
 
 from tilegym_db.published.checked import why_not_believed
 
-NOT_SHIPPED, ONLY_HERE = "its source is not one that the package ships", "and nobody else"
+NOT_SHIPPED, ONLY_HERE = "its source is not one that the package ships", "and not others"
 
 
 @pytest.mark.parametrize(

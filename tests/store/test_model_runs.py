@@ -239,7 +239,7 @@ def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, hom
     assert report.left_out == {
         "runs of models that this installation did not sign (--trust)": 1,
         "runs of models with a change that the loop discarded": 1,
-        "runs of models on a GPU that was throttled meanwhile": 1,
+        "runs of models on a GPU that was throttled during the run": 1,
         "runs of models without an interval (no kernel ran, or too few rounds)": 1,
     }
 

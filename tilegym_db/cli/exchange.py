@@ -264,13 +264,13 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
     from tilegym_db.interchange.flashinfer_export import build_export
     from tilegym_db.interchange.writing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
-    from tilegym_db.store.sharing import told_traces, unverified_counts
+    from tilegym_db.store.sharing import shareable_traces, unverified_counts
 
     catalog = Catalog.default()
     select_definitions(catalog, op_type, None)
     chosen = None if gpu is None else parse_gpu(gpu)
     with open_reader() as store:
-        traces = told_traces(store, chosen, op_type)
+        traces = shareable_traces(store, chosen, op_type)
         unverified = unverified_counts(store, chosen, op_type)
     with folder_beside(folder) as scratch:
         export = build_export(
@@ -454,14 +454,14 @@ def _promoted(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.interchange.drafts import origin_tag
     from tilegym_db.judging.judging import promoted_pairs
-    from tilegym_db.store.sharing import told_traces
+    from tilegym_db.store.sharing import shareable_traces
 
     catalog = Catalog.default()
     added = {record.op_type for record in catalog.definitions.values() if origin_tag(found) in record.tags}
     if not added:
         return {}
     with open_reader() as store:
-        traces = [trace for op_type in sorted(added) for trace in told_traces(store, None, op_type)]
+        traces = [trace for op_type in sorted(added) for trace in shareable_traces(store, None, op_type)]
     return promoted_pairs(found, catalog, traces)
 
 

@@ -47,7 +47,7 @@ def build_export(
 
     Args:
         catalog: its Definitions, Solutions and Workloads.
-        traces: what stands verified, and failures (:func:`tilegym_db.store.sharing.told_traces`).
+        traces: what stands verified, and failures (:func:`tilegym_db.store.sharing.shareable_traces`).
         op_type: only this family.
         blobs: where inputs go that FlashInfer-Bench must not draw at random, and how much of them. Without, their Workloads are
             left out.

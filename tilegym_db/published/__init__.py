@@ -1,1 +1,1 @@
-"""Shipped and published measurements: write, lock, trust, read, merge."""
+"""Shipped and published measurements: written, locked, read, checked for trust, and merged."""

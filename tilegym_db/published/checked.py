@@ -1,10 +1,12 @@
-"""Which shipped files were judged when the package was made: ``workloads/checked-records.json``.
+"""Reads ``workloads/checked-records.json``, the list of shipped files that were validated at release, and decides
+trust.
 
-It names each file that was valid, with a digest of all that this depends on: its content, that of its sources, of its Definition,
-and of the forward of a Definition that has one. A file of traces is on it where every figure was plausible by its Definition and
-the published peaks. What is not on the list, or has another digest, is judged anew, which costs time and nothing else.
-``python tools/write_checked_records.py`` writes the list. Only the database is filled by it: ``check``, and all that runs or
-serves a kernel, judges every record itself.
+The list has each valid file with a digest of everything its validity depends on: its content, its sources, its
+Definition, and the forward of that Definition. A trace file is listed if every figure was plausible by its Definition
+and the published peaks. A file that is not listed, or has another digest, is validated again, which costs only time.
+
+``python tools/write_checked_records.py`` writes the list. Only filling the database uses it: ``check``, and everything
+that runs or serves a kernel, validates every record itself.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ _NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
 
 
 def checked_file() -> Path:
-    """Return the list that comes with the package."""
+    """Return the path of the list that comes with the package."""
     return shipped_root() / "workloads" / "checked-records.json"
 
 
 class Checked:
-    """The list, asked about the files of one catalog. Files are read once."""
+    """The list as seen from one catalog's files. It reads each file once."""
 
     def __init__(self, catalog: Catalog) -> None:
-        """For a catalog whose first root is what was shipped."""
+        """Read the list for a catalog whose first root is the shipped one."""
         self._catalog = catalog
         self._root = shipped_root()
         self._contents: dict[Path, bytes] = {}
@@ -60,7 +62,7 @@ class Checked:
         return str(path) in self._files
 
     def definition_digest(self, name: str) -> str | None:
-        """Return the digest of a Definition that is known to be valid; None for another."""
+        """Return the digest of a Definition that is known to be valid, else None."""
         known = self._listed["definitions"].get(name)
         return known[1] if known and known[0] == self.definition_key(name) else None
 
@@ -69,11 +71,11 @@ class Checked:
         return self._is(path, lambda: self.solution_key(path, record, sources))
 
     def workloads(self, path: Path, definition: str) -> bool:
-        """Return True if every line of a file is known to be a Workload of this Definition, as it is written."""
+        """Return True if every line of a file is known to be a valid Workload of this Definition."""
         return self._is(path, lambda: self.workloads_key(path, definition))
 
     def plausible(self) -> frozenset[str]:
-        """Return the Definitions of whose shipped traces none can be doubted."""
+        """Return the Definitions whose shipped traces are all known to be plausible."""
         keys = self.trace_keys()
         return frozenset(
             name
@@ -81,12 +83,10 @@ class Checked:
             if all(self._files.get(str(path)) == key != "" for path, key in of.items())
         )
 
-    # -- what validity depends on ------------------------------------------------------------------------------------
+    # -- dependencies of validity ----------------------------------------------------------------------------------------
 
     def definition_key(self, name: str) -> str:
-        """Return a digest of the file of a Definition, and of that of its forward; '' if there is none or it cannot
-        be read.
-        """
+        """Return a digest of a Definition's file and its forward's file; '' if a file is missing or cannot be read."""
         if name not in self._keys:
             self._keys[name] = self._definition_key(name)
         return self._keys[name]
@@ -104,7 +104,7 @@ class Checked:
             return ""
 
     def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
-        """Return a digest of the record of a Solution, of its sources, and of its Definition."""
+        """Return a digest of a Solution's record, its sources, and its Definition."""
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
         return self._of_definition(record.definition, self.content(path), *parts)
 
@@ -116,10 +116,12 @@ class Checked:
             return ""
 
     def trace_keys(self) -> dict[str, dict[Path, str]]:
-        """Definition -> its shipped files of traces, each with a digest of it, of all published peaks, and of the Definition."""
+        """Return Definition -> its shipped trace files, each with a digest of it, all published peaks, and the
+        Definition.
+        """
         folders = published_folders(self._catalog)
         if not all(folder.is_relative_to(self._root) for folder in folders):
-            return {}  # other peaks were published, which count where they are newer
+            return {}  # other peaks were published; newer ones count
         try:
             locks = {folder: open_snapshot(folder, self._root).files for folder in folders}
         except RecordError:
@@ -167,21 +169,18 @@ def _key(name: str, *parts: bytes) -> str:
 
 
 # ---- shipped sources ------------------------------------------------------------------------------
-# Which sources the package ships, by their digests: those on its list of checked records, as they were when it was
-# made.
-#
-# A checkout holds a developer's own kernels too. They are on that list once ``tools/write_checked_records.py`` wrote
-# it, which is part of releasing them.
+# Shipped sources are those on the list, by digest. A kernel in a checkout counts as shipped once
+# ``tools/write_checked_records.py`` listed it, which is a step of its release.
 
 
 def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
     """Return the :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by
-    their names.
+    names.
     """
     path = checked_file()
     try:
         stamp = path.stat().st_mtime_ns
-    except OSError:  # no list, no shipped source
+    except OSError:  # without the list no source counts as shipped
         return frozenset()
     return frozenset().union(*(_keys(path, stamp, name) for name in definitions))
 
@@ -193,7 +192,7 @@ def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
     record = catalog.definitions.get(definition)
     if record is None:
         return frozenset()
-    return frozenset(  # what is listed of a Solution covers the file of its Definition
+    return frozenset(  # a listed Solution covers the file of its Definition
         source_key(record.digest, files.digest)
         for files in catalog.solutions_for(definition)
         if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)
@@ -201,23 +200,23 @@ def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
 
 
 # ---- confinement rule -----------------------------------------------------------------------------
-# What a pass is worth by how its worker was confined, to whom, and whose source it ran. Pure.
+# Decides which users a verified result may serve, by its worker's sandbox level and the origin of its source.
 
 Audience = Literal["this user", "others"]
-"""Who would be served: the user of the machine that measured, or whoever a published file reaches."""
+"""The users served: the user of the measuring machine, or all users of a published file."""
 
 
 def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> str | None:
-    """Return why a promoted pass may not serve; None if it may.
+    """Return the reason why a verified result may not serve, or None if it may.
 
-    A worker that is not confined could have reached what judged it. Sources that the package ships were promoted confined by
-    whoever released it, or at least read by them; on a machine that confines nobody they may serve its own user, and nobody else.
+    An unconfined worker could have tampered with its own verification. The author of a release ran shipped sources
+    confined, or at least read them. On a machine without a sandbox they may serve its own user only.
 
     Args:
         level: the sandbox level on the trace.
-        is_shipped: definition and source are, by their digests, of those that the package ships.
-        origin: who vouches for the trace: ``shipped``, ``local``, or ``foreign``.
-        audience: who would be served.
+        is_shipped: True if the package ships this definition and source, by their digests.
+        origin: origin of the trace: ``shipped``, ``local``, or ``foreign``.
+        audience: the users to be served.
     """
     if level >= PUBLISHED_SANDBOX_LEVEL:
         return None
@@ -227,10 +226,10 @@ def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", aud
     if not is_shipped:
         return f"{why}, and its source is not one that the package ships"
     if origin != "local" or audience != "this user":
-        return f"{why}, so it serves the user of the machine that measured it, and nobody else"
+        return f"{why}, so it serves the user of the machine that measured it, and not others"
     return None
 
 
 def source_key(definition_digest: str, solution_digest: str) -> str:
-    """What a Definition and a source of it are known by together."""
+    """Return the common key of a Definition and a source of it."""
     return f"{definition_digest}/{solution_digest}"

@@ -1,4 +1,4 @@
-"""Measured points and their candidates, as the resolver judges them, and how they are read from a trace set."""
+"""Measured points and their candidates for the resolver, and how they are read from a trace set."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, new_trace_id
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution under one config, with what was measured for it; the measurement is absent where there was none.
+    """A solution under one config with its measurement, if it has one.
 
-    Times are microseconds of device time with their 99% confidence interval; ``host_us`` is what the call itself took, until it
-    returned; ``speedup`` is against the stock code.
+    Times are microseconds of device time with their 99% confidence interval. ``host_us`` is the host time of the call
+    until it returned. ``speedup`` is relative to the stock code.
     """
 
     solution: str
@@ -43,16 +43,16 @@ class Candidate:
     trace_id: str | None = None
     envelope_cases: int | None = None
     scalar_ranges: Mapping[str, tuple[float, float]] | None = None
-    """Continuous scalar -> the smallest and largest value verified; None in traces of before these were recorded."""
+    """Continuous scalar -> the smallest and largest value verified; None in traces older than this field."""
     origin: str = "local"
     """``shipped`` with the package, measured by this installation (``local``), or ``foreign``."""
     shipped_source: bool = False
-    """Whether its source is one that the package ships; asked only where it was measured here without confinement."""
+    """True if the package ships its source; computed only if it was measured here without confinement."""
     figures: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What the gates' bounds and the physics floor are held against; empty in tables of before there were trace sets."""
+    """Figures that are compared with the gates' bounds and the physics floor; empty in tables older than trace sets."""
 
     def __str__(self) -> str:
-        """``rms_norm_triton[BLOCK_M=2, num_warps=4]``."""
+        """Return the form ``rms_norm_triton[BLOCK_M=2, num_warps=4]``."""
         return name_with_config(self.solution, self.config)
 
 
@@ -67,15 +67,15 @@ class Entry:
     candidates: tuple[Candidate, ...]
 
     def log_distance(self, axes: Mapping[str, int]) -> float:
-        """Euclidean distance between two points in log2 of the axis sizes: 1.0 is one axis off by a factor of two."""
-        return math.hypot(*(math.log2(max(size, 1) / max(self.call.axes[name], 1)) for name, size in axes.items()))
+        """Return the Euclidean distance of two points in log2 of axis sizes: 1.0 is a factor of two on one axis."""
+        return math.hypot(*(math.log2(max(size, 1) / max(self.axes[name], 1)) for name, size in axes.items()))
 
 
 DtypesKey = tuple[tuple[str, str], ...]
 
 
 class MeasuredEntries(NamedTuple):
-    """What was measured of a Definition: per dtype binding what gives the entries, and the range of each scalar."""
+    """The measurements of a Definition: a source of entries for each dtype binding, and the range of each scalar."""
 
     by_dtypes: Mapping[DtypesKey, Callable[[], tuple[Entry, ...]]]
     scalars: Mapping[str, tuple[float, float]]
@@ -90,8 +90,7 @@ def dtypes_key(dtypes: Mapping[str, str]) -> DtypesKey:
 
 
 def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
-    """Return the passes of a trace set, put together for a dtype binding once it is asked for; ``path`` is named in
-    errors.
+    """Return the passes of a trace set. Entries are built when their dtype binding is first used; errors name ``path``.
 
     Raises:
         RecordError: not a trace set, or damaged.
@@ -111,7 +110,7 @@ def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
 
 
 def scalar_hull(points: Iterable[Mapping[str, Scalar]]) -> dict[str, tuple[float, float]]:
-    """Scalar -> the smallest and largest number among points."""
+    """Return scalar -> the smallest and largest number among points."""
     values: dict[str, list[float]] = {}
     for name, value in (item for scalars in points for item in scalars.items()):
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -120,7 +119,7 @@ def scalar_hull(points: Iterable[Mapping[str, Scalar]]) -> dict[str, tuple[float
 
 
 def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
-    """Return the entries of some points, each with its candidates, the fastest first."""
+    """Return the entries of some points, each with its candidates, fastest first."""
     borrowed = parsed.foreign_runs if origin == "local" else frozenset()
     grouped: dict[tuple[str, ...], tuple[Point, dict[str, Any], list[Candidate]]] = {}
     for point, identity, candidate in _passes(parsed, places, origin, borrowed):
@@ -128,7 +127,7 @@ def _entries(parsed: TraceSet, places: _Rows, origin: str) -> tuple[Entry, ...]:
         key = (*spelled, identity["definition_digest"])
         grouped.setdefault(key, (point, identity, []))[2].append(candidate)
     entries = []
-    # In the order of the file, which is that of publishing: of equally near points the first decides.
+    # In file order, which is the publishing order. Of equally near points the first decides.
     for point, identity, candidates in grouped.values():
         candidates = [_with_source_known(one, identity) for one in candidates]
         candidates.sort(key=lambda item: (item.latency_us, item.trace_id))
@@ -156,7 +155,7 @@ _IDENTITY = ("definition", "definition_version", "definition_digest", "op_type")
 def _passes(
     parsed: TraceSet, places: _Rows, origin: str, borrowed: frozenset[str]
 ) -> Iterator[tuple[Point, dict[str, Any], Candidate]]:
-    """Yield every pass with its time. What is of no use here (kernels, notes, times of day) is not put together."""
+    """Yield every pass with its time, without unused fields (kernels, notes, times of day)."""
     header = parsed.header
     shared = {name: getattr(header, name) for name in _IDENTITY}
     for point, rows in places:
@@ -196,7 +195,7 @@ def _candidate(
         ci_low_us=(latency - below) / NANO,
         ci_high_us=(latency + above) / NANO,
         host_us=None if host is None else host / NANO,
-        # Where a trace was compared with several stock implementations, the least favourable counts.
+        # If a trace was compared with several stock implementations, the smallest speedup counts.
         speedup=min((ratio / RATIO for ratio, _, _ in stock), default=None),
         speedup_ci_low=min(((ratio - low) / RATIO for ratio, low, _ in stock), default=None),
         tier=tier,
@@ -217,7 +216,7 @@ def _candidate(
 def _whole_passes(
     parsed: TraceSet, point: Point, rows: list[list[Any]], origin: str, borrowed: frozenset[str]
 ) -> Iterator[tuple[Point, dict[str, Any], Candidate]]:
-    """As :func:`_passes`, for a point of which some trace does not fit the columns."""
+    """Yield as :func:`_passes` does, for a point with a trace that does not fit the columns."""
     provides = parsed.provides
     for trace in parsed.traces_of(point, rows):
         if trace["status"] != "PASSED" or "performance" not in trace:
@@ -241,7 +240,7 @@ def _whole_passes(
                 **{name: performance[name] for name in ("cold_l2", "timer") if name in performance},
             },
         )
-        # Any field may be among what does not fit, sizes and meaning too.
+        # Any field may be among those that do not fit, sizes and meaning included.
         axes, dtypes, scalars, layouts = (trace.get(name, {}) for name in ("axes", "dtypes", "scalars", "layouts"))
         where = Point(trace["workload_uuid"], axes, dtypes, scalars, layouts, None)
         yield where, {name: trace[name] for name in _IDENTITY}, candidate

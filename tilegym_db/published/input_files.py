@@ -1,4 +1,4 @@
-"""The files that the database is derived from, in the catalog's roots and in the home folder. Names only; nothing is read."""
+"""Names the files from which the database is derived, in the catalog's roots and the home folder. It reads no content."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 LOCK_NAME = "traces.lock.json"
 OLD_TABLE_NAME = "resolver.json"
-"""One table for all Definitions of a GPU, as it was published before there were trace sets."""
+"""Name of the former single table for all Definitions of a GPU."""
 
 PEAKS_NAME = "peaks.json"
 """Name of the file of a GPU's published peaks, beside its resolver table."""
 
 MODELS_SUFFIX = ".models.jsonl"
-"""Published runs of whole models on a GPU, one a line, lie in ``<model>.models.jsonl``."""
+"""Suffix of the published runs of a whole model on a GPU, one run per line: ``<model>.models.jsonl``."""
 
 OLD_MODELS_NAME = "models.jsonl"
-"""One file for all models, as it was published before that; still read."""
+"""Name of the former single file for all models; still read."""
 
 TUNING_SUFFIX = ".tuning.jsonl"
-"""Published steps of searches lie beside the traces of their Definition, in ``<definition>.tuning.jsonl``."""
+"""Suffix of published search steps, beside the traces of their Definition: ``<definition>.tuning.jsonl``."""
 
 OLD_TUNING_NAME = "tuning.jsonl"
-"""One file for all Definitions of a GPU, as it was published before that; still read."""
+"""Name of the former single file of steps for all Definitions of a GPU; still read."""
 
 _RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
 
@@ -39,66 +39,64 @@ _RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
 
 
 def record_files(catalog: Catalog) -> list[Path]:
-    """Definitions, Solutions with their sources, and Workloads."""
+    """Return the files of Definitions, of Solutions with their sources, and of Workloads."""
     found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
     for root in catalog.roots:
         for folder in solution_folders(root):
-            for place, folders, names in os.walk(folder):  # one that cannot be entered holds nothing that is read
+            for place, folders, names in os.walk(folder):  # a folder that cannot be entered counts as empty
                 folders[:] = [name for name in folders if name != "__pycache__"]
                 found += [Path(place) / name for name in names]
     return found
 
 
 def published_folders(catalog: Catalog) -> list[Path]:
-    """Return the published traces that come with a catalog, one folder a GPU."""
+    """Return the folders of published traces that come with a catalog, one per GPU."""
     return sorted(path for root in catalog.roots for path in root.glob("traces/*") if path.is_dir())
 
 
 def is_trace_file(name: str) -> bool:
-    """Return True if a file of one GPU's published folder holds traces: ``<op_type>/<definition>.jsonl``, by its path
-    in that folder.
-    """
+    """Return True for a trace file (``<op_type>/<definition>.jsonl``), by its path in one GPU's published folder."""
     return "/" in name and name.endswith(".jsonl") and not name.endswith(TUNING_SUFFIX)
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Return the files of traces of one GPU's published folder."""
+    """Return the trace files of one GPU's published folder."""
     return [path for path in regular_files(folder, "*/*.jsonl") if is_trace_file(path.relative_to(folder).as_posix())]
 
 
 def shipped_traces(catalog: Catalog) -> list[Path]:
-    """Return the published traces that come with a catalog."""
+    """Return the published trace files that come with a catalog."""
     return [path for folder in published_folders(catalog) for path in trace_files(folder)]
 
 
 def shipped_locks(catalog: Catalog) -> list[Path]:
-    """What says of the published files of a catalog what they must be."""
+    """Return the locks of a catalog's published folders."""
     return [folder / LOCK_NAME for folder in published_folders(catalog)]
 
 
 def published_peaks_files(catalog: Catalog) -> list[Path]:
-    """Return the peaks that come with a catalog, one file a GPU."""
+    """Return the files of peaks that come with a catalog, one per GPU."""
     return sorted(path for root in catalog.roots for path in root.glob(f"traces/*/{PEAKS_NAME}"))
 
 
 def published_model_files(catalog: Catalog) -> list[Path]:
-    """Return the runs of whole models that come with a catalog, one file a model and GPU."""
+    """Return the files of model runs that come with a catalog, one per model and GPU."""
     return [path for folder in published_folders(catalog) for path in model_files(folder)]
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of runs of whole models in one GPU's published folder."""
+    """Return the files of model runs in one GPU's published folder."""
     return [path for name in (OLD_MODELS_NAME, f"*{MODELS_SUFFIX}") for path in regular_files(folder, name)]
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:
-    """Return the steps of searches that come with a catalog, one file a Definition and GPU."""
+    """Return the files of search steps that come with a catalog, one per Definition and GPU."""
     names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
     return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
 
 
 def pattern_files(catalog: Catalog) -> list[Path]:
-    """List the pages of patterns, one a language and root; a user's pages lie in the overlay."""
+    """Return the pages of patterns, one per language and root. A user's pages lie in the overlay."""
     return [path for root in catalog.roots for path in regular_files(root / "docs" / "patterns", "*.md")]
 
 
@@ -116,17 +114,17 @@ def own_tuning_files(home: Path) -> list[Path]:
 
 
 def loop_folder(home: Path | None = None) -> Path:
-    """Where the loop keeps its journals and what was submitted."""
+    """Return the folder of the loop's journals and submissions."""
     return (home or default_home()) / "loop"
 
 
 def loop_files(home: Path, catalog: Catalog) -> list[Path]:
-    """Return the journals of the loop, and the pages of patterns."""
+    """Return the journals of the loop and the pages of patterns."""
     return [*regular_files(loop_folder(home), "*.jsonl"), *pattern_files(catalog)]
 
 
 def imported_folder(home: Path) -> Path:
-    """Where data sets of other projects are kept."""
+    """Return the folder of data sets imported from other projects."""
     return home / "imported"
 
 

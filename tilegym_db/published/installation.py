@@ -1,7 +1,8 @@
-"""The key of this installation, which signs what was measured or published here.
+"""The key of this installation, which signs measured and published data.
 
-It lies in ``<home>/installation.key``, readable by its owner only, and is made when it is first needed. A signature says that
-a line was written by a tilegym-db with access to this key, and nothing about who runs it: whoever can read the key can sign.
+It lies in ``<home>/installation.key``, readable by its owner only, and is made when first needed. A signature states
+that a tilegym-db with access to this key wrote a line. It does not identify a person: any process that can read the key
+can sign.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tilegym_db.files import read_bytes
 KEY_NAME = "installation.key"
 KEY_BYTES = 32
 MAX_KEY_BYTES = 1 << 20
-"""What is read of a file in its place, to say how long that is."""
+"""Maximum number of bytes read from the key file, so that an error can state its length."""
 
 Origin = Literal["shipped", "local", "foreign"]
-"""Who vouches for a trace: the package it came with, this installation, which measured it, or nobody that this one knows."""
+"""Origin of a trace: the package, a measurement by this installation, or an unknown source."""
 
 Purpose = Literal["trace", "lock", "model run", "trusted table", "writer"]
 
@@ -34,7 +35,7 @@ _SIGNATURE = re.compile(rb', "signature": "([0-9a-f]{64})"\}\s*$')
 
 
 def signature(home: Path, purpose: Purpose, content: bytes) -> str:
-    """Return the signature of some content by the key of a home folder, which is made if there is none.
+    """Return the signature of some content by the key of a home folder, which is made if it is missing.
 
     Raises:
         StoreError: the key cannot be read or written.
@@ -44,7 +45,7 @@ def signature(home: Path, purpose: Purpose, content: bytes) -> str:
 
 
 def is_signed(home: Path, purpose: Purpose, content: bytes, claimed: str) -> bool:
-    """Return True if ``claimed`` is what :func:`signature` gives for this content here."""
+    """Return True if ``claimed`` is the result of :func:`signature` for this content."""
     key = _read_key(home)
     return key is not None and hmac.compare_digest(_hmac(key, purpose, content), claimed)
 
@@ -56,7 +57,7 @@ def signed_line(home: Path, text: str) -> bytes:
 
 
 def split_line(line: bytes) -> tuple[bytes, str | None]:
-    """Return the object that a line holds, as it was before it was signed, and its signature; None if it has none."""
+    """Return the object of a line as it was before signing, and its signature or None."""
     found = _SIGNATURE.search(line)
     return (line, None) if found is None else (line[: found.start()] + b"}", found[1].decode())
 
@@ -94,7 +95,7 @@ def _cached_key(path: Path, _mtime_ns: int, _inode: int) -> bytes:
 
 
 def _make_key(home: Path) -> bytes:
-    """Return a new key, or that of another process which made one at the same moment."""
+    """Return a new key, or the key that another process made at the same moment."""
     path = home / KEY_NAME
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def _make_key(home: Path) -> bytes:
                 file.write(secrets.token_bytes(KEY_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # that one counts then
+            with contextlib.suppress(FileExistsError):  # the other process was first: use its key
                 os.link(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
@@ -125,7 +126,7 @@ def _make_key(home: Path) -> bytes:
 
 @dataclass(frozen=True)
 class RejectedLine:
-    """A journal line that is no trace. ``line`` counts from 1."""
+    """A journal line that is not a trace. ``line`` counts from 1."""
 
     path: Path
     line: int

@@ -1,7 +1,7 @@
-"""Holds the figures of a pass, from whatever file, against what must be true of any: the gates' bounds and the physics floor.
+"""Compares the figures of a pass with the gates' bounds and the physics floor.
 
-A verdict is made by running the code. This only refuses figures that no run can have given, with the widest bound that a gate
-ever applies; so a trace that it lets through may still be invented, and one that it refuses is.
+It refuses figures that no run can produce, with the widest bound of any gate. It cannot prove the rest: a trace within
+the bounds may still be invented. Only running the code gives a verdict.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tilegym_db.records.tolerance import (
 )
 
 SLACK = 1.001
-"""Published figures are rounded to three digits and more."""
+"""Allowance for rounding: published figures keep at least three digits."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the figures of a pass at one point must keep to; None if nothing is known. Times are microseconds."""
+    """Bounds of the figures of a pass at one point; None if a bound is unknown. Times are microseconds."""
 
     least_us: float | None = None
     rel_fro: float | None = None
@@ -49,9 +49,9 @@ def bounds_of(
         definition: the operator; states tolerances and the compulsory work.
         axes: every axis, const ones included.
         dtypes: every dtype variable.
-        peaks: of the GPU; None for a CPU, or where nobody knows them.
+        peaks: of the GPU; None for a CPU, or if they are unknown.
         cold_l2: the L2 was flushed before every call.
-        timer: what took the time.
+        timer: the timer that measured.
     """
     rel_fro, worst_row, matched = _error_bounds(definition, axes, dtypes)
     light = speed_of_light(definition, axes, dtypes, peaks) if peaks is not None else None
@@ -62,7 +62,7 @@ def bounds_of(
 def _error_bounds(
     definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str]
 ) -> tuple[float | None, float | None, float]:
-    """Return the widest over all outputs: a trace states the worst of them and not which one it was."""
+    """Return the widest bounds over all outputs, since a trace states the worst error but not its output."""
     rel_fro, worst_row, matched = 0.0, 0.0, 1.0
     for name in definition.outputs:
         limits = limits_for(definition, definition.dtype_of(name, dtypes), "tf32")
@@ -70,7 +70,7 @@ def _error_bounds(
             rel_fro = worst_row = math.inf
             matched = min(matched, CODES_EQUAL)
         elif math.prod(definition.shape_of(name, axes)) < MIN_ELEMENTS_FOR_NORMS:
-            rel_fro = worst_row = math.inf  # no gate on norms, which would be noise
+            rel_fro = worst_row = math.inf  # norms would be noise, so no gate checks them
         else:
             rel_fro = max(rel_fro, TAU_CAP * limits.tau)
             worst_row = max(worst_row, WORST_ROW_FACTOR * TAU_CAP * max(limits.tau, limits.row_tau))
@@ -93,7 +93,7 @@ def why_implausible(
     worst_row_rel: float | None,
     matched_ratio: float | None,
 ) -> str | None:
-    """Return why the figures of a pass cannot be true, or None if they can."""
+    """Return the reason why the figures of a pass cannot be true, or None if they can."""
     if latency_us is not None and ci_low_us is not None and ci_high_us is not None:
         if bounds.least_us is not None and latency_us < bounds.least_us:
             return f"{latency_us:.4g} us is below the physics floor of {bounds.least_us:.4g} us"

@@ -1,7 +1,7 @@
-"""JSON Schema of the records, generated from their models: ``python -m tilegym_db.published.schema [--check] DIR``.
+"""Writes JSON Schemas of the records from their models: ``python -m tilegym_db.published.schema [--check] DIR``.
 
-The files let an editor or another language check a record. They say what a schema can say; what ties fields together
-(an axis that a shape uses must be declared) only the models check.
+With these files an editor or another language can check a record. Only the models check rules between fields, such as
+that an axis used by a shape must be declared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def json_schema(record: type[Record]) -> dict[str, Any]:
 
 
 def _models_of(record: type[BaseModel]) -> set[type[BaseModel]]:
-    """Return the model and every class of this package's records: those that a schema names are among them."""
+    """Return the model and every class of this package's records, which include all classes that a schema names."""
     found: set[type[BaseModel]] = {record}
     waiting: list[type[BaseModel]] = [RecordPart]
     while waiting:
@@ -58,9 +58,9 @@ def _models_of(record: type[BaseModel]) -> set[type[BaseModel]]:
 
 
 def _describe(model: type[BaseModel], schema: dict[str, Any]) -> None:
-    """Add the docstring below each field as its description, in front of what the schema says of it.
+    """Add the docstring below each field to the front of its description.
 
-    Pydantic can do so itself (``use_attribute_docstrings``), but reads and parses the sources at every import for it.
+    Pydantic's ``use_attribute_docstrings`` does the same, but it reads and parses the sources at every import.
     """
     texts = {name: text for base in reversed(model.__mro__) for name, text in _attribute_docstrings(base).items()}
     properties = schema.get("properties", {})
@@ -71,7 +71,7 @@ def _describe(model: type[BaseModel], schema: dict[str, Any]) -> None:
 
 
 def _attribute_docstrings(model: type) -> dict[str, str]:
-    """Field -> the string that follows its annotation in the class's own source."""
+    """Return field -> the string that follows its annotation in the class's source."""
     if not issubclass(model, RecordPart) or "__annotations__" not in vars(model):
         return {}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
@@ -90,7 +90,7 @@ def _attribute_docstrings(model: type) -> dict[str, str]:
 
 
 def schema_files() -> dict[str, str]:
-    """File name -> text of every schema."""
+    """Return file name -> text of every schema."""
     return {
         f"{record.kind}.schema.json": json.dumps(json_schema(record), indent=2, ensure_ascii=False) + "\n"
         for record in RECORDS
@@ -98,7 +98,7 @@ def schema_files() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the files, or with ``--check`` only compare them; returns 1 where one differs."""
+    """Write the files, or only compare them with ``--check``; return 1 if one differs."""
     parser = argparse.ArgumentParser(description="Generate the JSON Schema of the records.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not current")

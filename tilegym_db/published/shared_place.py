@@ -1,7 +1,7 @@
-"""A folder or an object store that several machines write to: its address, and files that are there whole or not at all.
+"""A folder or object store that several machines write to. A file there is complete or absent.
 
-Credentials are those that the environment gives any S3 tool; they are neither taken from an address nor stored, and never part of
-a message.
+Credentials come from the environment, as for any S3 tool. They are not taken from an address, not stored, and not part
+of a message.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tilegym_db.records.base import shown
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 SCHEMES = ("s3", "file")
-"""What is tested. PyArrow knows more, and tries some of them again and again for a quarter of an hour."""
+"""Tested schemes. PyArrow supports more, but retries some of them for a quarter of an hour."""
 
 
 class SharedPlace:
     """A folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it.
 
-    ``files`` is its file system, ``root`` the place in that, ``is_local`` whether it is a folder of this machine.
+    ``files`` is its file system and ``root`` its path there. ``is_local`` is True for a folder of this machine.
     """
 
     def __init__(self, uri: str) -> None:
-        """Open it; nothing is asked of the address yet.
+        """Open the place without accessing the address.
 
         Raises:
             UsageError: no address, one with credentials or without a bucket, or of a kind that pyarrow does not know.
@@ -70,16 +70,16 @@ class SharedPlace:
 
     @property
     def shown(self) -> str:
-        """The address, for messages."""
+        """Return the address for messages."""
         return self.uri.partition("?")[0]
 
     @property
     def identity(self) -> str:
-        """The address, the same from whatever folder it was given."""
+        """Return the address in a form that does not depend on the current folder."""
         return self.root if self.is_local else self.shown
 
     def names(self, folder: str) -> list[str]:
-        """Return the files below a folder of it, by name; none where there is no such folder.
+        """Return the files below a folder of it, by name; an empty list if the folder does not exist.
 
         Raises:
             StoreError: it cannot be reached or listed to its end.
@@ -97,7 +97,7 @@ class SharedPlace:
         return sorted(name for name in found if not any(part.startswith(".") for part in name.split("/")))
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the first ``limit`` bytes of a file; None if there is none.
+        """Return the first ``limit`` bytes of a file, or None if it does not exist.
 
         Raises:
             StoreError: it cannot be read.
@@ -111,7 +111,7 @@ class SharedPlace:
             raise self.refused("read", error) from None
 
     def add(self, name: str, save: Callable[[Any], Any]) -> bool:
-        """Have ``save`` write a file, unless there is one of that name; whether it did.
+        """Let ``save`` write a file unless one of that name exists; return True if it was written.
 
         Raises:
             StoreError: it cannot be written; nothing of it is there then.
@@ -126,7 +126,7 @@ class SharedPlace:
 
     def _write(self, path: str, save: Callable[[Any], Any]) -> None:
         if not self.is_local:
-            # An object appears when its upload is complete. A writer that dies before that leaves nothing that is listed.
+            # An object appears when its upload is complete. A writer that stops before that leaves nothing listed.
             with self.files.open_output_stream(path) as stream:
                 save(stream)
             return
@@ -150,7 +150,7 @@ class SharedPlace:
             raise self.refused(what, error) from None
 
     def refused(self, what: str, error: OSError) -> StoreError:
-        """Return why something could not be done there, and what to look at."""
+        """Return the error for an operation that failed there, with what to check."""
         reason = hidden(str(error)).rstrip(".")
         if self.is_local:
             reason = hidden(error.strerror or str(error)).rstrip(".")
@@ -168,7 +168,7 @@ class SharedPlace:
 
 
 def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a message without the credentials of the environment, which a service may repeat in what it answers."""
+    """Return a message without the credentials of the environment, which a service may repeat in its answer."""
     for value in filter(None, (environment.get(name) for name in SECRETS)):
         text = text.replace(value, "***")
     return text

@@ -1,9 +1,9 @@
-"""Resolver tables that came from a shared data set: ``<home>/shared/tables/<gpu>/<writer>-<lock>-<address>``.
+"""Resolver tables from a shared data set: ``<home>/shared/tables/<gpu>/<writer>-<lock>-<address>``.
 
-Each folder is laid out as a published one (:mod:`tilegym_db.published.snapshot`): trace sets by Definition, and the lock with
-their digests as its writer signed it. It never changes; a newer table of the same writer is another folder. The table of another
-installation is foreign: it serves where ``sync --trust`` said so, which is remembered for exactly that lock under the key of this
-installation, or where one command or call trusts what is foreign.
+Each folder has the layout of a published one (:mod:`tilegym_db.published.snapshot`): trace sets by Definition, and the
+lock with their digests and the writer's signature. A folder never changes; a newer table of the same writer is another
+folder. The table of another installation is foreign. It serves if ``sync --trust`` trusted exactly this lock, which
+this installation's key records. It also serves one command or call that trusts foreign traces.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ _FOLDER = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class SharedTable:
-    """A table as it lies in the home folder: who wrote it, where it came from, and whether it was trusted by name."""
+    """A table in the home folder with its writer, its address, and whether the user trusted it."""
 
     snapshot: Snapshot
     writer: str
     address: str
     is_trusted: bool
     problem: str = ""
-    """Why it is of no use, such as a lock that was changed."""
+    """Reason why it cannot be used, such as a changed lock."""
 
     @property
     def gpu(self) -> str:
-        """The slug of its GPU."""
+        """Return the slug of its GPU."""
         return self.snapshot.folder.parent.name
 
     @property
     def counts(self) -> bool:
-        """Whether it may serve without a further word of the user: this installation wrote it, or was told to trust it."""
+        """Return True if it may serve without further consent: this installation wrote it, or the user trusted it."""
         return not self.problem and (self.snapshot.origin == "local" or self.is_trusted)
 
     @property
     def standing(self) -> str:
-        """One of ``local`` (this installation wrote it), ``trusted``, ``foreign`` and ``damaged``."""
+        """Return ``local`` (this installation wrote it), ``trusted``, ``foreign`` or ``damaged``."""
         if self.problem:
             return "damaged"
         return "local" if self.snapshot.origin == "local" else "trusted" if self.is_trusted else "foreign"
 
     @property
     def why_unused(self) -> str:
-        """Why it serves nothing, and what to do about it."""
+        """Return the reason why it does not serve, and the next step."""
         again = f"tilegym-db sync {self.address} --tables"
         if self.problem:
             return f"a damaged table of a team: {self.problem.rstrip('.')}. Fetch it again: {again}"
@@ -67,22 +67,22 @@ class SharedTable:
 
 
 def tables_folder(home: Path) -> Path:
-    """Where they lie."""
+    """Return the folder of all tables."""
     return home / FOLDER / "tables"
 
 
 def folder_of(home: Path, gpu: str, writer: str, lock_digest: str, address: str) -> Path:
-    """Where one lies."""
+    """Return the folder of one table."""
     return tables_folder(home) / gpu / f"{writer}-{lock_digest[:16]}-{address_digest(address)}"
 
 
 def address_digest(address: str) -> str:
-    """What stands for an address in the name of a folder."""
+    """Return the digest that represents an address in a folder's name."""
     return hashlib.sha256(address.encode()).hexdigest()[:8]
 
 
 def tables_in(home: Path, gpu: str | None = None) -> list[SharedTable]:
-    """Return every table of one GPU slug, or of all, by folder; those that cannot be read say why."""
+    """Return every table of one GPU slug, or of all, by folder. A table that cannot be read has a ``problem``."""
     try:
         folders = sorted(tables_folder(home).glob(f"{gpu or '*'}/*"))
     except OSError:
@@ -91,7 +91,7 @@ def tables_in(home: Path, gpu: str | None = None) -> list[SharedTable]:
 
 
 def serving(tables: Iterable[SharedTable], *, trust: bool = False) -> list[SharedTable]:
-    """Of each writer at each address the newest table that may serve; with ``trust`` also what is foreign. Newest first."""
+    """Return the newest table per writer and address that may serve, newest first; foreign ones only with ``trust``."""
     newest: dict[tuple[str, str, str], SharedTable] = {}
     for table in tables:
         key = table.gpu, table.writer, table.address
@@ -101,7 +101,7 @@ def serving(tables: Iterable[SharedTable], *, trust: bool = False) -> list[Share
 
 
 def damage_of(table: SharedTable) -> str:
-    """Return why a table or a file of it is not what its lock says; reads all of them. Empty where it is whole."""
+    """Return the first difference of a table or file from its lock, or "" if it is intact. Reads all files."""
     try:
         for name in table.snapshot.files:
             table.snapshot.read(table.snapshot.folder / name)
@@ -111,20 +111,20 @@ def damage_of(table: SharedTable) -> str:
 
 
 def trust_table(folder: Path, home: Path) -> None:
-    """Remember that the user trusts the table in a folder, by its lock as it is now.
+    """Record that the user trusts the table in a folder, by its current lock.
 
     Raises:
-        RecordError: it has no lock that can be read.
-        StoreError: that cannot be written.
+        RecordError: its lock is missing or cannot be read.
+        StoreError: the record cannot be written.
     """
     lock = read_bytes(folder / LOCK_NAME, "trace lock")
     write_atomically(folder / TRUST_NAME, signature(home, "trusted table", lock).encode())
 
 
 def remove_superseded(home: Path, address: str, writers: Iterable[tuple[str, str]]) -> None:
-    """Remove what no longer serves of an address: all of writers (GPU, writer) that are not there any more, else what is older.
+    """Remove tables of an address that no longer serve: all of writers (GPU, writer) that left it, else the older ones.
 
-    The newest table that counts stays beside a newer one that does not.
+    The newest table that may serve stays, even beside a newer one that may not.
     """
     present = set(writers)
     of_address = [table for table in tables_in(home) if table.address == address]

@@ -1,8 +1,8 @@
-"""What was published for one GPU, and who vouches for it: ``traces/<gpu>/`` with the digests of its files in a lock.
+"""The published files of one GPU, ``traces/<gpu>/``, and their lock: the digests of the files and a signature.
 
 The lock of the package's own traces is part of the package. Any other lock counts only with the signature of this
-installation: a folder from elsewhere is foreign, and is used only when the user says so. A file that is not what the lock says
-is not used at all.
+installation. A folder from elsewhere is foreign and is used only if the user trusts it. A file that differs from its
+lock is never used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHA256 = r"^[0-9a-f]{64}$"
 
 
 class TraceLock(Record):
-    """The files of one GPU's published traces, and what they must be."""
+    """The files of one GPU's published traces with their digests."""
 
     kind: ClassVar[str] = "trace lock"
 
@@ -38,15 +38,15 @@ class TraceLock(Record):
     gpu: str = Field(pattern=NAME_PATTERN)
     sm: str = ""
     published: str
-    """When one of the files last changed, in UTC."""
+    """Time of the last change to one of the files, in UTC."""
     files: dict[str, str]
     """Path below the GPU's folder -> sha256 of the content."""
     signature: str | None = Field(default=None, pattern=_SHA256)
-    """Of the rest, by the installation that published; the package's own has none."""
+    """Signature over the other fields by the installation that published; None in the package's own lock."""
 
     @property
     def signed_content(self) -> bytes:
-        """What the signature covers."""
+        """Return the bytes that the signature covers."""
         content = self.to_dict()
         content.pop("signature", None)
         return canonical_json(content).encode()
@@ -54,7 +54,7 @@ class TraceLock(Record):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The published files of one GPU. ``files`` is empty if nobody says what they should be."""
+    """The published files of one GPU. ``files`` is empty if the folder has no lock that counts."""
 
     folder: Path
     gpu: str
@@ -67,7 +67,7 @@ class Snapshot:
         """Return the content of a file of the folder.
 
         Raises:
-            RecordError: it is not what the lock says, or cannot be read.
+            RecordError: it differs from its lock, or cannot be read.
         """
         content = read_bytes(path, what)
         name = path.relative_to(self.folder).as_posix()
@@ -89,7 +89,7 @@ class Snapshot:
 
     @property
     def how_to_trust(self) -> str:
-        """Why a foreign folder is not used, and what to do about it."""
+        """Return the reason why a foreign folder is not used, and the next step."""
         why = "its lock is not signed by this installation" if self.files else f"it has no {LOCK_NAME}"
         return (
             f"{self.folder} is foreign: {why}. If you trust where it came from, bring it in with: "
@@ -98,7 +98,7 @@ class Snapshot:
 
 
 def open_snapshot(folder: Path, home: Path) -> Snapshot:
-    """Return the published files of ``traces/<gpu>``; the key is that of the home folder.
+    """Open the published files of ``traces/<gpu>`` with the key of a home folder.
 
     Raises:
         RecordError: the lock is not valid, or of a newer version.
@@ -119,7 +119,7 @@ def _origin(folder: Path, lock: TraceLock, home: Path) -> Origin:
 
 
 def lock_text(folder: Path, gpu: str, sm: str, published: str, files: Mapping[str, str], home: Path) -> str:
-    """Return the text of a lock; signed, unless the folder is the package's own."""
+    """Return the text of a lock, signed unless the folder is the package's own."""
     lock = TraceLock(gpu=gpu, sm=sm, published=published, files=dict(sorted(files.items())))
     if folder.parent.resolve() != (shipped_root() / "traces").resolve():
         lock = signed_lock(lock, home)
@@ -132,14 +132,12 @@ def signed_lock(lock: TraceLock, home: Path) -> TraceLock:
 
 
 def sha256(content: bytes) -> str:
-    """Return the digest that locks state."""
+    """Return the digest used in locks."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, trust: bool = False) -> bytes | None:
-    """Return the content of a file of ``traces/<gpu>`` that somebody vouches for; None, with the reason in ``refused``,
-    for another.
-    """
+    """Return the content of a trusted file of ``traces/<gpu>``; else None, with the reason added to ``refused``."""
     try:
         snapshot = open_snapshot(folder, home)
         if snapshot.origin == "foreign" and not trust:
@@ -151,7 +149,7 @@ def read_published(path: Path, folder: Path, home: Path, refused: list[str], *, 
 
 
 def lock_folder(folder: Path, home: Path, *, gpu: str, sm: str, published: str) -> None:
-    """Write the lock of a folder as it lies: its owner vouches for every file of it.
+    """Write a lock over all files of a folder as they are now, on the owner's responsibility.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -174,24 +172,24 @@ def _old_table_head(path: Path) -> dict[str, Any]:
 
 
 # ---- trace origins --------------------------------------------------------------------------------
-# Sorts files of traces by who vouches for them, before they go into the database in bulk.
+# Sorts trace files by origin before they are loaded into the database in bulk.
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Files of whole traces, one a line, that all have one origin."""
+    """Files of whole traces, one per line, of one origin."""
 
     origin: Origin
     trusted: bool
     files: tuple[Path, ...]
     lines: int
     sources: Mapping[Path, Path] = field(default_factory=dict)
-    """Where the lines of a file that was made for this came from; the line's number is the same."""
+    """Temporary file -> the source of its lines; the line numbers are equal."""
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Batches, and what was no trace or is not used, and why."""
+    """Batches by origin, and the lines and files left out with their reasons."""
 
     batches: tuple[Batch, ...] = ()
     rejected: tuple[RejectedLine, ...] = ()
@@ -199,7 +197,7 @@ class Sorted:
 
 
 class _Sorter:
-    """Collects batches; lines that have to be moved go to files of ``scratch``."""
+    """A collector of batches. It writes lines that must be moved to files in ``scratch``."""
 
     def __init__(self, home: Path, scratch: Path, trust: bool) -> None:
         self.home, self.scratch, self.trust = home, scratch, trust
@@ -228,15 +226,15 @@ class _Sorter:
             self.add(path, origin, count, trusted=trusted)
 
     def batches(self) -> tuple[Batch, ...]:
-        # Who is believed first: what follows then finds its ids taken.
+        # Trusted origins come first: later batches find their ids taken.
         order = sorted(self._files, key=lambda key: (("shipped", "local", "foreign").index(key[0]), not key[1]))
         return tuple(Batch(*key, tuple(self._files[key]), self._lines[key], self._sources) for key in order)
 
 
 def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
-    """Journals and other files that the user names, by the signature of every line.
+    """Sort journals and other files given by the user, by the signature of every line.
 
-    A trace set that this installation or the package published is what its lock says; any other is foreign.
+    If this installation or the package published a trace set, its lock decides the origin. Any other set is foreign.
 
     Raises:
         StoreError: a file cannot be read.
@@ -244,7 +242,7 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
     sorter = _Sorter(home, scratch, trust)
     rejected: list[RejectedLine] = []
     for path in files:
-        if path.exists() and not path.is_file():  # a FIFO would be waited for
+        if path.exists() and not path.is_file():  # reading a FIFO would block
             raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.", code="file_irregular")
         try:
             with path.open("rb") as file:
@@ -269,9 +267,9 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
 
 
 def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
-    """Return the traces of published folders (``traces/<gpu>``), by who vouches for each folder.
+    """Sort the traces of published folders (``traces/<gpu>``) by the origin of each folder.
 
-    A folder that is not valid, or a file that is not what the lock says, is left out with the reason.
+    An invalid folder, or a file that differs from its lock, is left out with the reason.
     """
     sorter = _Sorter(home, scratch, trust)
     refused: list[str] = []
@@ -281,7 +279,7 @@ def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trus
 
 
 def _add_sets(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]:
-    """Take files of a published folder in; returns why not, where they cannot be."""
+    """Add files of a published folder; return the reasons for those left out."""
     if not paths:
         return []
     try:
@@ -303,7 +301,7 @@ def _add_set(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
         traces = list(parsed.traces())
     except RecordError as error:
         return [str(error)]
-    # What this installation published without having measured it, it had been told to trust.
+    # This installation published it without measuring it, because the user had trusted it.
     borrowed = parsed.foreign_runs if snapshot.origin == "local" else frozenset()
     sorter.write((_line(trace) for trace in traces if trace["run_id"] not in borrowed), snapshot.origin, path)
     sorter.write((_line(trace) for trace in traces if trace["run_id"] in borrowed), "foreign", path, trusted=True)

@@ -1,10 +1,10 @@
-"""The published snapshot the resolver reads: per GPU, which verified solution took how long at which measured point.
+"""The resolver's table: for each GPU, the latency of each verified solution at each measured point.
 
-A snapshot is a folder, written by ``tilegym-db publish``: one trace set per Definition, and a lock with the digest of each.
-Serving reads these files and never the live database: they do not change under a running model and need no database engine.
-A Definition's set is read when that Definition is first asked for, so that loading costs the same however many there are.
-What neither came with the package nor was published by this installation is not read, unless the caller trusts it.
-Tables that came from a shared data set (:mod:`tilegym_db.published.shared_tables`) add to it, as far as they are trusted.
+``tilegym-db publish`` writes a snapshot as a folder: one trace set per Definition, and a lock with the digest of each.
+Serving reads these files and not the live database: they do not change under a running model and need no database
+engine. A Definition's set is read on first use, so loading costs the same for any number of Definitions. A snapshot
+that neither the package nor this installation published is not read unless the caller trusts it. Trusted tables from a
+shared data set (:mod:`tilegym_db.published.shared_tables`) add to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ResolverTable:
         source: str,
         peaks: Callable[[], GpuPeaks | None] = lambda: None,
     ) -> None:
-        """A table that reads a Definition's entries when they are asked for; ``source`` names it in error messages."""
+        """Make a table that reads a Definition's entries on first use; error messages name ``source``."""
         self.gpu = gpu
         self.sm = sm
         self.published = published
@@ -68,15 +68,13 @@ class ResolverTable:
         self._loaded: dict[str, MeasuredEntries] = {}
         self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
         self.indexes: dict[Any, Any] = {}
-        """Derived from the entries by :mod:`tilegym_db.resolver.resolve`; they live as long as the table."""
+        """Indexes that :mod:`tilegym_db.resolver.resolve` derives from the entries, kept as long as the table."""
 
     @classmethod
     def from_entries(
         cls, gpu: str, sm: str, published: str, entries: list[dict[str, Any]], source: str, origin: str = "local"
     ) -> Self:
-        """Return a table of parsed JSON ``entries``, as ``resolver.json`` had them; ``source`` is the file, for error
-        messages.
-        """
+        """Return a table of parsed JSON ``entries`` in the layout of ``resolver.json``; error messages name ``source``."""
         grouped: dict[str, list[dict[str, Any]]] = {}
         for raw in entries:
             grouped.setdefault(raw["definition"], []).append(raw)
@@ -88,20 +86,20 @@ class ResolverTable:
 
     @property
     def size(self) -> int:
-        """How many entries there are; reads all of them."""
+        """Return the number of entries, after reading all of them."""
         return sum(1 for _ in self)
 
     @property
     def definitions(self) -> tuple[str, ...]:
-        """The Definitions that have a set of traces."""
+        """Return the Definitions that have a set of traces."""
         return tuple(sorted(self._loaders))
 
     def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
-        """What reads the entries of one of :attr:`definitions`."""
+        """Return the loader of the entries of one of :attr:`definitions`."""
         return self._loaders[definition]
 
     def scalar_hull(self, definition: str) -> Mapping[str, tuple[float, float]]:
-        """Scalar -> the smallest and largest number among the points of a Definition: what its candidates were verified with."""
+        """Return scalar -> the smallest and largest verified number among the points of a Definition."""
         return self._measured(definition).scalars
 
     def dtypes_of(self, definition: str) -> tuple[Mapping[str, str], ...]:
@@ -118,7 +116,7 @@ class ResolverTable:
         return known
 
     def believed_entries(self, definition: Definition, dtypes: Mapping[str, str]) -> tuple[Entry, ...]:
-        """As :meth:`entries`, without candidates whose figures cannot be true of this Definition."""
+        """Return :meth:`entries` without candidates whose figures cannot be true of this Definition."""
         key = definition.digest, dtypes_key(dtypes)
         known = self.indexes.get(key)
         if known is None:
@@ -130,7 +128,7 @@ class ResolverTable:
 
     def _believed(self, entry: Entry, definition: Definition) -> Entry:
         if entry.definition_digest != definition.digest:
-            return entry  # of another meaning, and never served
+            return entry  # it has another meaning and is never served
         kept = tuple(item for item in entry.candidates if self._doubt(item, entry, definition) is None)
         return entry if len(kept) == len(entry.candidates) else replace(entry, candidates=kept)
 
@@ -174,10 +172,9 @@ class ResolverTable:
 
 
 def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
-    """Return the snapshot of a GPU slug or family: one published on this machine wins over the shipped one of the same
-    GPU.
+    """Return the snapshot of a GPU slug or family. One published on this machine wins over the shipped one of that GPU.
 
-    A foreign one is passed over, with a warning, unless ``trust``.
+    A foreign snapshot is skipped with a warning, unless ``trust``.
     """
     places = (home() / "published", shipped_root() / "traces")
     published = [path for place in places for path in sorted(place.glob("*")) if _is_published(path)]
@@ -200,14 +197,14 @@ def _is_vouched_for(folder: Path) -> bool:
 
 
 def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
-    """Return the published table of a GPU, or None if nothing was published for it. Kept until the snapshot changes.
+    """Return the published table of a GPU, or None if it has none. The table is cached until the snapshot changes.
 
     Args:
         gpu: a slug or a family.
-        trust: read also what neither came with the package nor was published by this installation.
+        trust: also read snapshots that neither the package nor this installation published.
 
     Raises:
-        RecordError: a file is not what was published, or was written by a newer version.
+        RecordError: a file differs from its lock, or was written by a newer version.
     """
     folder = table_folder(gpu, trust=trust)
     shared = _shared_tables(gpu if folder is None else folder.name, trust)
@@ -219,7 +216,7 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
-    """Return the tables of a team that may serve a GPU slug, or the first slug of a family that there are any of."""
+    """Return a team's tables that may serve a GPU slug, or the first slug of a family that has tables."""
     there = serving((table for slug in _shared_slugs(gpu) for table in tables_in(home(), slug)), trust=trust)
     slugs = gpus_meant(gpu, (table.gpu for table in there))
     return [table for table in there if table.gpu == slugs[0]] if slugs else []
@@ -228,7 +225,7 @@ def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:
 def _shared_slugs(gpu: str) -> list[str]:
     try:
         names = os.listdir(tables_folder(home()))
-    except OSError:  # there are none
+    except OSError:  # the folder does not exist
         return []
     return gpus_meant(gpu, names)
 
@@ -250,7 +247,7 @@ def _cached_table(folder: Path, trust: bool, _stamps: tuple[tuple[int, int], ...
 def _cached_with_shared(
     folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
 ) -> ResolverTable:
-    """Return the published table of a folder with what tables of a team add to it; those never change."""
+    """Return the published table of a folder, extended by the team's tables, which never change."""
     base = None if folder is None else read_folder(folder, trust=trust)
     own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
     snapshots = [open_snapshot(path, home()) for path in shared]
@@ -305,7 +302,7 @@ def _peaks_of(snapshot: Snapshot) -> GpuPeaks | None:
 
 
 def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
-    """As :func:`_peaks_of`; a file that is not what its lock says bounds nothing, and stops nothing."""
+    """Return peaks as :func:`_peaks_of` does, but None for a file that differs from its lock."""
     try:
         return _peaks_of(snapshot)
     except RecordError as error:
@@ -314,17 +311,14 @@ def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
 
 
 # ---- merged ---------------------------------------------------------------------------------------
-# What tables of a team add to the published one, Definition by Definition: points, and candidates at points that both
-# have.
-#
-# The published table comes first: where it has a source and config at a point, another's time of that counts for
-# nothing. A failure takes earlier passes of its source back, whichever of the tables either is in, as it does in the
-# database.
+# Adds a team's tables to the published one, by Definition: new points, and candidates at points that both have.
+# If the published table has a source and config at a point, other times of it do not count. A failure revokes earlier
+# passes of its source in all tables, as it does in the database.
 
 
 @dataclass(frozen=True)
 class SetFile:
-    """The trace set of a Definition in a folder that was published or came from a team."""
+    """The trace set of a Definition in a published folder or a team's folder."""
 
     snapshot: Snapshot
     path: Path
@@ -333,12 +327,12 @@ class SetFile:
         """Return its bytes.
 
         Raises:
-            RecordError: it is not what the lock says.
+            RecordError: it differs from its lock.
         """
         return self.snapshot.read(self.path, "trace set")
 
     def entries(self) -> MeasuredEntries:
-        """Return its entries, with the origin of the folder; raises as :meth:`content`, and where it is no trace set."""
+        """Return its entries, with the origin of the folder; raises as :meth:`content`, and for an invalid trace set."""
         return entries_of(self.content(), self.path, self.snapshot.origin)
 
 
@@ -347,12 +341,13 @@ def merged_entries(
 ) -> MeasuredEntries:
     """Return the entries of one Definition from the published table and those of a team.
 
-    A file of a team that is not what its lock says is left out with a warning; one of the published table is an error, as ever.
+    A team's file that differs from its lock is left out with a warning. For a file of the published table this is an
+    error.
 
     Args:
-        published: what the published table has, if it has the Definition.
-        own: the file that this comes from; None for a table of the old layout.
-        shared: of tables that may serve, the newest first.
+        published: entries of the published table, if it has the Definition.
+        own: the file of these entries; None for a table of the old layout.
+        shared: files of the tables that may serve, newest first.
     """
     first = [published()] if published is not None else []
     sets = [TraceSet.parse(own.content(), own.path)] if own is not None and is_trace_set(own.content()) else []
@@ -373,7 +368,7 @@ def merged_entries(
 
 
 def taken_back(sets: Iterable[TraceSet]) -> frozenset[str]:
-    """Ids of the passes that a later failure of the same source takes back, by the rule of the view ``revocations``."""
+    """Return the ids of passes revoked by a later failure of the same source, as in the view ``revocations``."""
     sets = list(sets)
     if not any(_revokes(facts) for one in sets for facts in one.header.facts):
         return frozenset()
@@ -421,7 +416,7 @@ def _joined(groups: Sequence[MeasuredEntries], key: DtypesKey, lost: frozenset[s
 
 
 def _ranged(candidate: Candidate, measured: MeasuredEntries) -> Candidate:
-    """Of before ranges were recorded (decision 0024): verified with the numbers of its own table, not of others."""
+    """Give a candidate older than recorded ranges (decision 0024) the scalar range of the table it came from."""
     return candidate if candidate.scalar_ranges is not None else replace(candidate, scalar_ranges=measured.scalars)
 
 
@@ -435,8 +430,7 @@ def _point(entry: Entry) -> str:
 
 
 # ---- old entries ----------------------------------------------------------------------------------
-# Entries of ``resolver.json``, the one table for all Definitions of a GPU that was published before there were trace
-# sets.
+# Reads ``resolver.json``, the former single table for all Definitions of a GPU.
 
 VERSION = 2
 
@@ -444,10 +438,10 @@ WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
 
 
 def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
-    """GPU, target, date and entries of a file.
+    """Return GPU, target, date and entries of a file.
 
     Raises:
-        RecordError: it is none, or was written by a newer version.
+        RecordError: it is not such a table, or was written by a newer version.
     """
     try:
         content = from_json(text, cache_strings="all")
@@ -471,10 +465,10 @@ def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str,
 
 
 def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
-    """Return the entries of one Definition; ``source`` is the file, for error messages.
+    """Return the entries of one Definition; error messages name ``source``, the file.
 
     Raises:
-        RecordError: one is not valid.
+        RecordError: an entry is not valid.
     """
     return _old_entries([_old_entry(raw, source, origin) for raw in raws])
 

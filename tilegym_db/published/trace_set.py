@@ -1,13 +1,13 @@
 """A trace set: the published traces of one Definition on one GPU, in one small file of JSON lines.
 
-The first line is an object, the *header*: what traces repeat (hosts, runs, Solutions, configs, kernel names, ...) is there
-once, in tables, and ``point_columns`` and ``row_columns`` name what the other lines hold. Every other line is an array, one
-measured *point* of the Definition (a Workload's sizes, dtypes, scalars and layouts), whose last element is the rows of the
-traces there. Indices count from 0 and point into the header's tables; times are whole nanoseconds, ratios whole hundred
-thousandths. What does not fit the columns stands in ``other`` of the row's facts as it was, so that every trace is kept.
+The first line is an object, the *header*. Its tables hold values that traces repeat (hosts, runs, Solutions, configs,
+kernel names, ...). ``point_columns`` and ``row_columns`` name the columns of the other lines. Every other line is an
+array: one measured *point* of the Definition (a Workload's sizes, dtypes, scalars and layouts), whose last element is
+the rows of its traces. Indices count from 0 and point into the header's tables.
 
-Nothing is lost but digits that no instrument shows: times are whole nanoseconds, errors keep three significant digits (as every
-report prints them), and the digest of an `envelope` its first eight.
+Times are whole nanoseconds and ratios whole hundred thousandths. Errors keep three significant digits, as every report
+prints them, and the digest of an `envelope` its first eight. Fields that do not fit the columns stay unchanged in
+``other`` of the row's facts, so that every trace is kept.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.trace import new_trace_id
 
 SCHEMA_VERSION = 3
-"""Version of the layout. 2 had notes, dropped cases and the GPU among the facts, and 1 was one whole trace a line, without a
-header; both are still read."""
+"""Version of the layout; older ones are still read. Version 2 had notes, dropped cases and the GPU among the facts.
+Version 1 was one whole trace per line, without a header.
+"""
 
 DIGEST_DIGITS = 8
 POINT_COLUMNS: tuple[str, ...] = ("workload_uuid", "axes", "dtypes", "scalars", "layouts", "sol_us", "rows")
-"""A whole number instead of the Workload means that the point is that of this earlier line, counting points from 0; the speed
-of light is then another, because runs knew other peaks."""
+"""Columns of a point. A whole number instead of the Workload refers to the point of that earlier line, counted from 0.
+The speed of light then differs, because runs used other peaks.
+"""
 ROW_COLUMNS: tuple[str, ...] = (
     "setup", "after_us", "latency_ns", "below_ns", "above_ns", "host_ns", "clock", "rel_fro", "worst_row_rel", "max_abs",
     "wall_ns", "profiled_ns", "launches", "cases", "envelope", "comparisons...",
 )  # fmt: skip
-"""``after_us`` is the time since the row before, or since the run's start for a point's first row; ``below_ns`` and ``above_ns``
-are how far the ends of the latency's interval lie from it. After the last named column come the comparisons with the setup's
-alternatives: ratio, and how far its interval reaches below and above. One 0 stands for all three where the row has said them
-already of the same alternative, or else where they are the inverse of what its row of the same run and point says."""
+"""Columns of a row. ``after_us`` is the time since the row before, or since the run's start for a point's first row.
+``below_ns`` and ``above_ns`` are the distances of the ends of the latency's interval from it. After the last named
+column come the comparisons with the setup's alternatives: ratio, and the distances of its interval's lower and upper
+end. A single 0 means that the row already states the three numbers for the same alternative. Otherwise they are the
+inverse of the row of that alternative in the same run and point.
+"""
 
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError)
 
 MARK = b'{"schema_version":'
-"""What a set's first line starts with; a trace of its own starts with another key."""
+"""Start of a set's first line; a single trace starts with another key."""
 
 
 _Indices = tuple[Int64, ...]
@@ -77,41 +81,41 @@ class TraceSetHeader(Record):
     hosts: tuple[tuple[str, str, str, str, dict[str, str]], ...] = ()
     """Driver's name of the GPU, compile target, driver, CUDA, and versions of libraries."""
     runs: tuple[tuple[str, Int64, datetime, str | None, Literal["local", "foreign"]], ...] = ()
-    """Run id, host, time of its first trace here, seed of its fuzz cases, and whether whoever published it had measured it."""
+    """Run id, host, time of its first trace here, seed of its fuzz cases, and origin on the publishing machine."""
     solutions: tuple[tuple[str, str, str, str, str | None], ...] = ()
     """Name, digest, language, role, and what it provides."""
     configs: tuple[dict[str, Any], ...] = ()
     alternatives: tuple[tuple[str, str | None], ...] = ()
-    """Name and what it stands for, of all that some trace is compared with."""
+    """Name of every alternative that some trace is compared with, and what it stands for."""
     gpus: tuple[tuple[str | None, str | None], ...] = ()
-    """The very GPU, by the driver's UUID, and the name of its host; several of a host measure in one run."""
+    """Driver's UUID of the GPU and the name of its host; several GPUs of a host measure in one run."""
     setups: tuple[_Setup | _SetupOfVersion2, ...] = ()
     """Run, Solution, config, facts, alternatives, GPU, notes, and dropped fuzz cases."""
     facts: tuple[dict[str, Any], ...] = ()
-    """Fields of a trace that few differ in, by name; ``other`` replaces whole fields."""
+    """Fields of a trace that rarely differ, by name; ``other`` replaces whole fields."""
     clocks: tuple[tuple[Int64 | None, Int64 | None], ...] = ()
     """SM clock in MHz, and samples."""
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     kernels: tuple[tuple[str, ...], ...] = ()
-    """Groups of names, each without what they all start with, which comes first. Indices count through the groups."""
+    """Groups of kernel names. The common prefix comes first, and names omit it. Indices count through the groups."""
     launches: tuple[tuple[Int64, ...], ...] = ()
     """The kernels of a call."""
 
     @cached_property
     def kernel_names(self) -> tuple[str, ...]:
-        """The names as a trace has them."""
+        """Return the names as a trace has them."""
         return tuple(stem + rest for stem, *group in self.kernels for rest in group)
 
 
 def is_trace_set(content: bytes) -> bool:
-    """Return True if a file's content is a set, by how it starts; else it holds one whole trace a line."""
+    """Return True if the content of a file is a set, by its start; otherwise it holds one whole trace per line."""
     return content.startswith(MARK)
 
 
 @dataclass(frozen=True)
 class TraceSet:
-    """A parsed set; traces are put together when they are asked for."""
+    """A parsed set, which assembles traces on demand."""
 
     header: TraceSetHeader
     points: tuple[list[Any], ...]
@@ -119,7 +123,7 @@ class TraceSet:
 
     @classmethod
     def parse(cls, content: bytes, source: str | Path = "<bytes>") -> Self:
-        """Read a set; ``source`` is named in errors.
+        """Read a set; errors name ``source``.
 
         Raises:
             RecordError: not a trace set, written by a newer version, or damaged.
@@ -145,7 +149,7 @@ class TraceSet:
             yield from traces
 
     def by_point(self) -> Iterator[tuple[Point, list[dict[str, Any]]]]:
-        """Yield the points in the order of the file, each with its traces."""
+        """Yield the points in file order, each with its traces."""
         for point, rows in self.rows():
             yield point, self.traces_of(point, rows)
 
@@ -157,7 +161,7 @@ class TraceSet:
             raise damaged(self.source, error) from None
 
     def rows(self) -> Iterator[tuple[Point, list[list[Any]]]]:
-        """Yield the points in the order of the file, each with its rows as they are."""
+        """Yield the points in file order, each with its raw rows."""
         seen: list[Point] = []
         for raw in self.points:
             try:
@@ -169,12 +173,12 @@ class TraceSet:
 
     @cached_property
     def provides(self) -> dict[str, str | None]:
-        """What each Solution provides, by name."""
+        """Return what each Solution provides, by name."""
         return {name: provides for name, _, _, _, provides in self.header.solutions}
 
     @cached_property
     def foreign_runs(self) -> frozenset[str]:
-        """Ids of the runs that whoever published the set had not measured."""
+        """Return the ids of runs that the publishing installation had not measured."""
         return frozenset(run[0] for run in self.header.runs if run[4] == "foreign")
 
     def _point(self, raw: list[Any]) -> Point:
@@ -202,7 +206,7 @@ class TraceSet:
             )
 
     def _of_setup(self, index: int) -> tuple[dict[str, Any], Pieces]:
-        """What the traces of a setup share: fields, and pieces without those of the row."""
+        """Return the shared part of a setup's traces: fields, and pieces without those of the row."""
         if index not in self._setups:
             header = self.header
             setup = header.setups[index]
@@ -233,7 +237,7 @@ class TraceSet:
         return {}
 
     def first_rows(self, rows: list[list[Any]]) -> dict[tuple[str, str], list[Any]]:
-        """(run id, Solution) -> the row of a point that other rows' comparisons may be read from."""
+        """Return (run id, Solution) -> the row of a point from which other rows' comparisons may be read."""
         known: dict[tuple[str, str], list[Any]] = {}
         for row in rows:
             run, solution, *_ = self.header.setups[row[0]]
@@ -241,7 +245,7 @@ class TraceSet:
         return known
 
     def comparisons(self, row: list[Any], known: Mapping[tuple[str, str], list[Any]]) -> list[tuple[int, int, int]]:
-        """What a row says of each of its alternatives: ratio, and its distances to both ends, in hundred thousandths."""
+        """Return a row's comparison with each alternative: ratio and distances to both ends, in hundred thousandths."""
         stated = triples(row)
         return [
             stated[place] or self.comparison(row, place, known) for place in range(len(self.header.setups[row[0]][4]))
@@ -250,7 +254,7 @@ class TraceSet:
     def comparison(
         self, row: list[Any], place: int, known: Mapping[tuple[str, str], list[Any]]
     ) -> tuple[int, int, int]:
-        """What a row says of one of its alternatives, by its place among them; ``known`` is what :meth:`first_rows` gives."""
+        """Return a row's comparison with the alternative at ``place``; ``known`` is the result of :meth:`first_rows`."""
         stated = triples(row)
         if stated[place] is not None:
             return stated[place]  # type: ignore[return-value]
@@ -264,7 +268,7 @@ class TraceSet:
         return [self.header.alternatives[index][0] for index in self.header.setups[row[0]][4]]
 
     def _mirrored(self, row: list[Any], solution: str) -> tuple[int, int, int]:
-        """Return the inverse of what another row says of a Solution."""
+        """Return the inverse of another row's comparison with a Solution."""
         for triple, name in zip(triples(row), self._alternatives(row), strict=True):
             if triple is not None and name == solution:
                 return inverse(triple)
@@ -283,18 +287,18 @@ def damaged(source: str | Path, error: Exception) -> RecordError:
 
 
 # ---- trace pieces ---------------------------------------------------------------------------------
-# What a row of a trace set and its header's tables make together: one trace (:mod:`tilegym_db.published.trace_set`).
+# Assembles one trace from a row of a trace set and the tables of its header.
 
 NANO, RATIO = 1000, 100_000
-"""Units of a microsecond's times, and of ratios."""
+"""Nanoseconds in a microsecond, and units in a ratio of 1."""
 
 ERRORS = ("rel_fro", "worst_row_rel", "max_abs")
 COMPARISONS_AT = 15
-"""Where a row's comparisons start."""
+"""Index of a row's first comparison."""
 
 
 class Pieces(NamedTuple):
-    """What one trace is put together from: entries of the header's tables, and the row's own numbers."""
+    """The parts of one trace: entries of the header's tables, and the row's own numbers."""
 
     run: Sequence[Any]
     host: Sequence[Any]
@@ -313,7 +317,7 @@ class Pieces(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Where traces were measured, with the speed of light there."""
+    """A measured point, with its speed of light."""
 
     workload_uuid: str
     axes: dict[str, int]
@@ -321,11 +325,11 @@ class Point(NamedTuple):
     scalars: dict[str, Scalar]
     layouts: dict[str, str]
     sol_us: float | None
-    """To as many digits as it takes to give every trace's ``sol_ratio``; a trace keeps four."""
+    """Speed of light with enough digits to give every trace's ``sol_ratio``; a trace keeps four."""
 
 
 def inverse(triple: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the comparison seen from the other side, in the same units: ratio, and its distances to both ends."""
+    """Return the inverse comparison in the same units: ratio, and its distances to both ends."""
     ratio, below, above = triple
     middle, low, high = (round(RATIO / (value / RATIO)) for value in (ratio, ratio + above, ratio - below))
     return middle, middle - low, high - middle
@@ -346,7 +350,7 @@ def triples(row: list[Any]) -> list[tuple[int, int, int] | None]:
 
 
 def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
-    """Return the fields that all traces of a setup have alike. ``header`` has those that all of the set share."""
+    """Return the fields that all traces of a setup share. ``header`` has those shared by the whole set."""
     name, digest, language, role, _ = pieces.solution
     gpu_name, sm, driver, cuda, libs = pieces.host
     facts = pieces.facts
@@ -377,9 +381,7 @@ def shared_fields(header: Any, pieces: Pieces) -> dict[str, Any]:
 
 
 def assembled(shared: Mapping[str, Any], point: Point, pieces: Pieces) -> dict[str, Any]:
-    """Return one trace as :meth:`Trace.to_dict` gives it; ``shared`` is what :func:`shared_fields` gives, whose parts
-    it holds.
-    """
+    """Return one trace as :meth:`Trace.to_dict` gives it, from the result of :func:`shared_fields` and the pieces."""
     trace = {**shared, "timestamp": spelled_time(pieces.time), "workload_uuid": point.workload_uuid}
     trace["axes"] = dict(point.axes)
     for name, values in (("dtypes", point.dtypes), ("scalars", point.scalars), ("layouts", point.layouts)):
@@ -406,7 +408,7 @@ def assembled(shared: Mapping[str, Any], point: Point, pieces: Pieces) -> dict[s
 
 
 def spelled_time(time: datetime) -> str:
-    """Return a time in UTC as a trace spells it."""
+    """Return a UTC time as a trace spells it."""
     return time.isoformat().replace("+00:00", "Z")
 
 

@@ -1,4 +1,4 @@
-"""Writes a trace set (:mod:`tilegym_db.published.trace_set`): what traces repeat goes into tables, the rest into rows."""
+"""Writes a trace set (:mod:`tilegym_db.published.trace_set`): repeated values go into tables, the rest into rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TABLES = (
     "notes", "dropped", "launches",
 )  # fmt: skip
 _SHARED = ("gpu", "definition", "definition_version", "definition_digest", "op_type")
-# What many names of C++ kernels start with: return type, namespaces, and a wrapper's first template argument.
+# Common prefixes of C++ kernel names: return type, namespaces, and a wrapper's first template argument.
 _QUALIFIERS = re.compile(r"(?:void )?(?:\w+::)*(?:\w+<\d+, (?:\w+::)*)?")
 
 
@@ -50,14 +50,14 @@ def encode_traces(
 
 
 class _Table:
-    """Values by order of arrival, each once."""
+    """Distinct values in order of arrival."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._known: dict[str, int] = {}
 
     def index(self, value: Any) -> int:
-        key = json.dumps(value, ensure_ascii=False)  # the order of keys is kept, as it is in traces
+        key = json.dumps(value, ensure_ascii=False)  # keeps the order of keys in traces
         if key not in self._known:
             self._known[key] = len(self.values)
             self.values.append(value)
@@ -82,7 +82,7 @@ class _Encoder:
         self.kernels = _grouped({name for trace in traces for name in (trace.get("audit") or {}).get("kernels", ())})
         stems = [stem + rest for stem, *group in self.kernels for rest in group]
         self.kernel_index = {name: index for index, name in enumerate(stems)}
-        # The row that a mirrored comparison is read from: the first of a run, point and Solution.
+        # The row from which a mirrored comparison is read: the first of a run, point and Solution.
         self.peers: dict[tuple[str, str, str], dict[str, Any]] = {}
         for trace in traces:
             self.peers.setdefault((self._point_key(trace), trace["run_id"], trace["solution"]), trace)
@@ -147,7 +147,7 @@ class _Encoder:
         low, high = nanoseconds(performance.get("ci_low_us")), nanoseconds(performance.get("ci_high_us"))
         timed = latency is not None and low is not None and high is not None
         return [
-            0,  # the setup, once it is known
+            0,  # replaced by the setup later
             after_us,
             latency,
             latency - low if timed else None,  # type: ignore[operator]
@@ -221,20 +221,20 @@ class _Encoder:
         return found
 
     def _mirrors(self, trace: dict[str, Any], comparison: Mapping[str, Any]) -> bool:
-        """Return True if the alternative's row says the same, the other way round."""
+        """Return True if the alternative's row states the inverse comparison."""
         key = self._point_key(trace), trace["run_id"]
         peer = self.peers.get((*key, comparison["with"]))
         triple = triple_of(comparison)
         if peer is None or peer is trace or self.peers[*key, trace["solution"]] is not trace or triple[0] >= RATIO:
             return False
         for seen in (peer.get("performance") or {}).get("comparisons", []):
-            if seen["with"] == trace["solution"]:  # the first such, as a reader finds it
+            if seen["with"] == trace["solution"]:  # the first one, as the reader does
                 return triple_of(seen)[0] > RATIO and inverse(triple_of(seen)) == triple
         return False
 
 
 def _grouped(names: Iterable[str]) -> list[list[str]]:
-    """Names of kernels in groups, each without the qualifiers that its first element states once."""
+    """Return names of kernels in groups. Each group states its common qualifiers once, as its first element."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         groups.setdefault(_QUALIFIERS.match(name)[0], []).append(name)  # type: ignore[index]
@@ -244,7 +244,7 @@ def _grouped(names: Iterable[str]) -> list[list[str]]:
 
 
 def _exact_sol_us(traces: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return a speed of light that rounds to the one the traces of a point state and gives each of their ratios."""
+    """Return a speed of light that rounds to the stated one of a point's traces and gives each of their ratios."""
     timed = [trace["performance"] for trace in traces if (trace.get("performance") or {}).get("sol_us") is not None]
     if not timed:
         return None
@@ -274,7 +274,7 @@ def _gpu_of(trace: Mapping[str, Any]) -> list[str | None]:
 
 
 def _facts(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """What few traces differ in, without what is a column of its own."""
+    """Return the fields that rarely differ between traces, without those that have a column."""
     facts = {key: trace[key] for key in ("tier", "attempt", "sandbox_level", "status") if key in trace}
     columns = {
         "correctness": {*ERRORS, "cases"},
@@ -290,7 +290,7 @@ def _facts(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- trace figures --------------------------------------------------------------------------------
-# A trace's fields as a trace set writes them: whole numbers, rounded figures, compact JSON.
+# Rounds a trace's fields for a trace set: whole numbers, fewer digits, compact JSON.
 
 _TIMES = ("latency_us", "ci_low_us", "ci_high_us", "host_us", "wall_us", "profiled_us")
 
@@ -315,25 +315,25 @@ def rounded(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_nanoseconds(part: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
-    """Times of a microsecond or more; a shorter one would lose digits that count."""
+    """Return times of a microsecond or more in whole nanoseconds; shorter ones would lose significant digits."""
     return {name: round(part[name], 3) for name in names if (part.get(name) or 0) >= 1}
 
 
 def difference(decoded: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the columns do not give back, as they are; null for one that is not there."""
+    """Return the fields that the columns do not reproduce, unchanged; null for a field that is absent."""
     keys = [*trace, *(key for key in decoded if key not in trace)]
     return {key: trace.get(key) for key in keys if decoded.get(key) != trace.get(key)}
 
 
 def point_of(trace: Mapping[str, Any]) -> Point:
-    """Where a trace was measured."""
+    """Return the point at which a trace was measured."""
     dtypes, scalars, layouts = (trace.get(name, {}) for name in ("dtypes", "scalars", "layouts"))
     sol_us = (trace.get("performance") or {}).get("sol_us")
     return Point(trace["workload_uuid"], trace["axes"], dtypes, scalars, layouts, sol_us)
 
 
 def host_of(trace: Mapping[str, Any]) -> list[Any]:
-    """Driver's name of the GPU, compile target, driver, CUDA, and versions of libraries."""
+    """Return the GPU's name by the driver, compile target, driver, CUDA, and versions of libraries."""
     return [trace["gpu_name"], *(trace.get(key, "") for key in ("sm", "driver", "cuda")), trace.get("libs", {})]
 
 
@@ -344,22 +344,22 @@ def triple_of(comparison: Mapping[str, Any]) -> Triple:
 
 
 def nanoseconds(microseconds: float | None) -> int | None:
-    """Whole nanoseconds."""
+    """Return whole nanoseconds."""
     return None if microseconds is None else round(microseconds * NANO)
 
 
 def time_of(trace: Mapping[str, Any]) -> datetime:
-    """When a trace was taken, in UTC."""
+    """Return when a trace was taken, in UTC."""
     return datetime.fromisoformat(trace["timestamp"]).astimezone(UTC)
 
 
 def compact(value: Any) -> str:
-    """JSON without white space."""
+    """Return JSON without white space."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def shortest_number(value: Any) -> str:
-    """JSON, a float in the shortest of its spellings: 206e-5 for 0.00206."""
+    """Return JSON with a float in its shortest spelling: 206e-5 for 0.00206."""
     text = compact(value)
     if not isinstance(value, float) or value == 0:
         return text

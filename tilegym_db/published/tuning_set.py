@@ -1,7 +1,8 @@
 """The published steps of the searches of one Definition on one GPU, in one small file of JSON lines.
 
-As a trace set (:mod:`tilegym_db.published.trace_set`): the first line is an object with tables of what steps repeat and the names
-of the columns (``row_columns``), every other line an array, one step, whose indices count from 0 and point into the tables.
+The layout follows a trace set (:mod:`tilegym_db.published.trace_set`). The first line is an object with tables of
+repeated values and the names of the columns (``row_columns``). Every other line is an array, one step, whose indices
+count from 0 and point into the tables.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records.base import Record
 
 SCHEMA_VERSION = 2
-"""Version of the layout; 1 was one whole step a line, for all Definitions of a GPU, and is still read."""
+"""Version of the layout. Version 1 was one whole step per line for all Definitions of a GPU, and is still read."""
 
 ROW_COLUMNS = ("run", "after_us", "solution", "workload", "config", "against", "ratio", "outcome", "reason")
-"""``after_us`` is the time since the step before, or since the run's start for the first."""
+"""Columns of a step. ``after_us`` is the time since the step before, or since the run's start for the first."""
 _RATIO = "{ratio:.2f}"
 _MARK = b'{"schema_version":'
 
@@ -44,13 +45,13 @@ class TuningSetHeader(Record):
     workloads: tuple[str, ...] = ()
     configs: tuple[dict[str, Any], ...] = ()
     outcomes: tuple[tuple[str, str | None], ...] = ()
-    """Outcome, and the verdict of one that failed."""
+    """Outcome, and the verdict of a failed step."""
     reasons: tuple[str, ...] = ()
-    """``{ratio:.2f}`` in one stands for the step's own ratio."""
+    """Reasons, in which ``{ratio:.2f}`` stands for the step's own ratio."""
 
 
 def encode_steps(definition: str, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a set, of what :meth:`TuningStep.to_dict` gives; all of one GPU and Definition, at least one."""
+    """Return the text of a set of at least one step (:meth:`TuningStep.to_dict`), all of one GPU and Definition."""
     tables: dict[str, list[Any]] = {
         name: [] for name in ("runs", "solutions", "workloads", "configs", "outcomes", "reasons")
     }
@@ -96,7 +97,7 @@ def encode_steps(definition: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_tuning_set(content: bytes) -> bool:
-    """Return True if a file's content is a set, by how it starts; else it holds one whole step a line."""
+    """Return True if the content of a file is a set, by its start; otherwise it holds one whole step per line."""
     return content.startswith(_MARK)
 
 

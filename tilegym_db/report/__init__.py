@@ -1,1 +1,1 @@
-"""What people look at: one page of the whole database that needs no network, and the short form of a week in Markdown."""
+"""Reports: one offline HTML page of the whole database, run comparisons, and a weekly summary in Markdown."""

@@ -1,4 +1,4 @@
-"""One HTML page with everything in it: the data as JSON, the style and the script. It asks no network for anything."""
+"""Builds one offline HTML page that holds the data as JSON, the style and the script."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ SHOWN = (
     "libs", "tier", "sandbox_level", "cases", "envelope_cases", "envelope_digest", "rel_fro", "max_abs", "timer",
     "clock_mhz", "command",
 )  # fmt: skip
-"""The columns of the evidence that the page carries."""
+"""Columns of the evidence on the page."""
 
 SCRIPTS = (("vendor", "d3.min.js"), ("plots.js",), ("page.js",))
-"""In the order in which the page runs them: a library, the plots that call it, and the page that calls these."""
+"""Script files in loading order: a library, the plots that call it, and the page that calls these."""
 
 _IN_A_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def page(data: ReportData, *, version: str, title: str = "tilegym-db report") -> str:
-    """Return the page as one text of HTML."""
+    """Return the page as HTML text."""
     folder = files("tilegym_db.report")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         folder.joinpath("page.html.j2").read_text("utf-8")
@@ -57,7 +57,7 @@ def page(data: ReportData, *, version: str, title: str = "tilegym-db report") ->
 
 
 def page_data(data: ReportData) -> dict[str, Any]:
-    """What the page's script reads: tables as columns and values, the sources by digest."""
+    """Return the input of the page's script: tables as columns and values, and sources by digest."""
     return {
         "evidence": _table(data.evidence, SHOWN),
         **{
@@ -70,17 +70,19 @@ def page_data(data: ReportData) -> dict[str, Any]:
 
 
 def as_script(value: Any) -> str:
-    """JSON that no parser of HTML can leave early: no text in it closes the element or opens a comment."""
+    """Return JSON in which no text can close the script element or open an HTML comment."""
     return json.dumps(value, default=_plain, separators=(",", ":"), ensure_ascii=False).translate(_IN_A_SCRIPT)
 
 
 def packed(value: Any) -> str:
-    """JSON as base64 of a zlib stream: sources are more than half of a page otherwise, and read one at a time."""
+    """Return JSON as base64 of a zlib stream. Sources would otherwise take more than half of the page."""
     return base64.b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode("ascii")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> dict[str, Any]:
-    """Columns, the different texts of each, and values; a column of texts holds indices, since most of them repeat."""
+    """Return the columns, the distinct texts of each, and the values. A text column holds indices, since most texts
+    repeat.
+    """
     names = list(columns or (rows[0] if rows else ()))
     texts: dict[str, list[str]] = {}
     values = []
@@ -118,14 +120,13 @@ def _counts(data: ReportData) -> list[tuple[str, int]]:
 
 
 # ---- data -----------------------------------------------------------------------------------------
-# What a report shows, as plain values: rows of SQL, what a call must do, and the sources of the catalog.
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """Every part of a report; each is a list of rows, and an empty one means that the store has nothing of it.
+    """The parts of a report. Each part is a list of rows, which is empty if the store has no such data.
 
-    ``newest`` is when the newest trace was measured (UTC); ``sources`` maps a digest to the text of a file, and
+    ``newest`` is when the newest trace was measured (UTC). ``sources`` maps a digest to the text of a file, and
     ``files_of`` a solution to its (path, digest) pairs.
     """
 
@@ -143,7 +144,7 @@ class ReportData:
 
 
 def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -> ReportData:
-    """Everything that a report shows; changes since then (UTC), or all of them."""
+    """Read every part of a report. Changes are those since ``since`` (UTC), or all of them."""
     definitions = queries.definition_rows(store)
     sources, files_of = _sources(catalog)
     return ReportData(
@@ -162,9 +163,9 @@ def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -
 
 
 def reproduce_command(row: Mapping[str, Any]) -> str:
-    """Return the command that verifies the case of a trace again, for a shell; empty values are left out.
+    """Return the shell command that verifies the case of a trace again, without empty values.
 
-    Of what was measured on a file: the command that measures it again.
+    For a case measured on an input file, return the command that measures it again.
     """
     if row["blobs_key"]:
         return shlex.join(["tilegym-db", "bench", row["solution"], "--workload", row["workload_uuid"], "--again"])
@@ -183,7 +184,7 @@ def reproduce_command(row: Mapping[str, Any]) -> str:
 
 
 def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with ``flops`` and ``bytes`` of a call, by the Definition's cost; None if it states none."""
+    """Add ``flops`` and ``bytes`` of a call to the rows, by the Definition's cost; None if it states no cost."""
     records = {row["name"]: Definition.from_json(row["record"], f"definition {row['name']}") for row in definitions}
     known: dict[tuple[str, str, str], tuple[float, float] | None] = {}
     for row in rows:
@@ -194,7 +195,7 @@ def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, A
     for row in rows:
         work = known[row["definition"], row["axes_key"], row["dtypes_key"]]
         told = {"flops": work and work[0], "bytes": work and work[1], "command": reproduce_command(row)}
-        # What tells two cases of one shape apart on the page: numbers, and the files that hold inputs.
+        # Distinguishes cases of one shape on the page: numbers, and files that hold inputs.
         files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in row["blobs"].items())
         told["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)
         with_work.append({**row, **told})
@@ -204,13 +205,13 @@ def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, A
 def _work(definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float] | None:
     try:
         work = definition.cost_of(definition.bind_axes(axes), definition.bind_dtypes(dtypes))
-    except RecordError:  # a shape that this version of the operator no longer takes: shown, without its work
+    except RecordError:  # an older version took this shape: show it without flops and bytes
         return None
     return work if max(work) > 0 else None
 
 
 def _sources(catalog: Catalog) -> tuple[dict[str, str], dict[str, list[tuple[str, str]]]]:
-    """Texts by digest, each once although a family shares it, and which of them each solution has."""
+    """Return each source text once by its digest, and the (path, digest) pairs of each solution."""
     texts: dict[str, str] = {}
     files_of: dict[str, list[tuple[str, str]]] = {}
     for name, solution in catalog.solutions.items():

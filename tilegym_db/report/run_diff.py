@@ -1,4 +1,4 @@
-"""Two runs as one page: what is faster, slower, newly failing or passing, and what only one of them measured."""
+"""Compares two runs on one page: faster, slower, newly failing or passing, and measured in one run only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CHANGES: dict[Change, str] = {
     "only in A": "B did not measure it",
     "only in B": "A did not measure it",
 }
-"""Every kind of difference, in the order in which a reader wants them, and what it means."""
+"""The kinds of difference with their meanings, in the order of the page."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One solution, config and shape in two runs; ``ratio`` is the time in B over that in A."""
+    """One solution, config and shape in two runs; ``ratio`` is the time in B divided by that in A."""
 
     row: Mapping[str, Any]
     change: Change
@@ -41,14 +41,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunDiff:
-    """Two runs: when and where each was, what differs, and what of their circumstances does."""
+    """Two runs with their times and machines, their differences, and the differences of their environments."""
 
     a: Mapping[str, Any]
     b: Mapping[str, Any]
     differences: Sequence[Difference]
 
     def of(self, change: Change) -> list[Difference]:
-        """Return the differences of one kind, the largest change of time first."""
+        """Return the differences of one kind, largest change of time first."""
         return sorted(
             (one for one in self.differences if one.change == change),
             key=lambda one: -abs(math.log(one.ratio)) if one.ratio else 0.0,
@@ -56,7 +56,7 @@ class RunDiff:
 
     @property
     def circumstances(self) -> list[tuple[str, str, str]]:
-        """(what, in A, in B) of machine and packages that differ: a time may differ for that alone."""
+        """Return (name, in A, in B) of each difference in machine and packages. These alone can change a time."""
         found = [(name, str(self.a[name]), str(self.b[name])) for name in ("gpu_name", "driver", "cuda", "host")]
         packages = sorted({*self.a["libs"], *self.b["libs"]})
         found += [(name, self.a["libs"].get(name, "none"), self.b["libs"].get(name, "none")) for name in packages]
@@ -64,7 +64,7 @@ class RunDiff:
 
 
 def read_diff(store: Store, a: str, b: str) -> RunDiff:
-    """Return two runs by their ids, or the starts of them.
+    """Read two runs by their ids or by prefixes of the ids.
 
     Raises:
         NotFoundError: there is no such run, or several begin so.
@@ -76,7 +76,7 @@ def read_diff(store: Store, a: str, b: str) -> RunDiff:
 
 
 def change_of(row: Mapping[str, Any]) -> tuple[Change, float | None]:
-    """What differs between two measurements of one pair, and the time of B over that of A where both have one. Pure."""
+    """Return the kind of difference between two measurements of a pair, and time B / time A if both have a time."""
     if row["a_status"] is None:
         return "only in B", None
     if row["b_status"] is None:
@@ -93,7 +93,7 @@ def change_of(row: Mapping[str, Any]) -> tuple[Change, float | None]:
 
 
 def diff_page(diff: RunDiff, *, version: str) -> str:
-    """Return the page as one text of HTML: no script, and nothing is loaded."""
+    """Return the page as HTML text, without a script and without external files."""
     folder = files("tilegym_db.report")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         folder.joinpath("run_diff.html.j2").read_text("utf-8")

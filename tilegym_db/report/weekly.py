@@ -1,4 +1,4 @@
-"""The short form of a report in Markdown: what changed and where the field stands, from SQL alone."""
+"""Summarises a period in Markdown, from SQL alone: what changed, the fastest kernels, and what is open."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 FEW = 16
-"""So many operators and GPUs are named one by one; of more, the short form has a row for each family and GPU."""
+"""Maximum number of (operator, GPU) rows listed one by one. The short form groups more rows by family and GPU."""
 SHOWN = 8
-"""So many rows of what may be long are shown in the short form; how many are not is said."""
+"""Maximum number of rows in a shortened table, which states how many it leaves out."""
 
 Rows = Sequence[Mapping[str, Any]]
 Column = tuple[str, str | Callable[[Mapping[str, Any]], object]]
-"""The head of a column, and the key of its values or what makes them of a row."""
+"""A column's heading, and the key of its values or a function that makes them from a row."""
 
 
 def weekly(store: Store, since: datetime, *, whole: bool = False, see_all: str = "") -> str:
-    """What changed since then (UTC), where each GPU stands, and what is open, as Markdown.
+    """Return the changes since ``since`` (UTC), the state of each GPU, and open work, as Markdown.
 
-    The short form gathers kernels by family and shows the first rows of what is long. Each table that it shortens says what
-    is left out and names ``see_all``, the command that prints the ``whole``.
+    The short form groups kernels by family and shows the first rows of long tables. Each shortened table states what it
+    leaves out and names ``see_all``, the command that prints the ``whole``.
     """
     form = _Form(whole, see_all)
     kernels = queries.kernel_rows(store, since)
@@ -63,19 +63,19 @@ def weekly(store: Store, since: datetime, *, whole: bool = False, see_all: str =
 
 @dataclass(frozen=True)
 class _Form:
-    """Whether all is shown, and the command that shows all."""
+    """The form of a report: full or short, and the command that prints the full form."""
 
     whole: bool
     see_all: str
 
     def table(self, columns: Sequence[Column], rows: Rows, empty: str) -> str:
-        """Return a table of the rows, or of the first of them and how many are left out."""
+        """Return a table of the rows. The short form has the first rows and the number of the rest."""
         shown = rows if self.whole else rows[:SHOWN]
         left_out = len(rows) - len(shown)
         return _table(columns, shown, empty) + (self.rest(f"{left_out} more of {len(rows)} rows") if left_out else "")
 
     def rest(self, what: str) -> str:
-        """Return the line below a table that says what it leaves out."""
+        """Return the line below a table that states what it leaves out."""
         return f"\n\n{what}" + (f": `{self.see_all}`" if self.see_all else "") + "."
 
 
@@ -84,7 +84,7 @@ def _share(key: str) -> Callable[[Mapping[str, Any]], object]:
 
 
 def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
-    """What kernels were verified: one line an operator and GPU, or where these are many, a family and GPU."""
+    """Return the verified kernels: one line per operator and GPU, or per family and GPU if there are many."""
     empty = "No kernel was verified or promoted."
     if form.whole or len(kernels) <= FEW:
         return _table([("operator", "definition"), *KERNELS], kernels, empty)
@@ -96,7 +96,7 @@ def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
 
 
 def _models(rows: Rows, form: _Form) -> str:
-    """Return every way of every run, or where these are many, one line a model and GPU of what was timed and claimed."""
+    """Return every mode of every run, or one line per model and GPU of timings and speedup claims if there are many."""
     if form.whole or len(rows) <= FEW:
         return _table(MODELS, rows, NO_MODEL)
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
@@ -119,7 +119,7 @@ def _models(rows: Rows, form: _Form) -> str:
 
 
 def _leaders(store: Store) -> list[dict[str, Any]]:
-    """Return the solution that is fastest on most shapes of each operator and GPU; rows come with most wins first."""
+    """Return the solution that is fastest on most shapes of each operator and GPU. Rows come with most wins first."""
     first: dict[tuple[str, str], dict[str, Any]] = {}
     for row in leaderboard_rows(store):
         first.setdefault((row["definition"], row["gpu"]), row)
@@ -127,7 +127,7 @@ def _leaders(store: Store) -> list[dict[str, Any]]:
 
 
 def _open(rows: Rows, form: _Form) -> str:
-    """What waits for somebody: every row, or how many of each kind with the first of their names."""
+    """Return open work: every row, or the number of each kind with the first names."""
     if form.whole or len(rows) <= SHOWN:
         return _table(OPEN, rows, "Nothing is open.")
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -232,6 +232,6 @@ def _table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], empty: 
 
 
 def _cell(value: object) -> str:
-    """Return a value that can neither end its cell nor its row."""
+    """Return a value in which no character ends the table cell or row."""
     text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

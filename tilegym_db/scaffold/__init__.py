@@ -1,4 +1,4 @@
-"""Files to start from: a draft of a Definition, a Solution for one, and Workloads from a model's config."""
+"""Drafts of Definitions and Solutions, and Workloads from a model's config."""
 
 from tilegym_db.scaffold.definition_draft import draft_definition, is_draft, read_definition_file
 from tilegym_db.scaffold.model_config import MappedWorkloads, workloads_from_config

@@ -1,7 +1,8 @@
-"""A draft of a Definition: a folder whose Python lies in files of its own, since JSON has no comments and no lines.
+"""Drafts a Definition as a folder. Python sources lie in separate files, since JSON has no comments or line breaks.
 
-``definition.json`` is the record without its source texts; ``reference.py``, ``independent.py`` and ``planted_errors.json`` are
-those texts; ``workloads.jsonl`` has small sizes for the self-test. :func:`read_definition_file` puts them together.
+``definition.json`` is the record without its source texts. ``reference.py``, ``independent.py`` and
+``planted_errors.json`` are those texts. ``workloads.jsonl`` has small sizes for the self-test.
+:func:`read_definition_file` combines them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORKLOADS_FILE = "workloads.jsonl"
 
 DTYPES = ("float32", "bfloat16", "float16")
 TINY_SIZES = (8, 256, 4, 32, 16)
-"""Sizes of the axes of a tiny workload, in order: several rows, and rows long enough for norms to see a lost digit."""
+"""Axis sizes of a tiny workload, in order: several rows, long enough for a norm to show a lost digit."""
 TRIAL_SCALARS: dict[str, Any] = {"bool": False, "int64": 1, "int32": 1}
 
 
@@ -33,7 +34,7 @@ def is_draft(path: Path) -> bool:
 
 
 def read_definition_file(path: Path) -> Definition:
-    """Return the Definition of a JSON file, or of a draft's folder.
+    """Read the Definition of a JSON file or of a draft's folder.
 
     Raises:
         RecordError: a file is missing or is not valid; names it, and every fault that was found.
@@ -48,7 +49,7 @@ def read_definition_file(path: Path) -> Definition:
     for key in ("reference", "self_test"):
         if key in content:
             raise RecordError(
-                f"{path / RECORD_FILE}: '{key}' lies in a file of its own in a draft; remove the key.", code="draft_key"
+                f"{path / RECORD_FILE}: '{key}' lies in a separate file of a draft; remove the key.", code="draft_key"
             )
     test = {
         "independent": read_bytes(path / INDEPENDENT_FILE, "formulation").decode(errors="replace"),
@@ -59,7 +60,7 @@ def read_definition_file(path: Path) -> Definition:
 
 
 def open_places(path: Path) -> list[str]:
-    """Return one line for each place of a draft that still says TODO."""
+    """Return one line for each TODO left in a draft."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = []
     for file in files:
@@ -91,7 +92,7 @@ def draft_definition(
     outputs: Mapping[str, dict[str, Any]],
     description: str = "",
 ) -> dict[str, str]:
-    """File name -> content of a draft: a valid Definition of that signature, with maths to replace.
+    """Return file name -> content of a draft: a valid Definition of that signature, with placeholder maths.
 
     Args:
         name: of the operator.
@@ -176,7 +177,7 @@ WORDS = {
     "v": "values",
     "scale": "what scores are multiplied by",
 }
-"""What the usual names of arguments mean; a name that is not here gets no description, which is optional."""
+"""Descriptions of usual argument names. Other names get none, since a description is optional."""
 
 
 def _described(tensors: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -188,7 +189,7 @@ PLANTED_ERRORS = [
     {"find": "wide.to(", "replace": "wide.abs().to(", "why": "TODO: the sign is lost"},
     {"find": "wide.to(", "replace": "wide.flip(0).to(", "why": "TODO: the rows in reverse"},
 ]
-"""Mistakes in the template's maths. Those of a real operator are the ones that its authors make."""
+"""Planted errors for the template's maths. The author replaces them by typical errors of the real operator."""
 
 
 def _reference(name: str, inputs: Mapping[str, dict[str, Any]], outputs: Mapping[str, dict[str, Any]]) -> str:
@@ -219,7 +220,7 @@ def _independent(name: str, inputs: Mapping[str, dict[str, Any]], outputs: Mappi
 def _template_body(
     inputs: Mapping[str, dict[str, Any]], outputs: Mapping[str, dict[str, Any]], *, reverse: bool
 ) -> list[str]:
-    """Lines of maths that any signature can have: for each output, the inputs that broadcast to it, multiplied."""
+    """Return placeholder maths for any signature: each output is the product of the inputs that broadcast to it."""
     lines, results = [], []
     for name, spec in outputs.items():
         factors = [key for key, other in inputs.items() if _broadcasts(other, spec)]
@@ -257,7 +258,7 @@ def _sizes(shape: list[str | int], inputs: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _size(entry: str | int, inputs: Mapping[str, dict[str, Any]]) -> str:
-    """Where one size of an output is found among the inputs: an axis of theirs, or a part of one (``2*I``)."""
+    """Return the expression for an output size in terms of the inputs: an axis, or a part of one (``2*I``)."""
     for name, spec in inputs.items():
         for place, other in enumerate(spec["shape"] or ()):
             if other == entry:
@@ -281,7 +282,7 @@ def _dtype_of(dtype: str, inputs: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _tiny_workloads(record: Definition) -> list[Workload]:
-    """Return one small Workload per dtype, tagged ``tiny``: what the self-test runs on."""
+    """Return one small Workload per dtype, tagged ``tiny``, for the self-test."""
     sizes = {name: TINY_SIZES[index % len(TINY_SIZES)] for index, name in enumerate(record.var_axes)}
     scalars = {name: spec for name, spec in record.inputs.items() if spec.is_scalar}
     inputs = {name: {"type": "scalar", "value": _scalar(name, spec.dtype)} for name, spec in scalars.items()}
@@ -299,7 +300,7 @@ def _scalar(name: str, dtype: str) -> Any:
 
 
 # ---- tensors --------------------------------------------------------------------------------------
-# ``x[M, N], weight[N], eps`` as the inputs of a Definition: what a person types, and what a record says.
+# Parses ``x[M, N], weight[N], eps`` into the inputs of a Definition.
 
 _ITEM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<shape>[^\]]*)\])?\s*(?::\s*(?P<dtype>\w+))?\s*(?:,|$)")
 _SPELLING = (
@@ -308,10 +309,11 @@ _SPELLING = (
 
 
 def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
-    """Name -> ``{"shape": [...], "dtype": ...}``; a shape of None is a scalar. Tensors have the dtype variable T by default.
+    """Return name -> ``{"shape": [...], "dtype": ...}``. A scalar has shape None; a tensor has dtype variable T by
+    default.
 
     Raises:
-        UsageError: the text does not read so, a name is repeated, or a dtype is unknown.
+        UsageError: the text cannot be parsed, a name is repeated, or a dtype is unknown.
     """
     found: dict[str, dict[str, Any]] = {}
     position = 0
@@ -354,7 +356,7 @@ def _entries(shape: str) -> list[str | int]:
 
 
 def axes_of(*groups: dict[str, dict[str, Any]]) -> list[str]:
-    """Return every axis that the shapes name, in the order in which they occur."""
+    """Return every axis named by the shapes, in order of first use."""
     names: dict[str, None] = {}
     for group in groups:
         for spec in group.values():

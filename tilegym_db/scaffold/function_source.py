@@ -1,7 +1,7 @@
-"""The source of a function in a notebook or a module, with everything that it uses, as one file that runs anywhere.
+"""Writes a function of a notebook or module, with everything it uses, into one self-contained file.
 
-Modules become imports, functions and kernels that the same notebook or module defines come along, and plain values are
-written out. What cannot be written out (a tensor, a function's closure) is refused by name.
+Modules become imports. Functions and kernels of the same notebook or module are copied, and plain values are written
+out. A tensor or closure cannot be written out, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cuda.tile": "cutile"}
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """Return one file of Python that defines the function at its top level, under its own name.
+    """Return one Python file that defines the function at its top level, under the same name.
 
     Args:
         function: defined with ``def`` in a file or a cell of a notebook.
@@ -41,7 +41,7 @@ def function_source(function: Callable[..., Any]) -> str:
 
 
 def language_of(source: str) -> str:
-    """Return the language of the kernels in a file, by what it imports; ``python`` where it imports none of the three."""
+    """Return the kernel language of a file by its imports; ``python`` if it imports none of the three tile languages."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ def language_of(source: str) -> str:
 
 
 class _Collected:
-    """What a file needs: imports, values, and functions in the order in which they can be defined."""
+    """The contents of a file: imports, values, and functions in definition order."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
@@ -64,7 +64,7 @@ class _Collected:
         self._seen: dict[str, Any] = {}
 
     def take(self, function: FunctionType, name: str) -> None:
-        """Add a function after all that it uses."""
+        """Add a function after everything it uses."""
         text, tree = _parsed(function, name)
         if function.__closure__:
             inner = ", ".join(function.__code__.co_freevars)
@@ -92,11 +92,11 @@ class _Collected:
             self._import_from(name, value)
 
     def _import_from(self, name: str, value: Any) -> None:
-        """``from module import name``, where that gives this very value."""
+        """Return ``from module import name`` if that import gives this exact value."""
         home, known_as = getattr(value, "__module__", None), getattr(value, "__qualname__", name)
         if home in (None, "__main__", "builtins") or not str(known_as).isidentifier():
             raise UsageError(
-                f"'{name}' is a {type(value).__name__}, which cannot be written into a file of its own. Make it a "
+                f"'{name}' is a {type(value).__name__}, which cannot be written into a separate file. Make it a "
                 "number, a text, a function or an argument.",
                 code="global_unwritable",
             )
@@ -123,6 +123,6 @@ def _parsed(function: Any, name: str) -> tuple[str, ast.Module]:
 
 
 def _names(tree: ast.AST, scope: Mapping[str, Any]) -> list[str]:
-    """What a function reads that its module defines, in a fixed order; annotations and decorators included."""
+    """Return the module-level names that a function reads, in a fixed order, with annotations and decorators."""
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return sorted(name for name in read if name in scope and not hasattr(builtins, name))

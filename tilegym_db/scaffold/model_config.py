@@ -1,4 +1,4 @@
-"""Workloads from a Hugging Face config: which number of the config is which axis, by what the Definition says of its axes."""
+"""Makes Workloads from a Hugging Face config. The Definition's axis descriptions say which number is which axis."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ Rule = Callable[[Config], int | None]
 
 @dataclass(frozen=True)
 class MappedWorkloads:
-    """What a config gives for one Definition. ``unmapped`` names each axis or scalar without a value, with the reason."""
+    """The Workloads of a config for one Definition. ``unmapped`` names each axis or scalar without a value, with the
+    reason.
+    """
 
     workloads: tuple[Workload, ...]
     mapped: dict[str, str] = field(default_factory=dict)
-    """Axis or scalar -> where its value came from, such as ``hidden_size = 2048``."""
+    """Axis or scalar -> the source of its value, such as ``hidden_size = 2048``."""
     unmapped: dict[str, str] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     """Sizes that the Definition's constraints exclude, with the constraint."""
 
 
 def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file of a model's config and its content, from the file or from a folder with a ``config.json``. Reads
-    only JSON, so that a file that is none is refused before anything large is imported.
+    """Return the path and content of a model's config, from the file or from a folder with a ``config.json``.
+
+    It reads only JSON, so that an invalid file is refused before any large import.
 
     Raises:
         UsageError: it cannot be read, is no JSON, or states no ``model_type``.
@@ -59,7 +62,7 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Return a model's ``config.json``, with the part that describes its text model where it has several.
+    """Read a model's ``config.json``, with the entries of its text model if it has several parts.
 
     Raises:
         RecordError: the file cannot be read, or is no JSON object.
@@ -97,12 +100,12 @@ intermediate_size = _key("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 
 
 def key_value_heads(config: Config) -> int | None:
-    """Heads of keys and values; as many as of queries where the config does not tell them apart."""
+    """Return the number of key and value heads; the number of query heads if the config does not separate them."""
     return _key("num_key_value_heads", "n_head_kv", "num_kv_heads")(config) or attention_heads(config)
 
 
 def head_size(config: Config) -> int | None:
-    """``head_dim``, else hidden size over heads."""
+    """Return ``head_dim``, else the hidden size divided by the number of heads."""
     stated = _key("head_dim", "d_kv", "v_head_dim")(config)
     hidden, heads = hidden_size(config), attention_heads(config)
     return stated or (hidden // heads if hidden and heads else None)
@@ -116,7 +119,7 @@ def rotated_size(config: Config) -> int | None:
     return None if size is None else int(size * factor)
 
 
-# What a description says of an axis -> where a config has it. The match that starts first in the description counts.
+# Words in an axis description -> config keys. The match that starts first in the description counts.
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"experts? per token|chosen experts|top.?k", _key("num_experts_per_tok", "moe_top_k", "num_experts_per_token")),
     (r"(expert|moe).*intermediate", _key("moe_intermediate_size", "intermediate_size")),
@@ -163,7 +166,7 @@ def workloads_from_config(
     axes: Mapping[str, int] | None = None,
     scalars: Mapping[str, Scalar] | None = None,
 ) -> MappedWorkloads:
-    """Workloads of one operator at a model's sizes: one per count of tokens, in the config's dtype.
+    """Return Workloads of one operator at a model's sizes: one per token count, in the config's dtype.
 
     Args:
         definition: its axes' descriptions say what they count.
@@ -206,7 +209,7 @@ def workloads_from_config(
 
 
 def _make(definition: Definition, content: dict[str, Any], where: str, found: tuple[list[Workload], list[str]]) -> None:
-    """Put one Workload, or why its Definition excludes it, into what was found."""
+    """Add one Workload to ``found``, or the reason why its Definition excludes it."""
     made, refused = found
     workload = Workload.from_dict(content, where)
     try:
@@ -227,7 +230,7 @@ _Found = tuple[dict[str, int], list[str], dict[str, str], dict[str, str]]
 
 
 def _map_axis(definition: Definition, name: str, config: Config, batch: int, found: _Found) -> None:
-    """Put one axis into what was found: a size of the config, the axis that counts tokens, or what nothing says."""
+    """Add one axis to ``found``: a config size, the token axis, or an axis without a value."""
     sizes, counting, mapped, unmapped = found
     words = definition.axes[name].description.lower()
     if re.search(SHARED_TABLES, words):
@@ -283,7 +286,7 @@ def _map_scalars(
 
 
 def _dtypes(definition: Definition, config: Config, mapped: dict[str, str]) -> dict[str, str]:
-    """Return every dtype variable as the config's dtype, where the Definition has it; else its first choice."""
+    """Return the config's dtype for every dtype variable, or the variable's first choice if the Definition lacks it."""
     stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     chosen = {name: stated if stated in choices else choices[0] for name, choices in definition.dtypes.items()}
     mapped.update({name: f"dtype of the config ({dtype})" for name, dtype in chosen.items()})
@@ -291,11 +294,10 @@ def _dtypes(definition: Definition, config: Config, mapped: dict[str, str]) -> d
 
 
 # ---- config sizes ---------------------------------------------------------------------------------
-# Sizes in a model's config that are there by mistake: zero, text, petabytes. Refused before anything large is
-# imported.
+# Refuses wrong sizes in a config (zero, text, petabytes) before any large import.
 
-# Keys of configs that count something -> the most that any model has by far.
-LARGEST: dict[str, int] = {
+# Config keys that count something -> a maximum far above any real model.
+MAX_SIZES: dict[str, int] = {
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
     "num_hidden_layers": 1 << 12,
@@ -316,9 +318,9 @@ LARGEST: dict[str, int] = {
 
 
 def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`LARGEST`; null is left alone."""
+    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`MAX_SIZES`; null is left alone."""
     for key, value in _entries(content):
-        most = LARGEST.get(key)
+        most = MAX_SIZES.get(key)
         if most is None or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

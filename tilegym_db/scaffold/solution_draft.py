@@ -1,4 +1,4 @@
-"""A draft of a Solution: ``kernel.py`` with the right signature and a kernel to fill in, and its ``solution.json``."""
+"""Drafts a Solution: ``kernel.py`` with the right signature and a kernel to fill in, and ``solution.json``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.solution import called_with
 
-# What a new Solution declares to depend on; its author narrows it in solution.json.
+# Default dependencies of a new Solution. The author narrows them in solution.json.
 DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "python": ("torch>=2.8",),
     "triton": ("triton>=3.4",),
@@ -27,16 +27,16 @@ RECORD_FILE, KERNEL_FILE = "solution.json", "kernel.py"
 
 
 def draft_solution(definition: Definition, language: str, name: str, author: str) -> dict[str, str]:
-    """File name -> content of a valid Solution for a Definition: it is called as the Definition calls it.
+    """Return file name -> content of a valid Solution that takes the Definition's arguments.
 
-    In ``python`` its maths is the reference's and is right; in a tile language it copies or clears the first output, for the
-    maths to be put in.
+    In ``python`` it computes the reference's maths, which are right. In a tile language it copies or clears the first
+    output, and the author adds the maths.
 
     Args:
         definition: the operator.
         language: one of ``LANGUAGES``.
         name: of the Solution.
-        author: who wrote it.
+        author: name of its author.
     """
     in_python = language == "python"
     spec = {
@@ -54,10 +54,9 @@ def draft_solution(definition: Definition, language: str, name: str, author: str
 def stock_solution_files(
     definition: Definition, author: str, name: str | None = None
 ) -> tuple[Solution, dict[str, bytes]]:
-    """Return the Solution ``<definition>_stock``, whose code is the Definition's reference: what others are compared
-    with.
+    """Return the baseline Solution ``<definition>_stock``, whose code is the Definition's reference.
 
-    Where a model's own code differs from the reference in how it computes (not in what), write that code instead.
+    If a model's own code computes the same result in another way, write that code instead.
     """
     spec = {
         "language": "python",
@@ -90,7 +89,7 @@ def _record(definition: Definition, name: str, author: str, description: str, sp
 
 
 def describe_call(definition: Definition, *, destination_passing_style: bool) -> str:
-    """What ``run`` is given, one argument a line: name, shape, dtype and description."""
+    """Return the arguments of ``run``, one per line: name, shape, dtype and description."""
     lines = []
     for name in called_with(definition, destination_passing_style=destination_passing_style):
         spec = definition.inputs.get(name) or definition.outputs[name]
@@ -134,7 +133,7 @@ def _python_kernel(definition: Definition, *, stock: bool = False) -> str:
 
 
 def _returns_all(definition: Definition) -> bool:
-    """Return True if the reference returns the outputs that replace inputs, too, instead of writing into those inputs."""
+    """Return True if the reference also returns outputs that replace inputs, instead of writing into those inputs."""
     functions = [node for node in ast.parse(definition.reference).body if isinstance(node, ast.FunctionDef)]
     returns = [node for function in functions if function.name == "run" for node in ast.walk(function)]
     values = [node.value for node in returns if isinstance(node, ast.Return)]
@@ -145,8 +144,8 @@ def _returns_all(definition: Definition) -> bool:
 
 
 def _tile_kernel(definition: Definition, language: str) -> str:
-    """Return the template of a language: rows of the first tensor that it writes, copied from an input of its shape, or
-    cleared.
+    """Return a language's template: it copies rows of the first written tensor from an input of that shape, or clears
+    them.
     """
     out = next(iter(definition.written_outputs or definition.in_place))
     shape = {**definition.inputs, **definition.outputs}[out].shape
@@ -167,18 +166,17 @@ def _tile_kernel(definition: Definition, language: str) -> str:
     }
     for key, value in values.items():
         template = template.replace(f"<{key}>", value)
-    compile(template, KERNEL_FILE, "exec")  # a template that does not parse is a fault of ours, not of its user
+    compile(template, KERNEL_FILE, "exec")  # a template that does not parse is a bug of this package
     return template
 
 
 def spelled_record(record: Solution) -> str:
-    """``solution.json`` as text."""
+    """Return ``solution.json`` as text."""
     return json.dumps(record.to_dict(), indent=2) + "\n"
 
 
 # ---- kernels --------------------------------------------------------------------------------------
-# The text of a first kernel in each tile language: one program a row, which compiles, and a place for the maths.
-#
+# Templates of a first kernel in each tile language: one program per row, which compiles, with a place for the maths.
 # ``<name>``, ``<arguments>``, ``<call>``, ``<x>`` and ``<out>`` are filled in. ``copy`` reads an input of the
 # output's shape; ``clear`` is for operators that have none.
 

@@ -1,6 +1,6 @@
-"""The store: journals of traces, the DuckDB file ingested from them, its SQL, and the published snapshot.
+"""The store: journals of traces, the DuckDB file filled from them, its SQL, and the published snapshot.
 
-``journal`` appends one fsynced line per trace; ``ingest`` brings journals into DuckDB; ``connection.open_store`` opens
-the file; ``queries`` answers the package's own questions, ``sql`` the user's; ``publish`` writes what the resolver
-reads. Nothing is imported here, and DuckDB only once a store is opened, so that importing this costs nothing.
+``journal`` appends one fsynced line per trace. ``connection`` opens the DuckDB file and ingests journals into it.
+``queries`` has the package's SQL, ``sql`` runs the user's, and ``publish`` writes the resolver's input. This module
+imports nothing, and DuckDB is imported only when a store is opened.
 """

@@ -1,4 +1,4 @@
-"""The answer to a SELECT as a notebook wants it: rows, Arrow, pandas, polars, and tables and plots that show themselves."""
+"""The answer to a SELECT for notebooks: rows, Arrow, pandas, polars, and tables and plots that display themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """Columns and rows; a sequence of rows. Arrow, pandas and polars ask the open store again, and keep DuckDB's types."""
+    """Columns and rows, usable as a sequence of rows. Arrow, pandas and polars query the open store again and keep its
+    types.
+    """
 
     columns: tuple[str, ...]
     types: tuple[str, ...]
@@ -29,7 +31,7 @@ class Answer:
 
     @classmethod
     def of(cls, store: Asked, text: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Self:
-        """Ask; raises as :func:`tilegym_db.store.asking.ask` does."""
+        """Return the answer to a query; raises as :func:`tilegym_db.store.asking.ask` does."""
         found: QueryResult = ask(store, text, parameters)
         return cls(found.columns, found.types, found.rows, store, (text, parameters))
 
@@ -38,7 +40,7 @@ class Answer:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        """Return the rows, as tuples in the order of ``columns``."""
+        """Yield the rows as tuples in the order of ``columns``."""
         return iter(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
@@ -46,7 +48,7 @@ class Answer:
         return self.rows[index]
 
     def arrow(self) -> pyarrow.Table:
-        """As a ``pyarrow.Table``.
+        """Return the answer as a ``pyarrow.Table``.
 
         Raises:
             MissingPackageError: pyarrow is not installed.
@@ -56,17 +58,16 @@ class Answer:
         return ask(self._store, *self._question, as_arrow=True).table
 
     def pandas(self) -> Any:
-        """As a ``pandas.DataFrame``; raises as :meth:`arrow` does."""
+        """Return the answer as a ``pandas.DataFrame``; raises as :meth:`arrow` does."""
         required("pandas")
         return self.arrow().to_pandas()
 
     def polars(self) -> Any:
-        """As a ``polars.DataFrame``; raises as :meth:`arrow` does."""
+        """Return the answer as a ``polars.DataFrame``; raises as :meth:`arrow` does."""
         return required("polars").from_arrow(self.arrow())
 
     def plot(self, x: str, y: str, line: str | None = None) -> LinePlot:
-        """Return a plot that a notebook shows: column ``y`` over column ``x``, one line for each value of the column
-        ``line``.
+        """Return a plot of column ``y`` over column ``x``, with one line per value of column ``line``.
 
         Raises:
             UsageError: no such column, no numbers in it, or too many lines.
@@ -78,7 +79,7 @@ class Answer:
 
 
 def required(module: str) -> Any:
-    """Return a module of a package that need not be installed.
+    """Return a module of an optional package.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -93,11 +94,11 @@ def required(module: str) -> Any:
 
 
 # ---- line plot ------------------------------------------------------------------------------------
-# A plot of an answer as a notebook shows it: an SVG of lines and points, which needs no package.
+# Draws a plot as an SVG of lines and points, without any package.
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 84, 210, 16, 46
-MOST_LINES = 12
-# Distinct to colour-blind readers (after Okabe and Ito) and dark enough for a white page; dashes double them.
+MAX_LINES = 12
+# Distinct for colour-blind readers (after Okabe and Ito) and dark enough for a white page. Dashes double the number.
 COLOURS = ("#0072b2", "#b35900", "#005640", "#9c4f7c", "#5c4a00", "#3d3d3d")
 DASHES = ("", "6 3")
 
@@ -106,14 +107,14 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class LinePlot:
-    """Named lines over two axes, which are logarithmic where everything on them is above zero. It shows itself in a notebook."""
+    """Named lines over two axes, displayed in a notebook. An axis is logarithmic if all its values are above zero."""
 
     x: str
     y: str
     lines: dict[str, list[Point]]
 
     def svg(self) -> str:
-        """Return the picture; each point says its numbers when the pointer rests on it."""
+        """Return the SVG; each point shows its numbers under the pointer."""
         points = [point for line in self.lines.values() for point in line]
         x_of, x_ticks = _axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
         y_of, y_ticks = _axis([y for _, y in points], HEIGHT - BOTTOM, TOP)
@@ -144,10 +145,10 @@ class LinePlot:
 
 
 def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: str, line: str | None) -> LinePlot:
-    """Return one line for each value of the column ``line``; rows without a number are left out.
+    """Return one line per value of the column ``line``, without rows that lack a number.
 
     Raises:
-        UsageError: no such column, it holds no numbers, or there are more lines than can be told apart.
+        UsageError: a column is unknown or holds no numbers, or there are too many lines to distinguish.
     """
     for name in filter(None, (x, y, line)):
         if name not in columns:
@@ -160,9 +161,9 @@ def line_plot(columns: Sequence[str], rows: Sequence[Sequence[Any]], x: str, y: 
             lines.setdefault(y if line is None else str(row[at[line]]), []).append((pair[0], pair[1]))
     if not lines:
         raise UsageError(f"no row has a number in both '{x}' and '{y}'.", code="plot_empty")
-    if len(lines) > MOST_LINES:
+    if len(lines) > MAX_LINES:
         raise UsageError(
-            f"{len(lines)} lines, and {MOST_LINES} can be told apart. Narrow the question.", code="plot_lines_too_many"
+            f"{len(lines)} lines, but a plot shows at most {MAX_LINES}. Narrow the query.", code="plot_lines_too_many"
         )
     return LinePlot(x, y, {name: sorted(points) for name, points in lines.items()})
 
@@ -197,7 +198,7 @@ def _drawn(
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> tuple[Callable[[float], float], list[float]]:
-    """Value -> position between ``start`` and ``end``, and the ticks between them."""
+    """Return the map from value to position between ``start`` and ``end``, and the ticks between them."""
     is_log = min(values) > 0
     scaled = [math.log10(value) for value in values] if is_log else list(values)
     low, high = min(scaled), max(scaled)
@@ -211,7 +212,7 @@ def _axis(values: Sequence[float], start: float, end: float) -> tuple[Callable[[
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between two exponents of ten; where fewer than three are, 2 and 5 times them too."""
+    """Return the powers of ten between two exponents. Add 2 and 5 times them if there are fewer than three."""
     every = [10.0**power * factor for power in range(math.floor(low), math.ceil(high) + 1) for factor in (1, 2, 5)]
     inside = [value for value in every if low - 1e-9 <= math.log10(value) <= high + 1e-9]
     decades = [value for value in inside if math.isclose(math.log10(value) % 1, 0, abs_tol=1e-9)]
@@ -225,14 +226,13 @@ def _steps(low: float, high: float) -> list[float]:
 
 
 # ---- html table -----------------------------------------------------------------------------------
-# A table as a notebook shows it.
 
 SHOWN_ROWS = 20
-"""Of a result that shows itself; it says how many more there are."""
+"""Maximum number of rows in a displayed table, which states how many more there are."""
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """HTML without any style of its own; every text is escaped, and of many rows the first are shown."""
+    """Return an unstyled HTML table with escaped text and the first rows."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     lines = "".join(
         f"<tr>{''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row)}</tr>" for row in rows[:SHOWN_ROWS]

@@ -1,7 +1,6 @@
-"""One statement of a user, asked of an open store: refused unless it is a single SELECT, and interruptible.
+"""Runs one statement of a user on an open store. It must be a single SELECT, and it can be interrupted.
 
-The statement must parse as exactly one SELECT. That it cannot reach outside of the database is the connection's doing:
-:mod:`tilegym_db.store.database`.
+The connection prevents access to anything outside the database: :mod:`tilegym_db.store.database`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ if TYPE_CHECKING:
 
 
 # ---- views ----------------------------------------------------------------------------------------
-# The names of the views that users query, read from ``views.sql``, ``imported.sql`` and ``loop.sql``: typed once,
-# there.
+# The names of the views for users, read from ``views.sql``, ``imported.sql`` and ``loop.sql``.
 
 INTERNAL_VIEWS = frozenset({"marked_traces", "standing", "newest_passes", "newest_steps", "best_per_solution"})
-"""Steps on the way to the others; they can be queried, and may change."""
+"""Intermediate views, which can be queried but may change."""
 
 _NAME = re.compile(r"^CREATE OR REPLACE VIEW (\w+)", re.MULTILINE)
 
 
 @functools.cache
 def public_views() -> tuple[str, ...]:
-    """Return every view that a query may be about, in the order in which they are made."""
+    """Return every view for user queries, in the order of creation."""
     text = "".join(
         files(__package__).joinpath(name).read_text(encoding="utf-8")
         for name in ("views.sql", "imported.sql", "loop.sql")
@@ -45,13 +43,15 @@ def public_views() -> tuple[str, ...]:
 
 
 VIEWS = public_views()
-"""What a query may be about, for help texts."""
+"""The views for user queries, for help texts."""
 
 MAX_STATEMENT = 1 << 16
-"""Characters of a statement. The planner's time grows faster than the text: 50,000 UNIONs would take hours."""
+"""Maximum number of characters in a statement. Planning time grows faster than the text: 50,000 UNIONs would take
+hours.
+"""
 
 MAX_ROWS = 1_000_000
-"""Of an answer as Python values, which take a kilobyte a row; an Arrow table may have more."""
+"""Maximum number of rows as Python values, at a kilobyte per row. An Arrow table may have more."""
 
 _CHUNK = 10_000
 _WAKE_S = 0.2
@@ -61,7 +61,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Asked(Protocol):
-    """What of an open store is needed to ask it."""
+    """The part of an open store that a query needs."""
 
     path: Path
     connection: DuckDBPyConnection
@@ -76,9 +76,9 @@ class QueryResult:
     types: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     warning: str | None = None
-    """Why the answer may be behind the catalog on disk; None if it is not."""
+    """Reason why the answer may be older than the catalog on disk, else None."""
     table: Any = None
-    """The answer as a ``pyarrow.Table`` in place of rows, where that was asked for."""
+    """The answer as a ``pyarrow.Table`` instead of rows, if requested."""
 
 
 def ask(
@@ -92,15 +92,15 @@ def ask(
     """Answer one SQL statement. An interrupt (SIGINT) in the main thread ends it at once.
 
     Args:
-        store: open; what the statement can reach is what its connection can.
+        store: an open store, whose connection limits what the statement can reach.
         text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``).
         params: values for ``?`` or ``$name``.
-        as_arrow: the answer as a ``pyarrow.Table``, which keeps DuckDB's types; it has no rows then.
-        timeout_s: seconds after which the query is stopped; None for as long as it takes.
+        as_arrow: return a ``pyarrow.Table``, which keeps DuckDB's types, instead of rows.
+        timeout_s: seconds after which the query is stopped; None for no limit.
 
     Raises:
-        QueryTimeoutError: ``timeout_s`` went by.
-        QueryError: not a single read, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
+        QueryTimeoutError: the query took longer than ``timeout_s``.
+        QueryError: not a single SELECT, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
         StoreError: the store was closed.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
     """
@@ -127,12 +127,12 @@ def ask(
 def interruptible(
     work: Callable[[], _Answer], connection: DuckDBPyConnection, timeout_s: float | None = None
 ) -> _Answer:
-    """Run ``work`` in a thread while this one waits for it, so that a signal is handled while DuckDB computes.
+    """Run ``work`` in a thread while this thread waits, so that signals are handled while DuckDB computes.
 
     Raises:
         QueryTimeoutError: the work took longer than ``timeout_s``; it was stopped.
         QueryError: DuckDB refused the query, or ran out of memory.
-        KeyboardInterrupt: as it came; the query has ended by then.
+        KeyboardInterrupt: raised after the query ended.
     """
     import duckdb
 
@@ -143,7 +143,7 @@ def interruptible(
     def run() -> None:
         try:
             answers.append(work())
-        except BaseException as error:  # handed over to the thread that waits
+        except BaseException as error:  # passed to the waiting thread
             errors.append(error)
         finally:
             done.set()
@@ -171,7 +171,7 @@ def interruptible(
 
 
 def _stop(connection: DuckDBPyConnection, done: threading.Event) -> None:
-    """End the query; again and again, since one that begins to run only now must be stopped as well."""
+    """Interrupt the query repeatedly, since it may not have started at the first interrupt."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
     try:
@@ -222,7 +222,7 @@ def _fetched(cursor: Any) -> list[tuple[Any, ...]]:
 
 
 def check_single_read(connection: DuckDBPyConnection, text: str) -> None:
-    """Raise :class:`QueryError` unless ``text`` is one statement, and that one a SELECT. Runs nothing."""
+    """Raise :class:`QueryError` unless ``text`` is one statement and a SELECT. Runs nothing."""
     import duckdb
 
     try:
@@ -246,7 +246,7 @@ def check_single_read(connection: DuckDBPyConnection, text: str) -> None:
 
 
 def check_fetchable(columns: Sequence[str], types: Sequence[str]) -> None:
-    """Raise :class:`QueryError` for a column that DuckDB hands to Python only with a package we do not depend on."""
+    """Raise :class:`QueryError` for a column type that DuckDB converts only with a package outside our dependencies."""
     for name, kind in zip(columns, types, strict=True):
         if "TIME ZONE" in kind:
             raise QueryError(

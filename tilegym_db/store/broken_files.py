@@ -1,4 +1,4 @@
-"""What of the files of a home folder cannot be read: each is left out of the database, and the rest counts all the same."""
+"""Lists unreadable files of a home folder. The database leaves each of them out and keeps the rest."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from tilegym_db.store.loop import loop_journals, rejected_lines
 from tilegym_db.store.model_runs import FOLDER, read_model_run
 
 BUDGET_S = 1.5
-"""How long files of one folder are read for; of a folder that takes longer, the oldest are left for another time."""
+"""Maximum seconds spent on reading one folder, newest files first. The oldest files are skipped."""
 
 
 @dataclass(frozen=True)
 class BrokenFiles:
-    """What was found in one folder of the home folder."""
+    """The findings in one folder of the home folder."""
 
     folder: Path
     what: str
     files: int
-    """How many there are."""
+    """Number of files."""
     read: int
-    """How many of them were read in time, the newest first."""
+    """Number of files read in time, the newest first."""
     broken: Sequence[RejectedLine]
-    """The first fault of each file that has one. Line 0 is a file as a whole."""
+    """First fault of each broken file. Line 0 stands for the whole file."""
     cut_off: Sequence[RejectedLine]
-    """Lines whose writer was killed: what they held is lost, and nothing is wrong with the file."""
+    """Lines whose writer was killed. Their content is lost, but the file is intact."""
 
 
 def broken_files(home: Path) -> Iterator[BrokenFiles]:
-    """Yield each folder of measurements, with what in it cannot be read. Reads files, and changes none."""
+    """Yield each folder of measurements with its unreadable files, without changing any file."""
     yield _found(home / "runs", "journals", _named(home / "runs", "*.jsonl"), _of_journal)
     peaks = home / "peaks"
     yield _found(peaks, "calibrations", _named(peaks, "*.json"), _of_record(GpuPeaks, "calibration"))
@@ -49,7 +49,7 @@ def broken_files(home: Path) -> Iterator[BrokenFiles]:
 
 
 def _named(folder: Path, pattern: str) -> list[Path]:
-    """Whatever has such a name, as no command but this looks at: a FIFO, a folder or a link to nothing too."""
+    """Return all paths with a matching name, including a FIFO, a folder or a broken link."""
     try:
         return sorted(folder.glob(pattern))
     except OSError:

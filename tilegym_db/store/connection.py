@@ -1,11 +1,11 @@
-"""Opening the store: making it where it does not exist, refusing one that is newer, and keeping it in step.
+"""Opens the store: creates a missing one, refuses a newer one, and keeps it in step with its sources.
 
-Writers take turns under a file lock and wait for it; a reader that finds an older catalog in it brings that up to date
-first if it can, and otherwise reads on and says so (:attr:`Store.stale`). One with older tables is made anew by whoever
-opens it first: from the journals, and from the old file for what they do not hold.
+Writers wait for each other at a file lock. A reader that finds an older catalog in the store refreshes it if it can.
+Otherwise it reads on and reports that in :attr:`Store.stale`. Opening a store with older tables rebuilds it from the
+journals, and from the old file for the rest.
 
-Nearly always there is nothing to bring in. What makes or changes a database is therefore imported where it is needed: it takes
-half as long as everything else that a reader loads.
+Usually there is nothing to bring in. The code that creates or changes a database is therefore imported on use: it takes
+half as long to import as everything else that a reader loads.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 DATABASE_NAME = "tilegym.duckdb"
 LOCK_TIMEOUT_S = 10.0
 CREATION_TIMEOUT_S = 120.0
-"""How long whoever finds no database waits for another process to make it; a slow disk or a busy machine takes its time."""
+"""Seconds to wait for another process that is creating the database."""
 
 
 def database_path(place: Path | str | None = None) -> Path:
-    """Return the database file of a folder; a path that names one already (``*.duckdb``) stays."""
+    """Return the database file of a folder; a path of a file (``*.duckdb``) is returned unchanged."""
     folder = Path(place) if place else home()
     return folder if folder.suffix == ".duckdb" else folder / DATABASE_NAME
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what lies in the place of the database and is no file: opening a FIFO never ends.
+    """Raise if the database path is not a regular file: opening a FIFO would never end.
 
     Raises:
-        StoreError: it is a FIFO, a folder or a device, or DuckDB would take a part of the path for something else.
+        StoreError: it is a FIFO, a folder or a device, or DuckDB would interpret a part of the path.
     """
     if "?" in str(path):
         raise StoreError(
@@ -90,16 +90,16 @@ def open_store(
     catalog: Catalog | None = None,
     lock_timeout_s: float = LOCK_TIMEOUT_S,
 ) -> Store:
-    """Open the database, and make it first if there is none.
+    """Open the database, and create it first if it is missing.
 
-    A fresh store holds the catalog's records, the traces shipped with it, and those of any journals beside it.
+    A new store holds the catalog's records, the shipped traces, and the traces of journals beside it.
 
     Args:
-        path: the database file (``*.duckdb``) or the folder it is in; by default :func:`~tilegym_db.paths.home`.
-        read_only: several readers may be open at once, and no writer beside them. A reader cannot touch files.
-        catalog: what definitions and solutions count as current; by default :meth:`Catalog.default`. Where it trusts
-            foreign traces, they count for this connection.
-        lock_timeout_s: how long to wait for another process to be done with it; by default longer for one that makes it.
+        path: the database file (``*.duckdb``) or its folder; by default :func:`~tilegym_db.paths.home`.
+        read_only: several readers may share the store, but not with a writer. A reader cannot access files.
+        catalog: the current definitions and solutions; by default :meth:`Catalog.default`. If it trusts foreign traces,
+            they count for this connection.
+        lock_timeout_s: seconds to wait for another process; by default longer if that is creating the store.
 
     Raises:
         StoreError: locked by another process, not writable, on a full disk, damaged, or written by a newer version.
@@ -138,9 +138,9 @@ def open_store(
 
 
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:
-    """Make the database, unless another process has made it by the time its lock is free; whether this one did."""
+    """Create the database unless another process did so first; return True if this one created it."""
 
-    # Whoever holds the lock is likely to be making it, which takes far longer than another's use of it.
+    # The holder of the lock is probably creating the database, which takes far longer than other uses.
     with writer_lock(path, lock_timeout_s if lock_timeout_s < LOCK_TIMEOUT_S else CREATION_TIMEOUT_S):
         if path.exists():
             return False
@@ -171,9 +171,7 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
 def _connect(
     path: Path, read_only: bool, lock_timeout_s: float, trust_foreign: bool = False
 ) -> tuple[Store, dict[str, str]]:
-    """Return the open database and what it says about itself; :class:`StoreError` where it is none that this version
-    knows.
-    """
+    """Return the open database and its metadata; raise :class:`StoreError` if this version does not know it."""
     store = Store(path, connect(path, read_only=read_only, timeout_s=lock_timeout_s), read_only)
     try:
         if trust_foreign:
@@ -185,7 +183,7 @@ def _connect(
 
 
 def settle(path: Path, lock_timeout_s: float) -> None:
-    """Fold a database's write-ahead log in, so that the file alone is all of it.
+    """Merge a database's write-ahead log into its file, so that the file is complete.
 
     Raises:
         StoreError: as for :func:`open_store`.
@@ -199,7 +197,7 @@ def _is_older(meta: dict[str, str]) -> bool:
 
 
 def _checked_meta(store: Store) -> dict[str, str]:
-    """What the store says about itself.
+    """Return the metadata of the store.
 
     Raises:
         StoreError: not a database of this package, or one whose tables this version does not know.
@@ -221,13 +219,13 @@ def _checked_meta(store: Store) -> dict[str, str]:
 
 
 # ---- creation -------------------------------------------------------------------------------------
-# Making a database: a new one, one that takes the place of an older one, and what a home folder brings into it.
+# Creates a database, rebuilds an older one, and ingests the files of a home folder.
 
 _log = logging.getLogger(__name__)
 
 
 def upgrade(path: Path, catalog: Catalog, version: str) -> None:
-    """Make a database with older tables anew. It stays as it was until the new one, with all that it held, is whole."""
+    """Rebuild a database with older tables. The old one stays until the new one is complete."""
     _log.warning(
         "%s has the tables of an older tilegym-db (schema %s, now %d): making it anew, once.",
         path,
@@ -240,19 +238,19 @@ def upgrade(path: Path, catalog: Catalog, version: str) -> None:
 def create_database(
     path: Path, catalog: Catalog, history: Path | None = None, *, keep_traces: bool = False
 ) -> IngestReport:
-    """Make a whole database and move it to ``path`` in one step, so that nobody ever opens half of one.
+    """Create a complete database and move it to ``path`` in one step, so that no process opens a partial one.
 
     The caller holds the writers' lock.
 
     Args:
-        path: where it goes; the journals are those beside it.
-        catalog: its records and its shipped traces go in.
-        history: a database whose older definitions and solutions are taken over.
-        keep_traces: take over the traces of ``history`` too that neither the journals nor the shipped files hold.
+        path: the target; the journals are those beside it.
+        catalog: source of the records and shipped traces.
+        history: a database whose older definitions and solutions are copied.
+        keep_traces: also copy traces of ``history`` that are neither in the journals nor shipped.
     """
     staging = path.with_name(f".{path.name}.new")
     try:
-        remove_database(staging)  # of a process that was killed here
+        remove_database(staging)  # left by a killed process
         with Store(staging, connect(staging, read_only=False, timeout_s=0.0), read_only=False) as store:
             report = _fill(store, path, catalog, history, keep_traces)
         write_ahead_log(path).unlink(missing_ok=True)  # it must not be replayed into the new file
@@ -275,15 +273,15 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
         _log.warning("%s", note)
     if history is not None:
         _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
-    with store.translated("create"):  # all of it into the one file that is moved; closing would hide a full disk
+    with store.translated("create"):  # the moved file must be complete; closing would hide a full disk
         store.connection.execute("CHECKPOINT")
     return combined(shipped, journaled)
 
 
 def load_home(store: Store, *, trust: bool = False) -> IngestReport:
-    """Bring in what is new beside the database: journals, runs of models, and logs of searches.
+    """Bring in new files beside the database: journals, model runs, and search logs.
 
-    With ``trust``, journals and runs of models that nothing signed (those of older versions) count as well.
+    With ``trust``, unsigned journals and model runs (those of older versions) count as well.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
@@ -321,21 +319,22 @@ def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
 
 
 # ---- ingest ---------------------------------------------------------------------------------------
-# From journals to the database: what is new (:func:`ingest`), or everything from scratch (:func:`rebuild`).
+# Brings journals into the database: new ones (:func:`ingest`), or everything from scratch (:func:`rebuild`).
 
 
 def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = False) -> IngestReport:
-    """Bring traces, runs of models and searches into the database; those it has already are left alone.
+    """Bring new traces, model runs and searches into the database.
 
     Args:
-        store: opened for writing; being that, it holds the writers' lock.
-        files: JSONL files of traces; without any, the journals and the logs of searches beside the database that grew since
-            the last time, and the runs of models beside it.
-        trust: traces that this installation did not sign count from now on, as if they had been measured here; the column
-            ``origin`` goes on calling them foreign.
+        store: opened for writing, so that it holds the writers' lock.
+        files: JSONL files of traces. By default: the journals and search logs beside the database that grew since the
+            last time, and the model runs beside it.
+        trust: count traces that this installation did not sign as if they were measured here. The column ``origin``
+            still calls them foreign.
 
     Returns:
-        Counts, and each line that is no trace. Such lines stop nothing: a killed process leaves one behind.
+        Counts, and each line that is not a trace. Such a line does not stop the ingest: a killed process leaves one
+            behind.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full; then nothing at all was ingested.
@@ -346,17 +345,17 @@ def ingest(store: Store, files: Sequence[Path] | None = None, *, trust: bool = F
 
 
 def ingest_journals(store: Store) -> IngestReport:
-    """:func:`ingest` of the journals beside the database."""
+    """Run :func:`ingest` on the journals beside the database."""
     return ingest(store)
 
 
 def rebuild(
     path: Path | None = None, *, catalog: Catalog | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
 ) -> IngestReport:
-    """Make the database anew from the catalog, its shipped traces and the journals; the old one is replaced at the end.
+    """Rebuild the database from the catalog, its shipped traces and the journals, and replace the old one at the end.
 
-    Older definitions and solutions are taken over where the old database can still be read. Traces that were ingested
-    from files other than journals are not.
+    Older definitions and solutions are copied if the old database can be read. Traces that were ingested from files
+    other than journals are not.
 
     Raises:
         StoreError: another process has the database open, it is newer than this version, or the disk is full; the old
@@ -369,7 +368,7 @@ def rebuild(
         catalog = catalog or Catalog.default()
         try:
             report = create_database(path, catalog, history)
-        except StoreError as error:  # damage further back than what opening reads
+        except StoreError as error:  # damage beyond the part that opening reads
             if history is None or not is_damage(error):
                 raise
             report, notes = create_database(path, catalog), (_forgotten(path),)
@@ -377,7 +376,7 @@ def rebuild(
 
 
 def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the old database, settled (its write-ahead log folded in), or None with why it cannot be read."""
+    """Return the old database with its write-ahead log merged, or None with the reason why it cannot be read."""
     if not path.exists():
         return None, ()
     try:
@@ -394,12 +393,12 @@ def _forgotten(path: Path) -> str:
 
 
 # ---- refresh --------------------------------------------------------------------------------------
-# Brings in again what changed of what the database is derived from: the views' text, the catalog, peaks, and shipped
-# traces, searches and runs of models. :mod:`tilegym_db.store.fingerprints` says what changed.
+# Reloads changed sources of the database: the views' text, the catalog, peaks, and shipped traces, searches and model
+# runs. :mod:`tilegym_db.store.fingerprints` finds the changes.
 
 
 def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Collection[str]) -> IngestReport:
-    """Bring ``parts`` in again.
+    """Reload ``parts`` from their sources.
 
     Raises:
         RecordError: a record of the catalog, or a file of peaks, is not valid.
@@ -423,12 +422,12 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             _insert(connection, statements.SYNC_PUBLISHED_MODEL_RUNS, rows)
         if "imported" in parts:
             sync_imported(connection, store.home)
-        if "loop" in parts:  # after the views, which its own ask
+        if "loop" in parts:  # after the views that its views query
             sync_loop(connection, store.home, catalog)
         if not {"catalog", "peaks"}.isdisjoint(parts) and judge_passes(connection):
             mark_newest(connection)
     report = IngestReport(notes=tuple(refused))
-    if "shipped_traces" in parts:  # after the catalog and the peaks, which each batch's figures are held against
+    if "shipped_traces" in parts:  # after the catalog and the peaks, with which figures are compared
         plausible = frozenset() if store.rows(statements.HAS_RETIRED)[0]["retired"] else checked.plausible()
         report = combined(report, load_snapshots(store, published_folders(catalog), plausible=plausible))
     with store.transaction("bring the catalog into") as connection:
@@ -451,26 +450,22 @@ def _sync_catalog(connection: DuckDBPyConnection, catalog: Catalog, checked: Che
 
 
 def _insert(connection: DuckDBPyConnection, statements: Iterable[str], records: list[dict[str, Any]]) -> None:
-    # one JSON array as one parameter: row by row, DuckDB takes a millisecond each
+    # One JSON array as one parameter, since row by row DuckDB takes a millisecond each.
     payload = to_json(records).decode()
     for statement in statements:
         connection.execute(statement, {"records": payload} if "$records" in statement else None)
 
 
 # ---- catalog rows ---------------------------------------------------------------------------------
-# The catalog as rows of the database, without judging again what was judged when the package was made.
-#
-# What took a new home longest were rules that shipped records are known to keep. :mod:`tilegym_db.published.checked`
-# knows which files were valid then; one that changed, or that depends on one that did, is read and judged as a user's
-# own.
+# Turns the catalog into database rows without validating shipped records again.
+# That validation took most of the time of a new home. :mod:`tilegym_db.published.checked` knows the valid files. A
+# changed file, or one that depends on a changed file, is validated like a user's.
 
 Row = dict[str, Any]
 
 
 def definition_rows(catalog: Catalog, checked: Checked) -> list[Row]:
-    """Return every valid Definition, by name. What is broken is left out, and named as :attr:`Catalog.definitions`
-    does.
-    """
+    """Return every valid Definition, by name. Broken ones are left out, and named as :attr:`Catalog.definitions` does."""
     rows = []
     for name, path in sorted(catalog.definition_paths.items()):
         digest = checked.definition_digest(name)
@@ -486,7 +481,7 @@ def definition_rows(catalog: Catalog, checked: Checked) -> list[Row]:
 
 
 def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
-    """Return every valid Solution, by name. What is broken is left out, and named as :attr:`Catalog.solutions` does."""
+    """Return every valid Solution, by name. Broken ones are left out, and named as :attr:`Catalog.solutions` does."""
     rows, unknown = {}, set()
     for name, path in catalog.solution_paths.items():
         row = _checked_solution(path, checked)
@@ -503,7 +498,7 @@ def solution_rows(catalog: Catalog, checked: Checked) -> list[Row]:
 
 
 def workload_rows(catalog: Catalog, checked: Checked, definitions: list[str]) -> list[Row]:
-    """Return every valid Workload of these Definitions. What is broken is left out and named."""
+    """Return every valid Workload of these Definitions. Broken ones are left out and named."""
     rows = []
     for name in definitions:
         records = _checked_workloads(catalog, name, checked)
@@ -520,12 +515,12 @@ def _checked_solution(path: Path, checked: Checked) -> Row | None:
         record = Solution.model_validate(from_json(checked.content(path)))
         sources = {source.path: read_source(path, source.path) for source in record.sources}
     except (RecordError, ValueError):
-        return None  # reading it as any other says what is wrong
+        return None  # the ordinary reader reports the fault
     return _solution_row(record, record.digest(sources)) if checked.solution(path, record, sources) else None
 
 
 def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> list[Row] | None:
-    """Return the Workloads of a Definition as its files state them; None unless all of these are known to be valid."""
+    """Return the Workloads in a Definition's files, or None unless all are known to be valid."""
     found: dict[str, Row] = {}
     for root in catalog.roots:
         for path in visible(root / "workloads", f"*/{definition}.jsonl"):
@@ -537,7 +532,7 @@ def _checked_workloads(catalog: Catalog, definition: str, checked: Checked) -> l
 
 
 def _definition_row(digest: str, record: Row) -> Row:
-    record.pop("schema_version", None)  # what is kept of a record is what it says, without defaults
+    record.pop("schema_version", None)  # kept records have no defaults
     return {key: record[key] for key in ("name", "version", "op_type")} | {"digest": digest, "record": record}
 
 

@@ -1,6 +1,6 @@
-"""One open DuckDB file: how it is connected to, and how its errors read.
+"""One open DuckDB file: its connection and its error messages.
 
-Everything here knows DuckDB and nothing of traces; :mod:`tilegym_db.store.connection` decides what to open and when.
+This module knows nothing of traces; :mod:`tilegym_db.store.connection` decides what to open and when.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 STORAGE_VERSION = "v1.5.0"
-"""Files are written in this format, so that DuckDB 1.5's command line and UI open them."""
+"""Format of the files, which DuckDB 1.5's command line and UI can open."""
 
 ROW_GROUP_SIZE = 32768
-"""Rows that DuckDB compresses, writes and scans as one piece of work, each on one thread. Traces are wide and number tens of
-thousands rather than millions: with its own 122,880 one thread would do it all, and only when the transaction commits."""
+"""Rows that one thread compresses, writes and scans as one unit. Traces are wide and number tens of thousands. With
+DuckDB's default of 122,880 one thread would do all the work, and only at commit.
+"""
 
 _Settings = dict[str, str | bool | int | float | list[str]]
 _BASE: _Settings = {
@@ -39,18 +40,19 @@ _BASE: _Settings = {
     "python_enable_replacements": "false",  # a SQL name must never resolve to a caller's Python variable
 }
 WRITER_MEMORY_BYTES = 2 << 30
-"""What a writer holds before it writes to disk: with DuckDB's own limit, most of the machine's memory, ten million traces would
-take 14 GB. Half the machine's memory where that is less."""
+"""Maximum memory of a writer before it spills to disk, or half the machine's memory if that is less. With DuckDB's
+default, ten million traces would take 14 GB.
+"""
 
 
 def _writer_memory() -> str:
-    """Asked for at each connection: importing this must not depend on the machine."""
+    """Return the limit at each connection, so that importing does not depend on the machine."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"{min(WRITER_MEMORY_BYTES, total_bytes // 2) >> 20}MiB"
 
 
 _WRITER: _Settings = {**_BASE, "storage_compatibility_version": STORAGE_VERSION}
-# What a reader runs may come from a user: it reaches the database and nothing else, not even to spill.
+# A reader may run a user's statement. It reaches only the database, and cannot even spill to disk.
 _READER: _Settings = {**_BASE, "enable_external_access": "false", "temp_directory": ""}
 
 
@@ -109,38 +111,39 @@ _HOLDER = re.compile(r"lock is held in (?P<program>.+?) \(PID (?P<pid>\d+)\)")
 
 @dataclass
 class Store:
-    """An open database. A context manager; use it in the process and the moment it was opened for, then close it."""
+    """An open database. Use this context manager only in the process that opened it, then close it."""
 
     path: Path
     connection: DuckDBPyConnection = field(repr=False)
     read_only: bool
     stale: str | None = None
-    """Why a reader sees an older catalog than the one on disk; None if it does not."""
+    """Reason why a reader sees an older catalog than the one on disk, else None."""
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
-    """What is held as long as the store is open: a writer's lock."""
+    """Resources held while the store is open: a writer's lock."""
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     @property
     def home(self) -> Path:
-        """The folder of the database, which also holds the journals (``runs/``)."""
+        """Return the folder of the database, which also holds the journals (``runs/``)."""
         return self.path.parent
 
     def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Run one of this package's queries; every row as column -> value."""
+        """Run one of this package's queries and return each row as column -> value."""
         with self.translated("query"):
             cursor = self.connection.execute(sql, parameters) if parameters else self.connection.execute(sql)
             names = [column[0] for column in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def sql(self, text: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Answer:
-        """Answer one SELECT over the views; the answer turns into Arrow, pandas and polars, and shows itself in a notebook.
+        """Answer one SELECT over the views. The answer converts to Arrow, pandas and polars, and displays in a
+        notebook.
 
         Args:
             text: as for ``tilegym-db sql``.
             parameters: values for ``?`` or ``$name``.
 
         Raises:
-            QueryError: not a single read, or DuckDB refused it.
+            QueryError: not a single SELECT, or DuckDB refused it.
             StoreError: the store was closed, or opened before a fork.
         """
         from tilegym_db.store.answer import Answer
@@ -150,7 +153,7 @@ class Store:
 
     @contextmanager
     def transaction(self, action: str) -> Iterator[DuckDBPyConnection]:
-        """All of the block or nothing of it; ``action`` names it in error messages ("ingest traces into")."""
+        """Commit all of the block or nothing; ``action`` names it in error messages ("ingest traces into")."""
         import duckdb
 
         if self.read_only:
@@ -167,7 +170,7 @@ class Store:
 
     @contextmanager
     def translated(self, action: str) -> Iterator[None]:
-        """DuckDB's errors inside the block become :class:`StoreError`."""
+        """Turn DuckDB's errors inside the block into :class:`StoreError`."""
         if os.getpid() != self._pid:
             raise StoreError(
                 f"{self.path} was opened before a fork; open it anew in this process.", code="store_forked"
@@ -176,12 +179,12 @@ class Store:
             yield
 
     def close(self) -> None:
-        """Write everything out and let other processes in."""
+        """Write everything out and release the store for other processes."""
         import duckdb
 
         try:
             if os.getpid() == self._pid:
-                # Reported when it happened, or busy with a query that does not stop; nothing uncommitted is kept.
+                # The error was reported before, or a query does not stop. Uncommitted data is dropped.
                 with suppress(duckdb.FatalException, duckdb.ResourceInUseException):
                     self.connection.close()
         finally:
@@ -197,9 +200,9 @@ class Store:
 
 
 def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnection:
-    """Connect to a DuckDB file, waiting up to ``timeout_s`` seconds for another process to let go of it.
+    """Connect to a DuckDB file, waiting up to ``timeout_s`` seconds for another process to release it.
 
-    A reader's connection cannot write, reach files, load extensions, or change its own settings.
+    A reader's connection cannot write, access files, load extensions, or change its settings.
 
     Raises:
         StoreError: locked, read-only, not a database, or written by a newer DuckDB.
@@ -222,8 +225,8 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
 
 
 def _attached(path: Path) -> DuckDBPyConnection:
-    """Return a writer's connection. The file is attached to a database in memory because only ATTACH takes a size of
-    row groups.
+    """Return a writer's connection. The file is attached to an in-memory database, since only ATTACH sets the row group
+    size.
     """
     import duckdb
 
@@ -238,13 +241,13 @@ def _attached(path: Path) -> DuckDBPyConnection:
 
 
 def attach(connection: DuckDBPyConnection, path: Path, name: str, option: str) -> None:
-    """Make a database file one of a connection's databases; its tables are then ``name.table``."""
+    """Attach a database file to a connection; its tables are then ``name.table``."""
     literal = str(path).replace("'", "''")  # ATTACH takes no parameters
     connection.execute(f"ATTACH '{literal}' AS {name} ({option})")
 
 
 def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:
-    """What can only be set once connected. Connections of one process to one file share it."""
+    """Apply settings that need a connection. Connections of one process to one file share them."""
     locked = connection.execute("SELECT current_setting('lock_configuration')").fetchall()
     if not locked[0][0]:
         connection.execute("SET GLOBAL TimeZone = 'UTC'")
@@ -254,7 +257,7 @@ def _settle(connection: DuckDBPyConnection, read_only: bool) -> None:
 
 @contextmanager
 def translated(path: Path, action: str) -> Iterator[None]:
-    """DuckDB's errors inside the block become :class:`StoreError` with what to do next."""
+    """Turn DuckDB's errors inside the block into :class:`StoreError` with the next step."""
     import duckdb
 
     try:
@@ -264,7 +267,7 @@ def translated(path: Path, action: str) -> Iterator[None]:
 
 
 def explained(error: Exception, path: Path, action: str) -> StoreError:
-    """Return the :class:`StoreError` that says what a DuckDB error means for the user of the command."""
+    """Return the :class:`StoreError` that explains a DuckDB error to the user of the command."""
     text = str(error)
     trouble = next((each for each in _TROUBLES if any(mark in text for mark in each.marks)), _OTHER_TROUBLE)
     message = trouble.message.format(path=path, action=action, cause=_cause(text), holder=_holder(text))
@@ -277,7 +280,7 @@ def is_damage(error: StoreError) -> bool:
 
 
 def _cause(text: str) -> str:
-    """DuckDB's own first line, without the class of the error in front."""
+    """Return the first line of DuckDB's message, without the error class."""
     return text.partition("\n")[0].partition(": ")[2] or text
 
 
@@ -287,40 +290,41 @@ def _holder(text: str) -> str:
 
 
 def remove_database(path: Path) -> None:
-    """Delete a database file and its write-ahead log, where they exist."""
+    """Delete a database file and its write-ahead log, if they exist."""
     for file in (path, write_ahead_log(path)):
         file.unlink(missing_ok=True)
 
 
 def write_ahead_log(path: Path) -> Path:
-    """Where DuckDB keeps what a database file does not have yet; there is none while nobody writes."""
+    """Return the path of the write-ahead log: changes missing from the database file. It exists only while a writer is
+    active.
+    """
     return path.with_name(path.name + ".wal")
 
 
 # ---- lock -----------------------------------------------------------------------------------------
-# The writers' lock: one process at a time changes the database, and the next one waits its turn.
+# The writers' lock: one process at a time changes the database.
 
 
 @contextmanager
 def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
-    """Hold ``<database>.lock``. The kernel lets go of it when the process ends, however it ends.
+    """Hold ``<database>.lock``. The kernel releases it when the process ends for any reason.
 
     Raises:
         StoreError: another process (or another store of this one) holds it for longer than ``timeout_s`` seconds, or
             the folder cannot be written.
     """
     path = database.with_name(database.name + ".lock")
-    consequence = "Nothing measured meanwhile is lost, it stays in the journals."
+    consequence = "Measurements are not lost, they stay in the journals."
     with hold_lock(path, database, max(timeout_s, 0.0), consequence):
         yield
 
 
 # ---- json columns ---------------------------------------------------------------------------------
-# Rows of the database as Python values.
 
 
 def parsed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``config`` and ``scalars`` come as JSON text."""
+    """Parse ``config`` and ``scalars`` of each row, which DuckDB returns as JSON text."""
     for row in rows:
         row["config"], row["scalars"] = json.loads(row["config"]), json.loads(row["scalars"])
     return rows

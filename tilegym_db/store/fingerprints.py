@@ -1,4 +1,4 @@
-"""Is the database in step with what it is derived from? Each part has a fingerprint, kept in ``meta``."""
+"""Detects whether the database is in step with its sources. ``meta`` keeps a fingerprint of each part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
-    """What a store in step with this package, this catalog and this home folder has in ``meta``.
+    """Return the ``meta`` of a store in step with this package, this catalog and this home folder.
 
     Reads names, sizes and times only.
     """
@@ -48,7 +48,7 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
 
 
 def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """Which parts of a store are behind, by their key in ``meta``."""
+    """Return the outdated parts of a store, by their key in ``meta``."""
     return [key for key, value in wanted.items() if meta.get(key) != value]
 
 
@@ -57,12 +57,12 @@ def _with_text(text: str, paths: Iterable[Path]) -> str:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Names, sizes and times of those files that exist, in whatever order."""
+    """Return a digest of the names, sizes and times of the files that exist, in any order."""
     parts = []
     for path in sorted(paths):
         try:
             status = path.stat()
-        except OSError:  # a link to nothing, or a file that was removed meanwhile
+        except OSError:  # a link to nothing, or a file removed since
             continue
         if stat.S_ISREG(status.st_mode):
             parts.append(f"{path}|{status.st_size}|{status.st_mtime_ns}".encode(errors="surrogateescape"))
@@ -70,26 +70,23 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 # ---- listed ---------------------------------------------------------------------------------------
-# What ``tilegym-db list`` printed, kept in the home folder for as long as the catalog's files and this package stay
-# as they are.
-#
-# Reading a catalog to count it takes most of what ``list`` would. A catalog of which something was left out is read
-# every time, so that the warning is given every time. Whatever is wrong with the file, or with writing it, costs time
-# and nothing else.
+# Caches the output of ``tilegym-db list`` in the home folder until the catalog's files or this package change, since
+# reading a catalog takes most of the time of ``list``. A catalog with left-out records is read every time, so that the
+# warning is repeated. A fault of the cache file costs only time.
 
 FILE_NAME = "listed.json"
 MAX_BYTES = 8 << 20
 
 
 def state_of(catalog: Catalog) -> str:
-    """What the rows follow from: names, sizes and times of the records and of the modules that judge them."""
+    """Return the state behind the rows: names, sizes and times of the records and of the modules that validate them."""
     package = Path(__file__).parents[1]
     modules = [path for name in ("catalog", "records") for path in package.glob(f"{name}/*.py")]
     return fingerprint([*record_files(catalog), *modules, package / "cli" / "list.py"])
 
 
 def kept_rows(home: Path, state: str) -> list[dict[str, Any]] | None:
-    """Return the rows that were kept at this state; None if there are none."""
+    """Return the rows cached at this state, or None."""
     with suppress(TilegymDBError, ValueError, LookupError, TypeError, RecursionError):
         content = json.loads(read_bytes(home / FILE_NAME, "list of the catalog", MAX_BYTES))
         if content["state"] == state and all(isinstance(row, dict) for row in content["rows"]):
@@ -98,6 +95,6 @@ def kept_rows(home: Path, state: str) -> list[dict[str, Any]] | None:
 
 
 def keep_rows(home: Path, state: str, rows: list[dict[str, Any]]) -> None:
-    """Keep rows; ``state`` is that from before the catalog was read."""
+    """Cache rows; ``state`` is the state before the catalog was read."""
     with suppress(TilegymDBError):
         write_atomically(home / FILE_NAME, json.dumps({"state": state, "rows": rows}).encode())

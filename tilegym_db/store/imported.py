@@ -1,4 +1,4 @@
-"""Adds data sets and removes them, one process at a time."""
+"""Adds and removes imported data sets, one process at a time, and reads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNFINISHED = ".new-"
 
 
 def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContextManager[None]:
-    """Return one process at a time adds or removes data sets.
+    """Return the lock under which one process at a time adds or removes data sets.
 
     Raises:
         StoreError: another holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
@@ -43,7 +43,7 @@ def import_lock(home: Path, timeout_s: float = LOCK_TIMEOUT_S) -> AbstractContex
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`UsageError` for what cannot name a data set."""
+    """Raise :class:`UsageError` for an invalid name of a data set."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"'{name}' cannot name a data set: lower-case letters, digits, '.', '_' and '-' can.", code="name_invalid"
@@ -51,7 +51,7 @@ def check_name(name: str) -> None:
 
 
 def check_addable(found: DataSet, home: Path, *, replace: bool = False) -> None:
-    """Raise what :func:`add_data_set` would for a name; writes nothing."""
+    """Raise the errors of :func:`add_data_set` that concern a name; writes nothing."""
     check_name(found.name)
     manifest_path = _manifest_path(found, home)
     if manifest_path.exists() and not replace:
@@ -78,16 +78,16 @@ def _refuse_other(found: DataSet, earlier: bytes, text: bytes) -> None:
 
 
 def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, replace: bool = False) -> bool:
-    """Keep a data set; False if exactly this one is there already. The caller holds :func:`import_lock`.
+    """Store a data set; return False if exactly this one exists. The caller holds :func:`import_lock`.
 
     Args:
-        found: what was read; every file's digest is that of the bytes that were checked.
+        found: the data set as read; every file's digest is that of the checked bytes.
         sources: path in the data set -> the file to copy from.
         home: the store's folder.
-        replace: take the place of another data set of the same origin.
+        replace: replace another data set of the same origin.
 
     Raises:
-        UsageError: the name cannot be one, or a data set of that origin has other content.
+        UsageError: the name is not valid, or a data set of that origin has other content.
         StoreError: a file changed since it was read, the disk is full, or the folder cannot be written.
     """
     check_name(found.name)
@@ -101,7 +101,7 @@ def add_data_set(found: DataSet, sources: Mapping[str, Path], home: Path, *, rep
     if whole and all(object_path(home, file.sha256).exists() for file in found.files):
         return False
     for leftover in (imported_folder(home) / "objects").glob(f"*/{_UNFINISHED}*"):
-        leftover.unlink(missing_ok=True)  # of a process that was killed: who holds the lock is the only one who writes
+        leftover.unlink(missing_ok=True)  # left by a killed process: only the lock holder writes
     for file in found.files:
         _keep(sources[file.path], file, home)
     write_atomically(records_path, records_text)
@@ -125,17 +125,17 @@ def _manifest_text(found: DataSet, records_file: str) -> bytes:
 
 
 def forget_data_set(home: Path, origin: str) -> tuple[str, int]:
-    """Remove a data set, also one whose records cannot be read, and the bytes that no other one holds.
+    """Remove a data set and the bytes that no other one holds, even if its records cannot be read.
 
-    Returns its origin and how many files that were. The caller holds :func:`import_lock`.
+    Return its origin and the number of removed files. The caller holds :func:`import_lock`.
 
     Raises:
-        NotFoundError: there is none of that origin.
+        NotFoundError: no data set has that origin.
         UsageError: several dialects have one of that name.
     """
     manifest = manifest_of(home, origin)
     folder = manifest.parent
-    # A manifest that cannot be read names no bytes; its own are then among those that no other data set holds.
+    # An unreadable manifest names no bytes; its files are then among those that no other data set holds.
     named = _named(manifest.read_bytes()) or _kept(home)
     manifest.unlink()
     for path in (*folder.glob("records-*.jsonl"), *folder.glob("judgements.jsonl")):
@@ -145,7 +145,7 @@ def forget_data_set(home: Path, origin: str) -> tuple[str, int]:
 
 
 def _held(home: Path) -> set[str]:
-    """Return the digests that data sets name. Where one of them cannot be read nobody knows, and all bytes stay."""
+    """Return the digests that data sets name. If a manifest cannot be read, return all digests, so that all bytes stay."""
     manifests = [path.read_bytes() for path in imported_manifests(home)]
     if any(not _named(manifest) for manifest in manifests):
         return _kept(home)
@@ -153,12 +153,12 @@ def _held(home: Path) -> set[str]:
 
 
 def _kept(home: Path) -> set[str]:
-    """Return the digests of all bytes that are there."""
+    """Return the digests of all stored bytes."""
     return {path.name for path in (imported_folder(home) / "objects").glob("*/*")}
 
 
 def _named(manifest: bytes) -> set[str]:
-    """Return the digests that a manifest names; none where it cannot be read."""
+    """Return the digests that a manifest names, or none if it cannot be read."""
     try:
         return {file["sha256"] for file in json.loads(manifest)["files"]}
     except (ValueError, KeyError, TypeError):
@@ -172,12 +172,12 @@ def _drop(digests: set[str], home: Path) -> int:
 
 
 def _line(origin: str, record: StoredRecord) -> str:
-    # NaN and Infinity are spelled as text, which is how FlashInfer-Bench writes them: JSON has no word for either.
+    # NaN and Infinity are spelled as text, as in FlashInfer-Bench, since JSON cannot represent them.
     return json.dumps({"origin": origin, **asdict(record)}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _keep(source: Path, file: StoredFile, home: Path) -> None:
-    """Copy a file to its place by content, checking on the way that it still is what was read."""
+    """Copy a file to its content address, and check that it has not changed since it was read."""
     target = object_path(home, file.sha256)
     if target.exists():
         return
@@ -209,7 +209,7 @@ def _keep(source: Path, file: StoredFile, home: Path) -> None:
 
 
 # ---- objects --------------------------------------------------------------------------------------
-# What a data set holds: its files, kept by the digest of their bytes, its records, and what was refused.
+# A data set: its files by the digest of their bytes, its records, and its refusals.
 
 Kind = Literal["definition", "solution", "workload", "trace"]
 
@@ -222,36 +222,37 @@ class StoredFile:
     sha256: str
     size: int
     role: str = "other"
-    """``records``, ``blob``, ``pointer`` (a Git LFS pointer whose content is elsewhere), ``changed`` (a blob that an export of
-    ours had with other bytes) or ``other`` (carried unread)."""
+    """``records``, ``blob``, ``pointer`` (a Git LFS pointer without its content), ``changed`` (a blob whose bytes
+    differ from those in our export) or ``other`` (stored without being read).
+    """
 
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """One record: where it stands, byte for byte, and what it says."""
+    """One record: its place, its exact bytes, and its content."""
 
     kind: Kind
     name: str
-    """Of a Definition or Solution; a Workload's uuid; of a Trace, that of its Workload."""
+    """Name of a Definition or Solution; uuid of a Workload; for a Trace, the uuid of its Workload."""
     definition: str
     path: str
     line: int | None
-    """From 1 in a file of lines; None if the record is the file."""
+    """Line from 1 in a file of lines; None if the file is one record."""
     offset: int
     length: int
     digest: str
-    """sha256 of the record without its white space: order of keys and the text of numbers are kept apart."""
+    """sha256 of the record without white space. The order of keys and the text of numbers count."""
     record: Mapping[str, Any]
-    """As parsed, with the dialect's defaults filled in."""
+    """The parsed record, with the dialect's defaults filled in."""
     unset: tuple[str, ...] = ()
     """Keys that were filled in."""
     findings: tuple[str, ...] = ()
-    """What stands in the way of using it here, or does not fit its place."""
+    """Reasons why it cannot be used here, or does not fit its place."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that did not come in: the file, the key within it, and why."""
+    """One thing that was not imported: the file, the key in it, and the reason."""
 
     path: str
     key: str
@@ -263,7 +264,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What one import brought in. ``origin`` is ``<dialect>:<name>``."""
+    """The content of one import. ``origin`` is ``<dialect>:<name>``."""
 
     dialect: str
     name: str
@@ -274,7 +275,7 @@ class DataSet:
 
     @property
     def origin(self) -> str:
-        """What ``list --origin`` and the column ``origin`` call it."""
+        """Return the origin as in ``list --origin`` and the column ``origin``."""
         return f"{self.dialect}:{self.name}"
 
     def of_kind(self, kind: Kind) -> list[StoredRecord]:
@@ -283,14 +284,14 @@ class DataSet:
 
     @cached_property
     def files_by_path(self) -> dict[str, StoredFile]:
-        """Path in the data set -> file."""
+        """Return path in the data set -> file."""
         return {file.path: file for file in self.files}
 
     def content(self, path: str) -> bytes:
         """Return the exact bytes of one of its files.
 
         Raises:
-            StoreError: the bytes are gone, or are not those that were imported.
+            StoreError: the bytes are missing, or differ from those imported.
         """
         return read_object(self.home, self.files_by_path[path])
 
@@ -300,12 +301,12 @@ class DataSet:
 
 
 def object_path(home: Path, sha256: str) -> Path:
-    """Where the bytes of that digest lie."""
+    """Return the path of the bytes with that digest."""
     return imported_folder(home) / "objects" / sha256[:2] / sha256
 
 
 def read_object(home: Path, file: StoredFile) -> bytes:
-    """Return the bytes of a stored file; :class:`StoreError` where they are gone or changed."""
+    """Return the bytes of a stored file; raise :class:`StoreError` if they are missing or changed."""
     path = object_path(home, file.sha256)
     try:
         content = path.read_bytes()
@@ -322,7 +323,7 @@ def read_object(home: Path, file: StoredFile) -> bytes:
 
 
 def counted(records: Iterable[StoredRecord]) -> dict[str, int]:
-    """Kind -> how many."""
+    """Return kind -> number of records."""
     counts: dict[str, int] = {}
     for record in records:
         counts[record.kind] = counts.get(record.kind, 0) + 1
@@ -330,7 +331,7 @@ def counted(records: Iterable[StoredRecord]) -> dict[str, int]:
 
 
 def paths_of(records: Sequence[StoredRecord]) -> dict[str, list[StoredRecord]]:
-    """Path -> its records in order."""
+    """Return path -> its records in order."""
     found: dict[str, list[StoredRecord]] = {}
     for record in records:
         found.setdefault(record.path, []).append(record)
@@ -346,7 +347,7 @@ MANIFEST_VERSION = 1
 
 
 def data_sets(home: Path) -> list[DataSet]:
-    """Return every imported data set that can be read, by origin; the others are warned of, and stop nothing."""
+    """Return every readable imported data set, by origin, and warn of the others."""
     found = []
     for path in imported_manifests(home):
         try:
@@ -357,10 +358,10 @@ def data_sets(home: Path) -> list[DataSet]:
 
 
 def data_set(home: Path, origin: str) -> DataSet:
-    """Return one data set by its origin, or by its name alone where no other has it.
+    """Return one data set by its origin, or by its name alone if that is unique.
 
     Raises:
-        NotFoundError: there is none; suggests the nearest.
+        NotFoundError: no data set has that origin; suggests the nearest.
         UsageError: several dialects have one of that name.
         StoreError: it cannot be read.
     """
@@ -368,10 +369,10 @@ def data_set(home: Path, origin: str) -> DataSet:
 
 
 def manifest_of(home: Path, origin: str) -> Path:
-    """Return the manifest of one data set, unread.
+    """Return the path of one data set's manifest.
 
     Raises:
-        NotFoundError: there is none; suggests the nearest.
+        NotFoundError: no data set has that origin; suggests the nearest.
         UsageError: several dialects have one of that name.
     """
     paths = {_origin(path): path for path in imported_manifests(home)}
@@ -398,7 +399,7 @@ def _read_data_set(path: Path, home: Path) -> DataSet:
             raise StoreError(
                 f"{path} was written by another version of tilegym-db. Import the data set again.", code="version_other"
             )
-        # Not splitlines: it also splits at U+2028, U+2029 and U+0085, which stand unescaped within a record.
+        # Not splitlines: it also splits at U+2028, U+2029 and U+0085, which occur unescaped in a record.
         lines = (path.parent / manifest["records_file"]).read_bytes().split(b"\n")
         return DataSet(
             dialect=manifest["dialect"],
@@ -421,7 +422,7 @@ def _record(fields: dict[str, Any]) -> StoredRecord:
 
 
 def whole_records_file(manifest: Path) -> Path | None:
-    """Return the file of records that a manifest names, where it is as it was written; a damaged data set stops nothing
+    """Return the file of records that a manifest names if it is unchanged, so that a damaged data set stops nothing
     else.
     """
     try:
@@ -437,16 +438,15 @@ def whole_records_file(manifest: Path) -> Path | None:
 
 
 def records_name(content: bytes) -> str:
-    """What the file of these records is called, by its content."""
+    """Return the name of a file of records, by its content."""
     return f"records-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
 
 
 # ---- synced ---------------------------------------------------------------------------------------
-# The database's view of imported records.
 
 
 def sync_imported(connection: DuckDBPyConnection, home: Path) -> None:
-    """Bring every imported record into ``imported_records``, in place of what was there."""
+    """Replace the database's copy of all imported records."""
     connection.execute(statements.imported_sql())
     connection.execute("DELETE FROM imported_records")
     paths = [path for manifest in imported_manifests(home) if (path := whole_records_file(manifest)) is not None]

@@ -1,7 +1,7 @@
-"""The journal: one fsynced JSON line per trace, written the moment the trace exists.
+"""The journal: one fsynced JSON line per trace, written as soon as the trace exists.
 
-Journals are the truth and the database is derived from them. A process that is killed loses at most the line it was
-writing; the next writer ends that torn line, and readers report it and go on.
+The database is derived from journals. A killed process loses at most the line it was writing. The next writer ends that
+torn line, and readers report it and continue.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tilegym_db.published.trace_set import TraceSet, is_trace_set
 from tilegym_db.records import Trace
 
 CUT_OFF = "cut off in mid write"
-"""How the reason begins where a line's writer was killed: what it held is lost, and nothing is wrong with the file."""
+"""Start of the reason for a line whose writer was killed. Its content is lost, but the file is intact."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 @dataclass(frozen=True)
 class JournalContent:
-    """What a journal holds: its traces in order, and the lines that are none."""
+    """The content of a journal: its traces in order, and the lines that are not traces."""
 
     traces: tuple[Trace, ...]
     rejected: tuple[RejectedLine, ...] = ()
     torn: bool = False
-    """True if the last line was cut off in mid write."""
+    """True if the last line was cut off during writing."""
 
 
 class RunFile:
-    """Append-only file of one run, ``<home>/<folder>/<run_id>.jsonl``. One process may write it at a time.
+    """An append-only file of one run, ``<home>/<folder>/<run_id>.jsonl``. One process may write it at a time.
 
     Raises:
         UsageError: ``run_id`` cannot name a file.
@@ -71,7 +71,7 @@ class RunFile:
             write_fully(self._descriptor, line)
             os.fsync(self._descriptor)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a disk that is gone: readers step over a torn line
+            with contextlib.suppress(OSError):  # the disk is gone: readers skip a torn line
                 os.ftruncate(self._descriptor, end)
             raise StoreError(
                 f"cannot append to {self.path}: {error.strerror}. This line is lost, earlier ones are safe; "
@@ -80,7 +80,7 @@ class RunFile:
             ) from None
 
     def close(self) -> None:
-        """Let another process write this run; an empty file is removed."""
+        """Release the file for other processes; an empty file is removed."""
         if self._descriptor < 0:
             return
         if os.fstat(self._descriptor).st_size == 0:
@@ -104,10 +104,10 @@ class Journal(RunFile):
         super().__init__("runs", run_id, home)
 
     def append(self, trace: Trace) -> None:
-        """Write one trace as one line, signed by this installation, and wait until it is on disk.
+        """Write one trace as one signed line, and wait until it is on disk.
 
         Raises:
-            RecordError: the trace holds NaN or infinity, which JSON cannot say.
+            RecordError: the trace holds NaN or infinity, which JSON cannot represent.
             StoreError: the disk is full or gone; the journal then ends with its last whole line.
         """
         try:
@@ -142,9 +142,7 @@ def _open_for_append(path: Path) -> int:
 
 
 def _open_locked(path: Path) -> int:
-    """Return the journal, locked. What is locked is the file that is written, not one beside it: no copy or link of it
-    escapes.
-    """
+    """Open and lock the journal. The lock is on the written file itself, so that it covers every link to the file."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
@@ -156,20 +154,18 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(
-            descriptor
-        )  # its last writer, who measured nothing, removed it meanwhile: what went in here would be lost
+        os.close(descriptor)  # its last writer removed the empty file: a new line would be lost
 
 
 def _end_torn_line(descriptor: int) -> None:
-    """A line that a killed process left unfinished must not swallow the next one."""
+    """End a line that a killed process left unfinished, so that it does not absorb the next one."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         write_fully(descriptor, b"\n")
 
 
 def write_fully(descriptor: int, content: bytes) -> None:
-    """``os.write`` until nothing is left: a nearly full disk takes a part and fails on the rest."""
+    """Call ``os.write`` until nothing is left: a nearly full disk takes a part and fails on the rest."""
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -181,9 +177,9 @@ def journal_files(home: Path) -> list[Path]:
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Return every trace of a journal (or of a file of traces that was published), with each line that is none and why.
+    """Read every trace of a journal or of a published file, and each other line with the reason.
 
-    Signatures are left aside: :mod:`tilegym_db.store.loading` looks at them.
+    Signatures are not checked here: :mod:`tilegym_db.store.loading` does that.
 
     Raises:
         StoreError: the file cannot be read.
@@ -210,20 +206,18 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def is_cut_off(line: bytes, *, finished: bool) -> bool:
-    """Return True if the writer of a line that is no record was killed in the middle of it; a later writer may have
-    ended it.
-    """
+    """Return True if a line was cut off by a killed writer, even if a later writer ended it."""
     if finished and not (line.startswith(b"{") and not line.endswith(b"}")):
         return False
     try:
         json.loads(line)
     except (ValueError, RecursionError):
         return True
-    return False  # it came to its end, and is wrong in another way
+    return False  # the line is complete and has another fault
 
 
 def numbered_lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
-    """(number from 1, line, whether a newline ends it) of every line that is not blank."""
+    """Yield (number from 1, line, True if a newline ends it) of every line that is not blank."""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -1,7 +1,7 @@
-"""Traces from JSONL files into the database, in bulk.
+"""Loads traces from JSONL files into the database, in bulk.
 
-DuckDB reads whole files at once. Only where a batch holds a line that is no trace is it read again line by line in
-Python, which takes longer, keeps what is good, and says of each other line where it is and what is wrong with it.
+DuckDB reads whole files at once. If a batch holds a line that is not a trace, Python reads it again line by line. This
+is slower, but keeps the valid lines and reports the place and fault of each other line.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
 
 
 SMALL = 1 << 20
-"""Bytes of a file up to which copying it takes less than having DuckDB open it."""
+"""Maximum number of bytes for which copying a file is faster than opening it in DuckDB."""
 
 
 @dataclass(frozen=True)
 class IngestReport:
-    """What an ingest did. ``added + known`` is the number of traces read; ``rejected`` are lines that are no trace."""
+    """The result of an ingest. ``added + known`` is the number of traces read; ``rejected`` are lines that are not
+    traces.
+    """
 
     files: int = 0
     added: int = 0
     known: int = 0
     rejected: tuple[RejectedLine, ...] = ()
     notes: tuple[str, ...] = ()
-    """Anything else worth a line to the user."""
+    """Other notes for the user."""
 
 
 def combined(*reports: IngestReport) -> IngestReport:
@@ -57,7 +59,7 @@ def combined(*reports: IngestReport) -> IngestReport:
 
 
 def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False) -> IngestReport:
-    """As :func:`load_traces`, for those journals that grew since they were last read; with ``trust``, for all."""
+    """Load those journals that grew since they were last read; with ``trust``, all of them."""
     pending = {path: size for path in journals if (size := _size(path))} if trust else grown_files(store, journals)
     if not pending:
         return IngestReport()
@@ -68,9 +70,9 @@ def load_journals(store: Store, journals: Sequence[Path], *, trust: bool = False
 
 
 def grown_files(store: Store, files: Sequence[Path]) -> dict[Path, int]:
-    """Return those that are not empty and have another size than when they were last brought in, with that size.
+    """Return the non-empty files whose size changed since they were last loaded, with that size.
 
-    Ask before reading them: what is appended from then on comes next time.
+    Call this before reading: later additions are then loaded next time.
     """
     known = {row["path"]: row["size"] for row in store.rows(statements.INGESTED_FILES)}
     sizes = {path: _size(path) for path in files}
@@ -78,7 +80,7 @@ def grown_files(store: Store, files: Sequence[Path]) -> dict[Path, int]:
 
 
 def remember_files(connection: DuckDBPyConnection, sizes: Mapping[Path, int]) -> None:
-    """What was brought in, at which size."""
+    """Store the loaded files with their sizes."""
     paths = [str(path) for path in sizes]
     connection.execute(statements.FORGET_FILES, {"paths": paths})
     connection.execute(statements.REMEMBER_FILES, {"paths": paths, "sizes": list(sizes.values())})
@@ -88,14 +90,14 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        return 0  # a run that measured nothing takes its empty journal away
+        return 0  # a run without measurements removes its empty journal
 
 
 def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> IngestReport:
-    """Insert every trace of ``files`` that the database does not have yet: all of them, or none where that fails.
+    """Insert every trace of ``files`` that is new to the database: all of them, or none on failure.
 
-    Keys that this version does not know are left out, not refused: a journal may come from a newer one. Traces that this
-    installation did not sign are foreign: they are shown, and count only with ``trust``.
+    Keys that this version does not know are ignored, since a newer version may have written a journal. Traces that this
+    installation did not sign are foreign: they are shown, but count only with ``trust``.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.
@@ -110,9 +112,9 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
 def load_snapshots(
     store: Store, folders: Sequence[Path], *, trust: bool = False, plausible: frozenset[str] = frozenset()
 ) -> IngestReport:
-    """As :func:`load_traces`, for published folders (``traces/<gpu>``). What is not used is in the notes.
+    """Load published folders (``traces/<gpu>``) as :func:`load_traces` does. The notes name unused parts.
 
-    ``plausible`` are the Definitions of whose shipped traces none can be doubted.
+    ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
         return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), plausible)
@@ -147,7 +149,7 @@ def _load_batch(store: Store, batch: Batch, whole: Path, plausible: frozenset[st
 
 
 def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Sequence[Path]:
-    """Write small files as one, ``target``, and return it with the large ones.
+    """Join small files into one, ``target``, and return it with the large ones.
 
     DuckDB takes 2 ms to open a file, and a tenth of that to read it.
     """
@@ -158,7 +160,7 @@ def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Seq
                 content = path.read_bytes()
                 out.write(content if content.endswith(b"\n") else content + b"\n")
     except OSError:
-        return files  # reading them as they are says what is wrong
+        return files  # reading the originals reports the fault
     return [target, *(path for path in files if path not in small)]
 
 
@@ -171,10 +173,10 @@ def _foreign_note(count: int) -> str:
 
 
 def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozenset[str]) -> int | None:
-    """Return how many traces were new, or None, with nothing changed, where not every line is a trace."""
+    """Return the number of new traces. If some line is not a trace, change nothing and return None."""
     import duckdb
 
-    # read_json takes patterns, so a bracket in a folder's name must not act as one
+    # read_json takes patterns, so escape brackets in a folder's name.
     names = {"files": [glob.escape(str(path.absolute())) for path in files]}
     parameters = {**names, "origin": batch.origin, "trusted": batch.trusted}
     try:
@@ -191,7 +193,7 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozen
             if repeated:
                 connection.execute(statements.DELETE_REPEATED, last)
             judge_passes(connection, last["last"], plausible if batch.origin == "shipped" else frozenset())
-            if displaced:  # what a foreign trace had superseded may be the newest again
+            if displaced:  # a trace superseded by a foreign one may be the newest again
                 mark_newest(connection)
     except StoreError as error:
         if isinstance(
@@ -200,15 +202,15 @@ def _insert(store: Store, batch: Batch, files: Sequence[Path], plausible: frozen
             return None
         raise
     if added > repeated and not displaced:
-        # On its own: rows that change before they are committed are written twice. Until then every new pass is marked, which
-        # costs a reader time and nothing else.
+        # In a second transaction, since rows that change before the commit are written twice. Until then every new pass
+        # is marked, which costs readers only time.
         with store.transaction("ingest traces into") as connection:
             mark_newest(connection, last["last"])
     return int(added - repeated)
 
 
 def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine, ...]]:
-    """Write what is a trace in ``files`` to ``target``; how many there are, and the lines that are none."""
+    """Write the traces in ``files`` to ``target``; return their number, and the lines that are not traces."""
     rejected: list[RejectedLine] = []
     count = 0
     try:
@@ -226,15 +228,14 @@ def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine
 
 
 # ---- doubts ---------------------------------------------------------------------------------------
-# Marks the passes in the database whose figures cannot be true (:mod:`tilegym_db.published.plausible`).
+# Marks passes whose figures cannot be true (:mod:`tilegym_db.published.plausible`).
 
 
 def judge_passes(connection: DuckDBPyConnection, last: int = -1, plausible: frozenset[str] = frozenset()) -> bool:
-    """Set the column ``doubt`` of the passes behind row ``last``, by the definitions and peaks that the database holds.
+    """Set the column ``doubt`` of the passes after row ``last``, by the database's definitions and peaks.
 
-    Work grows with the number of different points, not of traces. ``plausible`` are the Definitions whose passes need not be
-    looked at.
-    Returns whether any of them is doubted, or was.
+    Work grows with the number of distinct points, not of traces. Passes of the Definitions in ``plausible`` are
+    skipped. Return True if any pass is doubted, or was.
     """
     changed: int = connection.execute(statements.FORGET_DOUBTS, {"last": last}).fetchall()[0][0]
     cursor = connection.execute(statements.POINTS_OF_PASSES, {"last": last, "plausible": sorted(plausible)})
@@ -262,12 +263,14 @@ def _definitions(connection: DuckDBPyConnection, digests: set[str]) -> dict[str,
         try:
             found[digest] = Definition.from_json(record, f"definition {digest[:12]}")
         except RecordError:
-            continue  # of an older version; nothing of it counts as verified
+            continue  # of an older version, whose passes never count as verified
     return found
 
 
 def _peaks(connection: DuckDBPyConnection) -> dict[str, GpuPeaks]:
-    """By GPU, what was published before what was measured here: the floor is the driver's, and the package's is locked."""
+    """Return the peaks by GPU, published before local ones: the floor belongs to the driver, and the package's is
+    locked.
+    """
     rows = connection.execute(statements.PEAKS_BY_GPU).fetchall()
     return {gpu: GpuPeaks.from_json(record, f"peaks of {gpu}") for gpu, record in rows}
 
@@ -278,25 +281,24 @@ def _bounds(definition: Definition, point: dict[str, Any], peaks: GpuPeaks | Non
             definition, point["axes"], point["dtypes"], peaks, cold_l2=point["cold_l2"], timer=point["timer"]
         )
     except (LookupError, ValueError, ArithmeticError):
-        return None  # axes or dtypes that this Definition does not have: no workload of it, so nothing can ask for it
+        return None  # this Definition lacks these axes or dtypes, so no call can match
     keys = ("definition_digest", "gpu", "axes_key", "dtypes_key", "cold_l2", "timer")
     return {**{key: point[key] for key in keys}, **vars(found)}
 
 
 # ---- newest ---------------------------------------------------------------------------------------
-# Marks the passes in the database that no newer one supersedes, so that the views read those and not every trace.
-#
-# A later measurement of the same source, config, workload and GPU supersedes an earlier one. That is settled when a
-# trace comes in: whatever takes the newer one back takes the older one back as well, since a failure takes back all
-# that was measured before it. What may change later (which source is current, what a connection trusts, which tiers
-# and sandbox levels count) is the same for a whole group, or part of its key, and left to the views. More rows than
-# the newest may be marked, but never fewer: a trace comes in marked.
+# Marks the passes that no newer one supersedes, so that views need not read every trace.
+# A later measurement of the same source, config, workload and GPU supersedes an earlier one. This is settled at
+# loading: a failure that revokes the newer pass revokes the older one as well, since it revokes everything before it.
+# The current source, the trusted origins, the tiers and the sandbox levels may change later. They are equal for a whole
+# group or part of its key, so the views decide them. More rows than the newest may be marked, but never fewer: every
+# new trace is marked.
 
 _PASSED = "status = 'PASSED' AND performance.latency_us IS NOT NULL AND doubt IS NULL"
 _KEY = """definition, definition_digest, solution, solution_digest, gpu, tier, sandbox_level, config_key, workload_uuid,
         dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, origin <> 'foreign' OR trusted"""
 
-# New rows, and those marked before that one of them may supersede.
+# New rows, and marked older ones that a new row may supersede.
 _FIND = f"""
     CREATE OR REPLACE TEMP TABLE found_newest AS
     SELECT arg_max(rowid, row(timestamp, trace_id)) AS id, solution_digest FROM (
@@ -316,7 +318,7 @@ _FORGET = "DROP TABLE found_newest"
 
 
 def mark_newest(connection: DuckDBPyConnection, last: int = -1) -> None:
-    """Set the column ``is_newest`` as the rows behind row ``last`` ask for; without it, of all."""
+    """Update the column ``is_newest`` for the rows after row ``last``; by default for all rows."""
     connection.execute(_FIND, {"last": last})
     for statement in (_UNMARK, _MARK, _FORGET):
         connection.execute(statement)

@@ -1,8 +1,8 @@
-"""The journals of the loop, ``<home>/loop/<kind>s.jsonl``, and the database's copy of them.
+"""The journals of the loop, ``<home>/loop/<kind>s.jsonl``, their copy in the database, and its queries.
 
-A line is written whole and synced while the folder's lock is held; a process that is killed leaves at most a torn last line,
-which readers name and pass over, and the next writer ends. What numbers records (attempts, promotions) reads and appends under
-one lock.
+A line is written whole and synced while the folder's lock is held. A killed process leaves at most a torn last line,
+which readers report and skip, and the next writer ends. Numbered records (attempts, promotions) are read and appended
+under one lock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INSERT = """INSERT INTO loop_records
 
 @contextmanager
 def loop_lock(home: Path | None = None) -> Iterator[None]:
-    """Hold the lock of the journals, so that what is read stays true until a record that builds on it is appended.
+    """Hold the lock of the journals, so that read records stay current until the next append.
 
     Raises:
         StoreError: another process holds it for a minute, or the folder cannot be written.
@@ -58,7 +58,7 @@ def loop_lock(home: Path | None = None) -> Iterator[None]:
 
 
 def append(record: Record, home: Path | None = None) -> None:
-    """Write one record at the end of its journal and wait until it is on disk. The caller holds :func:`loop_lock`.
+    """Append one record to its journal and wait until it is on disk. The caller holds :func:`loop_lock`.
 
     Raises:
         StoreError: the disk is full or gone; the journal then ends with its last whole line.
@@ -68,7 +68,7 @@ def append(record: Record, home: Path | None = None) -> None:
 
 
 def journaled(kind: type[R], home: Path | None = None) -> list[R]:
-    """Return every record of a kind, in the order in which they were written. A line that is none is passed over.
+    """Return every record of a kind in writing order, without invalid lines.
 
     Raises:
         StoreError: the journal cannot be read.
@@ -82,12 +82,12 @@ def _numbered(kind: type[R], path: Path) -> Iterator[tuple[int, R]]:
             yield number, found
         elif not found.reason.startswith(CUT_OFF):
             _warn_once(str(found))
-        elif found.reason != CUT_OFF:  # else a later writer ended it, and it was told then
+        elif found.reason != CUT_OFF:  # a torn line was reported when it was ended
             _warn_once(f"{found}, and what follows is written after it.")
 
 
 def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
-    """Number and record of each line, or why it is none."""
+    """Yield the number and record of each line, or the reason why it is not valid."""
     if not os.path.lexists(path):
         return
     try:
@@ -107,13 +107,13 @@ def _lines(kind: type[R], path: Path) -> Iterator[tuple[int, R | RejectedLine]]:
 
 
 def loop_journals(home: Path) -> dict[Path, type[Record]]:
-    """Return the journals that there are, each with what its lines are."""
+    """Return the existing journals, each with the record type of its lines."""
     paths = {_path(kind, home): kind for kind in JOURNALED}
     return {path: kind for path, kind in paths.items() if os.path.lexists(path)}
 
 
 def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
-    """Return the lines of a journal that are no record, and why.
+    """Return the invalid lines of a journal with their reasons.
 
     Raises:
         StoreError: it cannot be read.
@@ -123,7 +123,7 @@ def rejected_lines(kind: type[Record], path: Path) -> list[RejectedLine]:
 
 @cache
 def _warn_once(text: str) -> None:
-    """A journal is read several times by one command, and every other second by one that waits."""
+    """Warn once per text: a command reads a journal several times, and a waiting one every other second."""
     _log.warning("%s", text)
 
 
@@ -139,14 +139,14 @@ def _path(kind: type[Record], home: Path | None) -> Path:
 
 
 def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> None:
-    """Bring every record of the loop into ``loop_records``, in place of what was there."""
+    """Replace the rows of ``loop_records`` by every record of the loop."""
     connection.execute(statements.loop_sql())
     connection.execute("DELETE FROM loop_records")
     rows: list[dict[str, Any]] = []
     for kind in JOURNALED:
         try:
             found = [*_numbered(kind, _path(kind, home))]
-        except StoreError as error:  # stops what is about the loop, and nothing else
+        except StoreError as error:  # affects only the loop
             _warn_once(f"left out: {error}")
             continue
         rows += [{"kind": kind.kind, "line": number, "record": _plain(record)} for number, record in found]
@@ -162,12 +162,12 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def latest(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Attempt]:
-    """(task, number) -> the newest line of that attempt, in the order in which they were received."""
+    """Return (task, number) -> the newest line of that attempt, in the order of arrival."""
     return {(attempt.task, attempt.number): attempt for attempt in attempts}
 
 
 # ---- loop queries ---------------------------------------------------------------------------------
-# The questions that the loop asks of the store: one named text and one function each, with bound parameters.
+# Each query is one named text and one function with bound parameters.
 
 VERIFIED_ON = """
     SELECT workload_uuid, solution, role, trace_id, latency_us, sol_us FROM best_per_solution
@@ -218,14 +218,14 @@ CITED_SEARCHES = "SELECT DISTINCT gpu || '/' || solution AS search FROM searches
 
 
 def verified_on(store: Store, definition: str, gpu: str, uuids: list[str]) -> list[dict[str, Any]]:
-    """Return the fastest verified trace of each Solution on each of some Workloads, by Workload, the fastest first."""
+    """Return each Solution's fastest verified trace on each given Workload, by Workload, fastest first."""
     return store.rows(VERIFIED_ON, {"definition": definition, "gpu": gpu, "uuids": uuids})
 
 
 def verified_baselines(
     store: Store, definition_digests: Collection[str]
 ) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Of some Definitions: digest, Workload and GPU -> baseline -> its verified latency in microseconds there."""
+    """Return (definition digest, Workload, GPU) -> baseline -> its verified latency in microseconds."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in store.rows(VERIFIED_BASELINES, {"digests": [*definition_digests]}):
         case = row["definition_digest"], row["workload_uuid"], row["gpu"]
@@ -234,21 +234,19 @@ def verified_baselines(
 
 
 def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return every promotion with what may be said of it now, by id."""
+    """Return every promotion with its current state, by id."""
     return store.rows(PROMOTIONS, {"definition": definition, "gpus": gpus})
 
 
 def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
-    """Return the tasks, or those whose id begins so, in the order in which they were made."""
+    """Return all tasks, or those whose id has the prefix, in the order of creation."""
     return store.rows(TASKS, {"prefix": prefix})
 
 
 def traces_of_source(
     store: Store, digest: str, definition_digest: str, gpu: str, uuids: list[str], tiers: Collection[str]
 ) -> list[str]:
-    """Return the ids of what was measured of one source on some Workloads in some tiers, under whatever name, oldest
-    first.
-    """
+    """Return the ids of the traces of one source on some Workloads in some tiers, under any name, oldest first."""
     rows = store.rows(
         TRACES_OF_SOURCE,
         {"digest": digest, "definition_digest": definition_digest, "gpu": gpu, "uuids": uuids, "tiers": [*tiers]},
@@ -257,12 +255,12 @@ def traces_of_source(
 
 
 def model_run_rows(store: Store, model: str, gpus: list[str]) -> list[dict[str, Any]]:
-    """What was measured of a model itself, newest first."""
+    """Return the measurements of a whole model, newest first."""
     return store.rows(MODEL_RUNS, {"model": model, "gpus": gpus})
 
 
 def traced_digests(store: Store) -> dict[str, set[str]]:
-    """Definition -> the digests of it that traces which count are about."""
+    """Return Definition -> its digests in traces that count."""
     found: dict[str, set[str]] = {}
     for row in store.rows(TRACED_DIGESTS):
         found.setdefault(row["definition"], set()).add(row["definition_digest"])
@@ -270,25 +268,24 @@ def traced_digests(store: Store) -> dict[str, set[str]]:
 
 
 def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
-    """For each id: whether the trace is here, its status, and whether a later failure took it back."""
+    """Return for each id: whether the trace exists, its status, and whether a later failure revoked it."""
     return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
 
 
 def cited_cases(store: Store, cases: list[str]) -> dict[str, bool]:
-    """``GPU/SOLUTION/AXES`` -> whether today's source is verified there, of those that ever passed a promotion."""
+    """Return ``GPU/SOLUTION/AXES`` -> True if today's source is verified there, for cases that ever passed a promotion."""
     return {row["case_name"]: row["is_verified"] for row in store.rows(CITED_CASES, {"cases": cases})}
 
 
 def cited_searches(store: Store) -> set[str]:
-    """``GPU/SOLUTION`` of every search over configs that is recorded with today's sources."""
+    """Return ``GPU/SOLUTION`` of every recorded config search with today's sources."""
     return {row["search"] for row in store.rows(CITED_SEARCHES)}
 
 
 # ---- pattern pages --------------------------------------------------------------------------------
-# The pattern base: the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section a pattern.
-#
-# A section begins with its title as a heading of the second level. A block of TOML follows, with the ``name`` of the
-# pattern and the keys of :class:`~tilegym_db.records.loop.Pattern`. The advice comes after it.
+# Reads the pages ``docs/patterns/<language>.md`` of the catalog's roots, one section per pattern.
+# A section is a second-level heading, then a block of TOML with the ``name`` of the pattern and the keys of
+# :class:`~tilegym_db.records.loop.Pattern`, then the advice.
 
 _SECTION = re.compile(
     r"\A## (?P<title>[^\n]+)\n\s*```toml\n(?P<keys>.*?)^```\n(?P<text>.*)\Z", re.DOTALL | re.MULTILINE
@@ -327,7 +324,7 @@ def read_patterns(catalog: Catalog) -> tuple[list[Pattern], list[str]]:
 
 
 def _sections(path: Path) -> list[tuple[int, str]]:
-    """Cut a page at its headings of the second level: line number and text of each section.
+    """Split a page at its second-level headings: line number and text of each section.
 
     Raises:
         RecordError: the page cannot be read, or has no section; names the file.
@@ -349,7 +346,7 @@ def _sections(path: Path) -> list[tuple[int, str]]:
 
 
 def _pattern(section: str, language: str, place: str) -> Pattern:
-    """Make the pattern of a section.
+    """Return the pattern of a section.
 
     Raises:
         RecordError: the section has no block of TOML, or the record is not valid; names the file and the line.

@@ -1,7 +1,7 @@
-"""Published traces of an older layout, written anew as trace sets: ``python -m tilegym_db.store.migrate FOLDER...``.
+"""Rewrites published traces of an older layout as trace sets: ``python -m tilegym_db.store.migrate FOLDER...``.
 
-Layout 1 had one whole trace a line, all searches of a GPU in ``tuning.jsonl``, and ``resolver.json``, which stated again what
-the traces say. A folder is ``traces/<gpu>`` or ``published/<gpu>``. Whoever migrates a folder vouches for it: its lock is
+Layout 1 had one whole trace per line, all searches of a GPU in ``tuning.jsonl``, and ``resolver.json``, a copy of data
+in the traces. A folder is ``traces/<gpu>`` or ``published/<gpu>``. Migrating a folder declares it trusted: its lock is
 signed by this installation, or is the package's own in a checkout.
 """
 
@@ -30,10 +30,10 @@ from tilegym_db.store.tuning import TuningStep
 
 
 def migrate_folder(folder: Path, catalog: Catalog | None = None, home: Path | None = None) -> list[Path]:
-    """Write a folder of layout 1 as trace sets, steps by Definition, and a lock. Returns the files that were written.
+    """Rewrite a folder of layout 1 as trace sets, steps by Definition, and a lock. Return the written files.
 
-    Every trace, failure and step stays; ``resolver.json`` and ``tuning.jsonl``, which are stated elsewhere then, are removed
-    last. A folder that is migrated already stays as it is.
+    Every trace, failure and step stays. ``resolver.json`` and ``tuning.jsonl``, which are then redundant, are removed
+    last. A migrated folder stays as it is.
 
     Raises:
         RecordError: a file is not valid; then nothing was changed.
@@ -74,7 +74,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _provides(table: dict[str, Any], catalog: Catalog) -> dict[str, str | None]:
-    """What each Solution provides: as the old table says, and as the catalog does for what is not in it."""
+    """Return the ``provides`` of each Solution: from the old table, else from the catalog."""
     said = {name: files.record.spec.provides for name, files in catalog.solutions.items()}
     candidates = itertools.chain.from_iterable(entry["candidates"] for entry in table.get("entries", ()))
     return said | {item["solution"]: item.get("provides") for item in candidates}
@@ -102,7 +102,7 @@ def _steps(folder: Path, catalog: Catalog) -> dict[Path, str]:
 
 
 def _place(step: TuningStep, folder: Path, catalog: Catalog) -> tuple[str, str]:
-    """op_type and Definition of a step: by its Solution, or by the traces of that meaning where it left the catalog."""
+    """Return op_type and Definition of a step: by its Solution, or by its traces if the Solution left the catalog."""
     try:
         record = catalog.definition(catalog.solution(step.solution).record.definition)
         return record.op_type, record.name
@@ -121,7 +121,7 @@ def _first_traces(folder: Path) -> Iterable[Trace]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Migrate the folders given on the command line; returns 1 where one cannot be."""
+    """Migrate the folders given on the command line; return 1 if one cannot be migrated."""
     parser = argparse.ArgumentParser(description="Write published traces of an older layout as trace sets.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="traces/<gpu> or published/<gpu>")
     for folder in parser.parse_args(arguments).folders:

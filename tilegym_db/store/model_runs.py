@@ -1,5 +1,6 @@
-"""Runs of whole models: one signed file each under the home folder, those that are published in ``traces/<gpu>``, and a table
-that is derived from both."""
+"""Runs of whole models: one signed file each in the home folder, published ones in ``traces/<gpu>``, and a table of
+both.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _KEY = "signature"
 
 
 def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
-    """Write a run, signed, to ``<home>/model_runs/<run_id>.json`` and return that path; the next ingest brings it in."""
+    """Write a signed run to ``<home>/model_runs/<run_id>.json`` and return that path. The next ingest loads it."""
     folder = home or default_home()
     path = folder / FOLDER / f"{run.run_id}.json"
     with writing(folder):
@@ -44,10 +45,10 @@ def save_model_run(run: ModelRun, home: Path | None = None) -> Path:
 
 
 def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
-    """Return the run that a file holds; ``local`` where this installation signed it, ``foreign`` where it did not.
+    """Read the run in a file. Its origin is ``local`` if this installation signed it, else ``foreign``.
 
     Raises:
-        RecordError: it is no run, or cannot be read.
+        RecordError: it is not a run, or cannot be read.
     """
     content = parse_object(read_bytes(path, "model run"), ModelRun.kind, path)
     claimed = content.pop(_KEY, None) if isinstance(content, dict) else None
@@ -57,7 +58,7 @@ def read_model_run(path: Path, home: Path) -> tuple[ModelRun, Origin]:
 
 
 def stored_model_runs(home: Path) -> list[ModelRun]:
-    """Return the runs in a home folder that can be read, in no particular order."""
+    """Return the readable runs in a home folder, in no particular order."""
     runs = []
     for path in regular_files(home / FOLDER, "*.json"):
         try:
@@ -68,9 +69,9 @@ def stored_model_runs(home: Path) -> list[ModelRun]:
 
 
 def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestReport:
-    """Insert the runs of a home folder that the database does not have yet. What is none is reported and left out.
+    """Insert new runs of a home folder into the database. Invalid files are reported and left out.
 
-    With ``trust``, those that nothing signed count from now on.
+    With ``trust``, unsigned runs count from now on.
     """
     known = {row["run_id"] for row in store.rows(statements.OWN_MODEL_RUN_IDS)}
     rows: list[dict[str, Any]] = []
@@ -97,7 +98,7 @@ def load_model_runs(store: Store, home: Path, *, trust: bool = False) -> IngestR
 
 
 def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
-    """Return the files of published runs by name, one a model: a run a line."""
+    """Return name -> text of the files of published runs: one file per model, one run per line."""
     texts: dict[str, str] = {}
     for run in runs:
         name = re.sub(r"[^\w.-]", "-", run.model) + MODELS_SUFFIX
@@ -106,9 +107,7 @@ def model_texts(runs: Iterable[ModelRun]) -> dict[str, str]:
 
 
 def published_model_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
-    """Return the rows of the table that come with a catalog; a file or line that is not used is named in ``refused``
-    instead.
-    """
+    """Return the table rows of a catalog's runs. An unused file or line is named in ``refused`` instead."""
     return [row for path in published_model_files(catalog) for row in _published(path, home, refused)]
 
 

@@ -1,7 +1,7 @@
-"""Calibrated peaks of GPUs: one file a calibration in ``<home>/peaks/``, and one a GPU beside the published traces.
+"""Calibrated peaks of GPUs: one file per calibration in ``<home>/peaks/``, and one per GPU beside the published traces.
 
-As journals are for traces, these files are the truth: the table is filled from them whenever one of them changes. What
-was measured here wins over what was published, which was measured on some other machine of the kind.
+The database table is filled from these files when one changes. Local measurements override published ones, which come
+from another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilegym_db.records.roofline import GpuPeaks
 
 
 def save_peaks(peaks: GpuPeaks, home: Path | None = None) -> Path:
-    """Store a calibration made on this machine; the database has it from when it is next opened. Returns the file.
+    """Store a calibration of this machine and return its file. The database loads it when it is next opened.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -41,7 +41,7 @@ def peaks_text(peaks: GpuPeaks) -> str:
 def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[str, Any]]:
     """Return the rows of the table, from every file.
 
-    One that is not valid is left out and named once; a published one that nobody vouches for is named in ``refused``.
+    An invalid file is left out and named once. An untrusted published file is named in ``refused``.
     """
     rows = []
     for is_own, files in ((True, own_peaks_files(home)), (False, published_peaks_files(catalog))):

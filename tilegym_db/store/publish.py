@@ -1,12 +1,13 @@
-"""The published snapshot: what the resolver reads and what ships with the package.
+"""Publishes the snapshot of a GPU: the resolver's input, which also ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` holds the best promoted trace per solution and shape, as a trace set, which is
-what the resolver reads as well; ``<definition>.tuning.jsonl`` beside it what the searches tried that found its configs, or
-nothing better than the defaults; ``traces/<gpu>/peaks.json`` what the GPU was calibrated to do, which speed-of-light ratios
-were taken against; ``traces/<gpu>/<model>.models.jsonl`` the newest runs of a model. Beside the passes lie the failures that
-took others back, since a store that has an older snapshot would go on believing it. ``traces/<gpu>/traces.lock.json`` states
-the digest of every file. Everything is put together before the first file is written, and the lock is written last, so that it
-never vouches for what is not there.
+``traces/<gpu>/<op_type>/<definition>.jsonl`` is a trace set with the best promoted trace per solution and shape.
+``<definition>.tuning.jsonl`` beside it has the search steps that found its configs, or found no better ones.
+``traces/<gpu>/peaks.json`` has the calibrated peaks behind the speed-of-light ratios.
+``traces/<gpu>/<model>.models.jsonl`` has the newest runs of a model.
+
+A trace set also has the failures that revoked passes, since a store with an older snapshot would still count those
+passes. ``traces/<gpu>/traces.lock.json`` has the digest of every file. All content is prepared before the first file is
+written, and the lock is written last, so that it never names a missing file.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from tilegym_db.store.model_runs import model_texts
 from tilegym_db.store.peaks_files import peaks_text
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
-"""The command that shows which traces have figures that cannot be true, and why."""
+"""Command that shows the traces with impossible figures, and the reasons."""
 
 RUNS_KEPT_BACK = {
     "foreign": "runs of models that this installation did not sign (--trust)",
     "discarded": "runs of models with a change that the loop discarded",
-    "throttled": "runs of models on a GPU that was throttled meanwhile",
+    "throttled": "runs of models on a GPU that was throttled during the run",
     "claimless": "runs of models without an interval (no kernel ran, or too few rounds)",
 }
 
@@ -58,26 +59,28 @@ _SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What was published. ``written`` leaves out files that were the same already."""
+    """The result of publishing. ``written`` leaves out unchanged files."""
 
     folder: Path
     entries: int
     traces: int
     revocations: int
-    """Failures that go along, because they took back what was promoted before."""
+    """Number of published failures that revoked earlier promotions."""
     model_runs: int
-    """Runs of whole models that go along; none into the user's own folder, whose home has them."""
+    """Number of published model runs; 0 for the user's own folder, whose home has them."""
     left_out: dict[str, int]
-    """Why solutions with a config and a shape, or runs of models, were left out, and how many; only what there is any of."""
+    """Reason -> number of solutions with a config and shape, or of model runs, that were left out; without zeros."""
     written: tuple[Path, ...]
     leftover: tuple[Path, ...]
-    """Trace files of this GPU that hold nothing verified any more; yours to delete."""
+    """Trace files of this GPU without verified traces, which the user may delete."""
     unconfined: int = 0
-    """Of the traces: those of workers that were not confined, of sources that the package ships; into the user's folder alone."""
+    """Number of traces from unconfined workers with shipped sources; only in the user's own folder."""
 
 
 def published_folder(gpu: str, root: Path | None = None) -> Path:
-    """``<root>/traces/<gpu>``; without a root, that of a writable checkout, else ``<home>/published/<gpu>``."""
+    """Return ``<root>/traces/<gpu>``. Without a root, return that of a writable checkout, else
+    ``<home>/published/<gpu>``.
+    """
     shipped = shipped_root()
     if root is None and (shipped / "pyproject.toml").is_file() and os.access(shipped, os.W_OK):
         root = shipped
@@ -87,17 +90,18 @@ def published_folder(gpu: str, root: Path | None = None) -> Path:
 def publish(
     store: Store, gpu: str, root: Path | None = None, *, own: bool = False, without: Collection[str] = ()
 ) -> PublishReport:
-    """Write the snapshot of one GPU: a slug, such as ``h200``, or a family of which one GPU has traces.
+    """Write the snapshot of one GPU, given as a slug such as ``h200`` or as a family of which one GPU has traces.
 
-    Runs of whole models go along, unless it goes to the user's home, where they lie. Peaks go along where they were measured on
-    this machine and an empty kernel took no longer than in those that were published before, which stay otherwise. Steps of
-    searches go along with those that were published before, of today's sources.
-    Publishing the same traces again changes no byte, not even the date. With ``own`` it goes to the user's home, also where a
-    checkout could be written. Solutions with a digest in ``without`` are left out. What workers promoted that were not confined
-    goes to the user's home alone, and only of sources that the package ships.
+    Model runs are included, unless the target is the user's home, which has them. Peaks measured on this machine are
+    included if an empty kernel took no longer than in the published peaks; otherwise the published ones stay. New
+    search steps join the published ones of today's sources.
+
+    Publishing the same traces again changes no byte, including the date. With ``own`` the target is the user's home,
+    even if a checkout is writable. Solutions with a digest in ``without`` are left out. Traces by unconfined workers go
+    only to the user's home, and only those of shipped sources.
 
     Raises:
-        NotFoundError: nothing of that GPU can be published, and no failure took anything back; says what was left out.
+        NotFoundError: the GPU has neither publishable traces nor revoking failures; says what was left out.
         HardwareError: several GPUs of that family have traces.
         StoreError: the folder cannot be written, or ``store`` is behind the catalog.
     """
@@ -135,7 +139,7 @@ def publish(
 
 
 def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, str]) -> tuple[Path, ...]:
-    """Write what is not the same already, the lock of all digests last; returns what was written."""
+    """Write the changed files and then the lock of all digests; return the written files."""
     kept = _kept(folder, store.home, contents)
     files = {path.relative_to(folder).as_posix(): sha256(text.encode()) for path, text in contents.items()} | kept
     changed = {path: text for path, text in contents.items() if not _same(path, text)}
@@ -146,7 +150,7 @@ def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, s
         write_atomically(path, text.encode())
     for path in folder.glob(f"*/*{TUNING_SUFFIX}"):
         if path not in contents:
-            path.unlink(missing_ok=True)  # steps of older sources alone
+            path.unlink(missing_ok=True)  # only steps of older sources
     return tuple(changed)
 
 
@@ -161,7 +165,8 @@ def _one_gpu(asked: str, traced: list[str]) -> str:
 
 
 def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[PublishReport]:
-    """:func:`publish` for every GPU with traces that a slug or family means: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
+    """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and
+    ``h100-pcie``.
 
     Raises:
         NotFoundError, StoreError: as for :func:`publish`.
@@ -170,10 +175,10 @@ def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[Publis
 
 
 def _may_replace(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:
-    """Return True if peaks of this host may bound all published traces: those of the host with the shortest launch do.
+    """Return True if this host's peaks may bound all published traces: the host with the shortest launch decides.
 
-    What a timer adds to a launch differs between hosts of one kind of GPU (1.3 and 2.9 us on two H200s). Bounded by the longer
-    launch, correct times of the other host would lie below the physics floor.
+    A timer's addition to a launch differs between hosts of one GPU kind (1.3 and 2.9 us on two H200s). With the longer
+    launch as bound, correct times of the other host would lie below the physics floor.
     """
     return published is None or published.timer != peaks.timer or peaks.launch_us.value <= published.launch_us.value
 
@@ -184,11 +189,11 @@ def _published_peaks(folder: Path, home: Path) -> GpuPeaks | None:
     try:
         return None if content is None else GpuPeaks.from_json(content, path)
     except RecordError:
-        return None  # of an older version, or damaged: written anew
+        return None  # of an older version, or damaged: write it again
 
 
 def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, str]:
-    """Digests of what stays as it was published before: the peaks, where those measured here do not replace them."""
+    """Return the digests of published files that stay: the peaks, if local ones do not replace them."""
     path = folder / PEAKS_NAME
     if path in contents or not path.is_file():
         return {}
@@ -197,7 +202,7 @@ def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, s
 
 
 def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
-    """Return True if a lock that this installation wrote, or may write, says the same already."""
+    """Return True if a lock that this installation wrote, or may write, already states the same."""
     if not (folder / LOCK_NAME).is_file():
         return False
     try:
@@ -213,9 +218,7 @@ def _top_files(folder: Path) -> list[Path]:
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """Return the shipped sources of Definitions that workers which were not confined promoted here; mostly there are
-    none.
-    """
+    """Return the shipped sources of Definitions promoted here by unconfined workers. Usually there are none."""
     return shipped_keys(queries.unconfined_definitions(store, gpu))
 
 
@@ -249,9 +252,7 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
 
 
 def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the trace sets of what ``publishable_rows`` and ``revoking_rows`` give, by their paths in the folder of a
-    GPU.
-    """
+    """Return path in the GPU's folder -> trace set, from ``publishable_rows`` and ``revoking_rows``."""
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
@@ -264,7 +265,7 @@ def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _tuning_files(store: Store, gpu: str, folder: Path) -> dict[Path, str]:
-    steps = queries.publishable_steps(store, gpu)  # by Definition; those of older sources leave
+    steps = queries.publishable_steps(store, gpu)  # by Definition; steps of older sources are dropped
     contents = {}
     for (op_type, definition), group in itertools.groupby(steps, key=lambda item: item[:2]):
         records = [step.to_dict() for _, _, step in group]

@@ -1,4 +1,4 @@
-"""Traces to a data set that a team shares, and from there into this store."""
+"""Shares traces through a team's data set, and loads its traces into this store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tilegym_db.store.statements import VERIFIED_TIERS, listed
 
 @dataclass
 class SharedReport:
-    """What was written to a data set: traces, those of them that it had already, files, and what in it is not valid."""
+    """The result of sharing: traces written, traces already there, files, and invalid files."""
 
     traces: int = 0
     known: int = 0
@@ -42,9 +42,9 @@ class SharedReport:
 
 
 def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) -> SharedReport:
-    """Add the traces that were measured here, of one GPU slug or family or of all, where the data set does not have them.
+    """Add new traces measured here to the data set, of one GPU slug or family or of all.
 
-    What was shipped, or came from others, is theirs to share. Each GPU's traces become one file.
+    Shipped traces and traces of other installations are not shared. Each GPU's traces become one file.
 
     Raises:
         StoreError: the data set cannot be reached, was written by a newer version, or cannot be written.
@@ -66,7 +66,7 @@ def share_traces(store: Store, data_set: SharedDataSet, gpu: str | None = None) 
 
 
 def _own_traces_in(store: Store, data_set: SharedDataSet) -> tuple[set[str], list[str]]:
-    """Which of the traces that were measured here a data set has, and what in it is no valid file. Reads new files alone."""
+    """Return the local traces that a data set has, and its invalid files. Only new files are read."""
     files = data_set.files()
     remembered = read_own_traces(store.home, data_set.uri)
     new = [file for file in files if (file.name, file.size) not in remembered]
@@ -87,12 +87,13 @@ def _own_traces_in(store: Store, data_set: SharedDataSet) -> tuple[set[str], lis
 def sync_traces(
     store: Store, data_set: SharedDataSet, *, trust: bool = False, again: bool | None = None
 ) -> tuple[IngestReport, list[str]]:
-    """Bring every trace of a data set into the store that it does not have; files that were read before are not read again.
+    """Load every new trace of a data set into the store. Files that were read before are skipped.
 
-    Returns what was brought in, and of each file that is not valid, why; such files stop nothing.
+    Return the report and the reason for each invalid file, which stops nothing.
 
-    Traces that this installation signed are local, all others foreign: they count only with ``trust``, and are shown without.
-    With ``again``, which is as ``trust`` by default, files that were read are read again: they may have been read without trust.
+    Traces signed by this installation are local. All others are foreign: they are shown, but count only with ``trust``.
+    With ``again`` (by default equal to ``trust``) all files are read again, since they may have been read without
+    trust.
 
     Raises:
         StoreError: the data set is empty, cannot be reached, or was written by a newer version; then nothing at all was
@@ -127,7 +128,7 @@ def sync_traces(
 
 
 def brought_in(data_set: SharedDataSet, *, trust: bool = False) -> tuple[IngestReport, list[str]]:
-    """:func:`sync_traces` into the user's store, and every reason why something was not taken."""
+    """Run :func:`sync_traces` on the user's store; return the report and the reason for every omission."""
     with open_store() as store:
         report, problems = sync_traces(store, data_set, trust=trust)
     return report, [*problems, *map(str, report.rejected)]
@@ -136,12 +137,13 @@ def brought_in(data_set: SharedDataSet, *, trust: bool = False) -> tuple[IngestR
 def query_data_set(
     uri: str, text: str, *, trust: bool = False, as_arrow: bool = False, timeout_s: float | None = None
 ) -> QueryResult:
-    """Answer one SQL statement over the traces of a data set, in a store that is kept for it: the shipped ones are there too.
+    """Answer one SQL statement over the traces of a data set and the shipped ones, in a separate cached store.
 
-    Each file is read once. Where the data set has lost one that was read, the store is made anew.
+    Each file is read once. If the data set lost a file that was read, the store is rebuilt.
 
     Raises:
-        StoreError: as :func:`sync_traces`; also where a file of the data set is not valid, since answers would lack it.
+        StoreError: as :func:`sync_traces`; also if a file of the data set is not valid, since answers would be
+            incomplete.
         QueryError: as :func:`~tilegym_db.store.sql.run_user_query`.
     """
     data_set = SharedDataSet(uri)
@@ -158,12 +160,12 @@ def query_data_set(
 
 
 def _renewed(folder: Path, data_set: SharedDataSet, catalog: Catalog, *, trust: bool) -> list[str]:
-    """Bring the store of a data set up to date; returns what in the data set is no valid file."""
+    """Update the store of a data set; return the invalid files of the data set."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = {str(Path(f"{data_set.uri}/{file.name}")) for file in data_set.files()}
     key = folder / KEY_NAME
     if not key.is_symlink():
-        key.symlink_to(home() / KEY_NAME)  # what was measured here is local there as well
+        key.symlink_to(home() / KEY_NAME)  # so that local traces are local there as well
     with open_store(folder, catalog=catalog) as store:
         read = {row["path"] for row in store.rows(statements.INGESTED_FILES)}
         lost = {path for path in read if path.startswith(str(Path(data_set.uri)))} - listed
@@ -174,7 +176,7 @@ def _renewed(folder: Path, data_set: SharedDataSet, catalog: Catalog, *, trust: 
 
 
 def _write(path: Path, rows: Sequence[Row]) -> None:
-    """As lines of a journal, whose signatures are looked at as those of any journal are."""
+    """Write the rows as lines of a journal, so that loading checks their signatures."""
     lines = (
         f'{row.record[:-1]}, "signature": "{row.signature}"}}\n' if row.signature else f"{row.record}\n" for row in rows
     )
@@ -187,26 +189,25 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 
 # ---- data set -------------------------------------------------------------------------------------
-# A Parquet data set of traces in a folder or an object store: append-only, and safe with any number of writers.
-#
-# A file is written once, whole, under the digest of its rows (``gpu=h200/<digest>.parquet``), so that writing the
-# same traces twice, or from two machines at once, makes the same file; readers count a trace once whatever files it
-# is in. A row has the whole trace as JSON (``record``) and the signature of the installation that measured it.
-# Credentials are those that the environment gives any S3 tool; they are neither taken from an address nor stored, and
-# never part of a message.
+# A Parquet data set of traces in a folder or an object store. It is append-only and safe for concurrent writers.
+# A file is written once, complete, under the digest of its rows (``gpu=h200/<digest>.parquet``). Writing the same
+# traces twice, or from two machines at once, makes the same file. Readers count a trace once even if several files have
+# it. A row has the whole trace as JSON (``record``) and the signature of the measuring installation.
+# Credentials come from the environment, as for any S3 tool. They are not taken from an address, not stored, and not
+# part of a message.
 
 SCHEMA_VERSION = 1
-"""Of the files. A newer version may add columns; one that changes the meaning of a column raises it."""
+"""Version of the files. A newer version may add columns; a changed meaning of a column raises it."""
 VERSION_KEY = b"tilegym_db.schema_version"
 COLUMNS = ("trace_id", "definition", "solution", "workload_uuid", "tier", "status", "record", "signature")
 SUFFIX = ".parquet"
 MAX_OTHERS = 10_000
-"""Folders, and files that are not Parquet, in a folder that is a data set; a writer that was killed leaves one hidden file."""
+"""Maximum number of folders and non-Parquet files in a data set's folder. A killed writer leaves one hidden file."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A trace as JSON, and the signature of who measured it ('' where nobody signed it)."""
+    """A trace as JSON, and the signature of the measuring installation ('' if unsigned)."""
 
     record: str
     signature: str = ""
@@ -225,7 +226,7 @@ class SharedDataSet:
     """The data set at one address: a folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it."""
 
     def __init__(self, uri: str, *, max_others: int = MAX_OTHERS) -> None:
-        """Open it; nothing is asked of the address yet.
+        """Open the data set without accessing the address.
 
         Args:
             uri: the address.
@@ -240,7 +241,7 @@ class SharedDataSet:
         self.place = SharedPlace(uri)
 
     def files(self) -> list[DataFile]:
-        """Return every file, by name; none where nothing was written yet.
+        """Return every file, by name; an empty list before the first write.
 
         Raises:
             StoreError: the address cannot be reached or listed to its end.
@@ -264,7 +265,7 @@ class SharedDataSet:
         return sorted(found, key=lambda file: file.name)
 
     def _local_files(self) -> list[DataFile]:
-        """As :meth:`files`, of a folder; one that is evidently something else, such as ``/tmp``, is refused early."""
+        """Return :meth:`files` of a folder. A folder that is clearly no data set, such as ``/tmp``, is refused early."""
         found, others = [], 0
         if not os.path.isdir(self.place.root):
             if os.path.lexists(self.place.root):
@@ -286,11 +287,11 @@ class SharedDataSet:
         return sorted(found, key=lambda file: file.name)
 
     def _refuse_listing(self, error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # a folder that was removed meanwhile holds nothing
+        if not isinstance(error, FileNotFoundError):  # a folder removed since holds nothing
             raise self.place.refused("list", error) from None
 
     def trace_ids(self, files: Sequence[DataFile]) -> tuple[set[str], list[str]]:
-        """What the files hold, by trace id; and of each that is no valid file, why.
+        """Return the trace ids in the files, and the reason for each invalid file.
 
         Raises:
             StoreError: as :meth:`rows`.
@@ -304,7 +305,7 @@ class SharedDataSet:
         return known, problems
 
     def rows(self, file: DataFile) -> tuple[list[Row], str]:
-        """Return the rows of a file; none and the reason where it is no valid one: cut off, or not what its name says.
+        """Return the rows of a file; no rows and the reason if it is cut off or does not match its name.
 
         Raises:
             StoreError: it was written by a newer version, or cannot be fetched.
@@ -319,10 +320,10 @@ class SharedDataSet:
         return rows, ""
 
     def add(self, rows: Sequence[Row], gpu: str) -> str | None:
-        """Write rows of one GPU slug as one file, which is there whole or not at all; its name, or None if it was there.
+        """Write rows of one GPU slug as one complete file; return its name, or None if it exists.
 
         Raises:
-            StoreError: it cannot be written; nothing of it is there then.
+            StoreError: it cannot be written; no part of it remains.
         """
         import pyarrow.parquet as parquet
 
@@ -333,7 +334,7 @@ class SharedDataSet:
         return name if new else None
 
     def _read(self, file: DataFile, columns: list[str]) -> tuple[Any, str]:
-        """Return the columns of a file as a table, or None and why it is no valid file."""
+        """Return the columns of a file as a table, or None and the reason why it is not valid."""
         import pyarrow
         from pyarrow import dataset
 
@@ -353,14 +354,14 @@ class SharedDataSet:
         except (pyarrow.ArrowInvalid, ValueError) as error:
             return None, f"{file.name} is no whole Parquet file: {hidden(str(error).splitlines()[0])}"
         except OSError as error:
-            # Arrow calls a page that cannot be decoded an error of input and output as well.
+            # Arrow also reports a page that cannot be decoded as an input/output error.
             if self.place.is_local or "Couldn't deserialize" in str(error) or "Unexpected end of stream" in str(error):
                 return None, f"{file.name} cannot be read: {hidden(str(error).splitlines()[0])}"
             raise self.place.refused("read", error) from None
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """What names a file: the same for the same rows, in whatever order and whoever writes them."""
+    """Return the digest that names a file. It does not depend on the order of rows or the writer."""
     ordered = sorted(rows, key=lambda row: row.record)
     return length_prefixed_digest(part.encode() for row in ordered for part in (row.record, row.signature))
 
@@ -382,7 +383,7 @@ def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 # ---- exchange -------------------------------------------------------------------------------------
-# Which traces can be told to others: those that stand verified, and failures of sources that the catalog still holds.
+# Selects shareable traces: verified ones, and failures of sources in the catalog.
 
 _TOLD = f"""
     SELECT trace_id FROM verified
@@ -411,59 +412,56 @@ _UNVERIFIED = """
 """
 
 
-def told_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
-    """Return the traces of one GPU slug and family, or of all, oldest first."""
+def shareable_traces(store: Store, gpu: str | None = None, op_type: str | None = None) -> list[Trace]:
+    """Return the shareable traces of one GPU slug and family, or of all, oldest first."""
     ids = [row["trace_id"] for row in store.rows(_TOLD, {"gpus": slugs(gpu), "op_type": op_type})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 
 def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
-    """Return those that were measured here, of one GPU slug and family, or of all, oldest first.
+    """Return the shareable traces measured here, of one GPU slug and family, or of all, oldest first.
 
-    Promotions by workers that were not confined are nobody else's to believe, and not among them.
+    Promotions by unconfined workers are excluded: other installations must not trust them.
     """
     ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": slugs(gpu)})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))
 
 
 def unverified_counts(store: Store, gpu: str | None = None, op_type: str | None = None) -> dict[str, int]:
-    """Tier -> how many passes do not stand verified: superseded, taken back, or of a screen only."""
+    """Return tier -> number of passes that are not verified: superseded, revoked, or only screened."""
     return {row["tier"]: row["traces"] for row in store.rows(_UNVERIFIED, {"gpus": slugs(gpu), "op_type": op_type})}
 
 
 # ---- remembered -----------------------------------------------------------------------------------
-# What this installation remembers of data sets that a team shares, so that no file is read twice: ``<home>/shared``.
-#
-# A file of a data set never changes, since its name is the digest of its rows. Everything here may be removed at any
-# time; then the files are read once more.
+# Caches what this installation read of shared data sets in ``<home>/shared``, so that no file is read twice.
+# A file of a data set never changes, since its name is the digest of its rows. Removing the cache is safe; the files
+# are then read again.
 
-LARGEST = 1 << 30
+MAX_CACHE_BYTES = 1 << 30
 
 OwnTraces = Mapping[tuple[str, int], Sequence[str]]
-"""Name and size of a file -> the traces of this installation that are in it."""
+"""Name and size of a file -> its traces from this installation."""
 
 
 def store_folder(home: Path, uri: str, *, trust: bool) -> Path:
-    """Return the folder of a store with the traces of one data set, for questions about it; apart for traces that were
-    trusted.
-    """
+    """Return the folder of a store for queries of one data set; trusted traces have a separate one."""
     return home / FOLDER / f"{_digest(uri)}-v{statements.SCHEMA_VERSION}{'-trusted' if trust else ''}"
 
 
 def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
-    """What :func:`remember_own_traces` wrote; nothing if that is missing or damaged."""
+    """Return the mapping that :func:`remember_own_traces` wrote; empty if its file is missing or damaged."""
     path = _path(home, uri)
     if not path.is_file():
         return {}
     try:
-        content = json.loads(read_bytes(path, "memory of a data set", LARGEST))
+        content = json.loads(read_bytes(path, "memory of a data set", MAX_CACHE_BYTES))
         return {(str(name), int(size)): [str(one) for one in ids] for name, size, ids in content["files"]}
     except (RecordError, ValueError, KeyError, TypeError):
         return {}
 
 
 def remember_own_traces(home: Path, uri: str, found: OwnTraces, files: Iterable[DataFile]) -> None:
-    """Write what was found in those files that the data set still has.
+    """Write the findings for the files that the data set still has.
 
     Raises:
         StoreError: it cannot be written.

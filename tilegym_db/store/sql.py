@@ -1,7 +1,7 @@
-"""The user's SQL: one statement that reads, over a connection that can do nothing else.
+"""Runs the user's SQL: one SELECT on a restricted connection.
 
-Two fences. The statement must parse as exactly one SELECT (:mod:`tilegym_db.store.asking`); and the connection is read-only
-with file access, extensions and settings locked (:mod:`tilegym_db.store.database`), so that a SELECT cannot reach outside.
+Two checks confine it. The statement must parse as exactly one SELECT (:mod:`tilegym_db.store.asking`). The connection
+is read-only, with file access, extensions and settings locked (:mod:`tilegym_db.store.database`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def run_user_query(
     as_arrow: bool = False,
     timeout_s: float | None = None,
 ) -> QueryResult:
-    """Answer one SQL statement that a user typed. An interrupt (SIGINT) in the main thread ends it at once.
+    """Answer one SQL statement of the user. An interrupt (SIGINT) in the main thread ends it at once.
 
     Args:
         text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``).
         params: values for ``?`` or ``$name``.
         path, catalog, lock_timeout_s: as for :func:`open_store`.
-        as_arrow: the answer as a ``pyarrow.Table``, which keeps DuckDB's types; it has no rows then.
-        timeout_s: seconds after which the query is stopped; None for as long as it takes.
+        as_arrow: return a ``pyarrow.Table``, which keeps DuckDB's types, instead of rows.
+        timeout_s: seconds after which the query is stopped; None for no limit.
 
     Raises:
-        QueryTimeoutError: ``timeout_s`` went by.
-        QueryError: not a single read, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
+        QueryTimeoutError: the query took longer than ``timeout_s``.
+        QueryError: not a single SELECT, too long, too many rows, or DuckDB refused it; carries DuckDB's message.
         StoreError: the database cannot be opened.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
     """

@@ -1,6 +1,6 @@
-"""The SQL that makes the tables and views, and fills them. Values reach it as bound parameters only.
+"""The SQL that creates and fills the tables and views. Values are always bound parameters.
 
-Tables and views are beside this file, in ``schema.sql`` and ``views.sql``; questions are in ``queries``.
+``schema.sql`` and ``views.sql`` beside this file have the tables and views; ``queries`` has the queries.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
 
 
 def listed(values: tuple[str, ...]) -> str:
-    """Texts as SQL lists them."""
+    """Return texts as an SQL list."""
     return ", ".join(f"'{value}'" for value in values)
 
 
 def schema_sql() -> str:
-    """Return the statements that make the tables of an empty database."""
+    """Return the statements that create the tables of an empty database."""
     return files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
 
 
 def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
-    """Return the statements that make, or renew, the views; passes of ``tiers`` are what they call verified."""
+    """Return the statements that create or renew the views, in which passes of ``tiers`` count as verified."""
     text = files(__package__).joinpath("views.sql").read_text(encoding="utf-8")
     families = {slug: gpu_family(slug) for slug in GPU_SLUGS}
     named = " ".join(f"WHEN '{slug}' THEN '{family}'" for slug, family in families.items() if slug != family)
@@ -40,12 +40,12 @@ def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
 
 
 def imported_sql() -> str:
-    """Return the statements that make the table and the views of imported records."""
+    """Return the statements that create the table and the views of imported records."""
     return files(__package__).joinpath("imported.sql").read_text(encoding="utf-8")
 
 
 def loop_sql() -> str:
-    """Return the statements that make the table and the views of the loop's records."""
+    """Return the statements that create the table and the views of the loop's records."""
     text = files(__package__).joinpath("loop.sql").read_text(encoding="utf-8")
     return text.replace("$min_speedup", repr(MIN_SPEEDUP)).replace("$sandbox_level", repr(PUBLISHED_SANDBOX_LEVEL))
 
@@ -58,8 +58,8 @@ META = "SELECT key, value FROM meta"
 FORGET_META = "DELETE FROM meta WHERE key = $key"
 REMEMBER_META = "INSERT INTO meta VALUES ($key, $value)"
 
-# Each takes $records, one JSON array. A record that left the catalog stays, no longer current; one that is back, or
-# whose description changed, is replaced.
+# Each takes $records, one JSON array. A record that left the catalog stays, marked as not current. One that returned,
+# or whose description changed, is replaced.
 _GIVEN_DEFINITIONS = """(SELECT unnest(from_json($records::JSON,
     '[{"name":"VARCHAR","version":"VARCHAR","digest":"VARCHAR","op_type":"VARCHAR","record":"JSON"}]'),
     recursive := true))"""
@@ -87,7 +87,7 @@ SYNC_WORKLOADS = (
     f"INSERT INTO workload_records SELECT uuid, definition, axes_key, dtypes_key, record FROM {_GIVEN_WORKLOADS}",
 )
 
-# Peaks are few and come whole, from their files.
+# There are few peaks, so all are reloaded from their files.
 SYNC_PEAKS = (
     "DELETE FROM peak_records",
     """INSERT INTO peak_records SELECT gpu, gpu_name, driver, make_timestamp(epoch_us(timestamp)), is_own, record
@@ -95,7 +95,7 @@ SYNC_PEAKS = (
             '[{"gpu":"VARCHAR","gpu_name":"VARCHAR","driver":"VARCHAR","timestamp":"TIMESTAMPTZ","is_own":"BOOLEAN",
             "record":"JSON"}]'), recursive := true))""",
 )
-# Published steps come whole as well; those of this machine run by run, as journals do.
+# All published steps are reloaded as well. Steps of this machine are loaded run by run, as journals are.
 INSERT_TUNING = """INSERT INTO tuning_records
     SELECT is_own, run_id, gpu, solution, solution_digest, definition_digest, workload_uuid, config_key, outcome,
         make_timestamp(epoch_us(timestamp)), record
@@ -112,14 +112,14 @@ ADOPT_HISTORY = (
     """INSERT INTO solution_records SELECT * REPLACE (false AS is_current) FROM old.solution_records
         WHERE (name, digest) NOT IN (SELECT (name, digest) FROM solution_records)""",
 )
-# By name: a column, or a key of a struct, that an older schema does not have is null.
+# By name, so that a column or struct key missing from an older schema is null.
 ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JOIN trace_records USING (trace_id)"
 
 HAS_OLD_TRUST = """
     SELECT count(*) FROM duckdb_columns()
     WHERE database_name = 'old' AND table_name = $table AND column_name = 'trusted'
 """
-# What the user said may be trusted, as long as it is still the same trace.
+# Traces that the user trusted, as long as they are unchanged.
 ADOPT_TRUST = """
     UPDATE trace_records t SET trusted = true FROM old.trace_records o
     WHERE o.trusted AND t.origin = 'foreign' AND t.trace_id = o.trace_id AND t.status = o.status AND t.tier = o.tier
@@ -149,12 +149,11 @@ TRUST_MODEL_RUNS = "UPDATE model_run_records SET trusted = true WHERE is_own AND
 
 
 # ---- trace statements -----------------------------------------------------------------------------
-# The SQL that brings traces in and holds their figures against what must be true. Values reach it as bound parameters
-# only.
+# The SQL that loads traces and checks their figures for plausibility.
 
 TIERS: tuple[str, ...] = Tier.__args__  # type: ignore[attr-defined]
 
-# Nested columns have the types of schema.sql; what a line leaves out is null here and defaulted below.
+# Nested columns have the types of schema.sql. A field missing from a line is null here and gets its default below.
 _FILES = """read_json($files, format = 'newline_delimited', columns = {
     trace_id: 'VARCHAR', run_id: 'VARCHAR', timestamp: 'TIMESTAMPTZ',
     definition: 'VARCHAR', definition_version: 'VARCHAR', definition_digest: 'VARCHAR', op_type: 'VARCHAR',
@@ -177,7 +176,7 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
         layouts MAP(VARCHAR, VARCHAR), contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR,
         "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)'})"""
 
-# The rules of records.Trace that views and resolver rely on; NOT NULL in schema.sql takes care of the required keys.
+# The rules of records.Trace that views and resolver rely on. NOT NULL in schema.sql covers the required keys.
 _IS_TRACE = f"""coalesce(
     tier IN ({listed(TIERS)}) AND status IN ({listed(STATUSES)})
     AND (correctness IS NOT NULL) = (status IN ('PASSED', 'INCORRECT_NUMERICAL'))
@@ -192,15 +191,15 @@ _IS_TRACE = f"""coalesce(
 
 
 def _key_of(column: str) -> str:
-    """SQL that spells a map as ``records.axes_key`` does: ``name=value`` by name, joined by commas."""
+    """Return SQL that spells a map as ``records.axes_key`` does: ``name=value`` by name, joined by commas."""
     return (
         f"coalesce(array_to_string(list_transform(list_sort(map_keys({column})), "
         f"lambda name: name || '=' || {column}[name]), ','), '')"
     )
 
 
-# One pass, from file to table: a staging table would cost half as much again. A line that is no trace ends it with an
-# error, and the files are then read line by line in Python, which can say where and why.
+# One pass from file to table, since a staging table would add half the time. A line that is not a trace ends it with an
+# error. Python then reads the files line by line, which reports the place and reason.
 INSERT_TRACES = f"""
     INSERT INTO trace_records SELECT
         trace_id, run_id, make_timestamp(epoch_us(timestamp)),
@@ -219,7 +218,7 @@ INSERT_TRACES = f"""
     WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END
 """
 
-# Who is believed displaces who is not: a foreign trace must not stand in the way of the one whose id it took.
+# A trusted trace replaces an untrusted one with the same id, so that a foreign trace cannot block it.
 HAS_DISPLACED = "SELECT count(*) FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted)"
 DISPLACE_TRACES = """
     DELETE FROM trace_records WHERE origin = 'foreign' AND ($over_trusted OR NOT trusted) AND trace_id IN (
@@ -227,7 +226,7 @@ DISPLACE_TRACES = """
 """
 COUNT_FOREIGN = "SELECT count(*) AS traces FROM trace_records WHERE origin = 'foreign' AND NOT trusted"
 
-# The points at which passes were measured, to hold their figures against what must be true there; and those that fail it.
+# The points of passes, to check the figures for plausibility, and the passes that fail the check.
 POINTS_OF_PASSES = """
     SELECT DISTINCT ON (t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, cold_l2, timer)
         t.definition_digest, t.gpu, t.axes_key, t.dtypes_key, t.axes, t.dtypes,
@@ -265,7 +264,7 @@ DOUBT = """
             OR t.correctness.worst_row_rel > b.worst_row_rel OR t.correctness.matched_ratio < b.matched_ratio)
 """
 
-# A trace may be twice in one batch, which the anti-join cannot see. New rows have the highest row ids.
+# One batch may hold a trace twice, which the anti-join cannot see. New rows have the highest row ids.
 LAST_ROW = "SELECT coalesce(max(rowid), -1) FROM trace_records"
 COUNT_REPEATED = "SELECT count(*) - count(DISTINCT trace_id) FROM trace_records WHERE rowid > $last"
 DELETE_REPEATED = """

@@ -1,9 +1,9 @@
-"""Resolver tables to a shared data set, and from there into the home folder.
+"""Shares resolver tables through a data set, and fetches them into the home folder.
 
 Below ``_tables/gpu=<slug>`` of the data set every trace set lies under its digest
-(``sets/<op_type>/<definition>/<sha256>.jsonl``), and each writer adds a lock when all that it names is there
-(``by=<writer>/<time>-<sha256>.json``): so nothing is ever replaced, the same table makes the same files, and a writer that dies
-leaves files that no lock names. Older versions pass the folder over.
+(``sets/<op_type>/<definition>/<sha256>.jsonl``). Each writer adds a lock (``by=<writer>/<time>-<sha256>.json``) after
+all files that it names. No file is ever replaced, and the same table makes the same files. A writer that stops early
+leaves files that no lock names. Older versions skip the folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SET = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl")
 
 
 def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
-    """Add the table of what was measured and promoted here, on one GPU slug or family; the names of what was not there yet.
+    """Add the table of local promotions on one GPU slug or family; return the names of the new files.
 
     Raises:
         StoreError: the data set cannot be reached or written, or ``store`` is behind the catalog.
@@ -87,12 +87,12 @@ def _share_table(store: Store, place: SharedPlace, gpu: str) -> list[str]:
     if newest is not None and newest.files == files:
         return []
     now = datetime.now(UTC)
-    if newest is not None:  # also within a second, and where a clock was set back
+    if newest is not None:  # also within a second, and if a clock was set back
         now = max(now, datetime.strptime(newest.published, _TIME).replace(tzinfo=UTC) + timedelta(seconds=1))
     lock = TraceLock(gpu=gpu, sm=rows[0]["sm"], published=now.strftime(_TIME), files=files)
     added = [(_blob(name, files[name]), content) for name, content in contents.items()]
     content = signed_lock(lock, store.home).to_json(indent=1).encode()
-    # The lock comes last: all that it names is there then.
+    # The lock comes last, after all files that it names.
     added.append((f"by={writer}/{now:%Y%m%dT%H%M%SZ}-{sha256(content)}.json", content))
     return [f"{folder}/{name}" for name, data in added if place.add(f"{folder}/{name}", _saving(data))]
 
@@ -112,7 +112,7 @@ def _saving(content: bytes) -> Callable[[Any], Any]:
 
 
 def _blob(name: str, digest: str) -> str:
-    """Where a file of a table lies in a data set."""
+    """Return the name of a table's file in a data set."""
     path = PurePosixPath(name)
     return f"sets/{path.with_suffix('')}/{digest}{path.suffix}"
 
@@ -122,7 +122,7 @@ def _blob(name: str, digest: str) -> str:
 
 @dataclass
 class FetchedTables:
-    """The tables of a data set: how many there are, how many of them are new here or do not serve yet, and what is not valid."""
+    """The tables of a data set: their number, the new ones, those that do not serve yet, and the invalid ones."""
 
     tables: int = 0
     new: int = 0
@@ -130,11 +130,9 @@ class FetchedTables:
     problems: list[str] = field(default_factory=list)
 
     def notes(self, uri: str) -> list[str]:
-        """What the user may want to do next."""
+        """Return notes on possible next steps of the user."""
         if not self.tables and not self.problems:
-            return [
-                "no resolver table is there. Whoever promoted something adds one: tilegym-db publish --gpu GPU --to URI"
-            ]
+            return ["no resolver table is there. After a promotion, add one: tilegym-db publish --gpu GPU --to URI"]
         if not self.waiting:
             return []
         others = "1 of them was" if self.waiting == 1 else f"{self.waiting} of them were"
@@ -145,12 +143,12 @@ class FetchedTables:
 
 
 def fetch_tables(home: Path, place: SharedPlace, *, trust: bool = False) -> FetchedTables:
-    """Bring the newest whole table of each GPU and writer into the home folder; with ``trust`` they serve from then on.
+    """Fetch the newest complete table of each GPU and writer into the home folder; with ``trust`` they may serve.
 
-    A table is taken as a whole or not at all: where a file of it is not what its lock says, the one before it counts.
+    A table is fetched completely or not at all. If one of its files differs from its lock, the previous table counts.
 
     Raises:
-        StoreError: the data set cannot be reached, or the home folder not be written.
+        StoreError: the data set cannot be reached, or the home folder cannot be written.
     """
     report = FetchedTables()
     locks: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -194,7 +192,7 @@ def _fetch_newest(
 
 
 def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
-    """Return True if a table is there as it was fetched; one that was changed since is fetched again."""
+    """Return True if a fetched table is unchanged; a changed one is fetched again."""
     there = [table for table in tables_in(home, gpu) if table.snapshot.folder == folder]
     if not there or damage_of(there[0]):
         return False
@@ -202,7 +200,7 @@ def _is_whole(home: Path, gpu: str, folder: Path, digest: str) -> bool:
 
 
 def _checked_table(home: Path, place: SharedPlace, gpu: str, name: str, digest: str) -> dict[str, bytes]:
-    """Return the files of a table: each is what the lock says, and holds valid traces of that GPU.
+    """Return the files of a table, each checked against its lock and for valid traces of that GPU.
 
     Raises:
         RecordError: the lock, or a file that it names, is not valid, or of a newer version.
@@ -239,7 +237,7 @@ def _fetched(place: SharedPlace, name: str) -> bytes:
 
 
 def _held(home: Path, gpu: str) -> dict[tuple[str, str], bytes]:
-    """What earlier tables of a GPU have already, by path and digest."""
+    """Return the files of a GPU's earlier tables, by path and digest."""
     held = {}
     for table in tables_in(home, gpu):
         for path, digest in table.snapshot.files.items():
@@ -249,7 +247,7 @@ def _held(home: Path, gpu: str) -> dict[tuple[str, str], bytes]:
 
 
 def _files_of(content: bytes, gpu: str) -> Mapping[str, str]:
-    """What a lock states, where it is one of a table of that GPU."""
+    """Return the files in a lock, if it is the lock of a table of that GPU."""
     try:
         version = from_json(content).get("schema_version")
     except (ValueError, AttributeError) as error:

@@ -1,9 +1,9 @@
-"""What a search over configs has tried: one line a step, ``<home>/tuning/<run_id>.jsonl``.
+"""The log of a config search: one line per step, ``<home>/tuning/<run_id>.jsonl``.
 
-A search gives up most configs after a few rounds, before there is a verdict that a trace could hold. Its steps are kept
-here, so that one that was killed goes on where it stopped. Verdicts, also of configs that fail, are traces. Beside the
-published traces of a GPU lie the steps of the searches that found their configs, so that nobody has to repeat them, and
-everybody sees where the defaults were not merely assumed to be the fastest.
+A search drops most configs after a few rounds, before a trace could hold a verdict. Its steps are logged here, so that
+a killed search resumes where it stopped. Verdicts are traces, also those of failing configs. The steps that found the
+published configs are published beside the traces of their GPU. They save others the search, and show that the defaults
+were compared with other configs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 Outcome = Literal["leads", "slower", "tie", "compile", "failed"]
-"""``leads``: the fastest so far. ``slower`` and ``tie``: given up against another config. ``compile``: does not compile ahead
-of time. ``failed``: a wrong result, a crash or a timeout, at any stage."""
+"""``leads``: the fastest so far. ``slower`` and ``tie``: dropped in favour of another config. ``compile``: does not
+compile ahead of time. ``failed``: a wrong result, a crash or a timeout, at any stage.
+"""
 
 
 class TuningStep(Record):
-    """What became of one config of one Solution on one Workload and GPU."""
+    """The outcome of one config of one Solution on one Workload and GPU."""
 
     kind: ClassVar[str] = "tuning step"
 
@@ -56,11 +57,11 @@ class TuningStep(Record):
     against: dict[str, Tunable] | None = None
     """The config that it lost to."""
     ratio: float | None = None
-    """Time of ``against`` over its own, from paired rounds; below 1 it was slower."""
+    """Time of ``against`` divided by its own, from paired rounds; below 1 it was slower."""
 
     @property
     def pair(self) -> tuple[str, str, str]:
-        """Solution digest, definition digest, workload uuid."""
+        """Return (solution digest, definition digest, workload uuid)."""
         return self.solution_digest, self.definition_digest, self.workload_uuid
 
 
@@ -76,8 +77,7 @@ class TuningLog(RunFile):
 
 
 def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> list[TuningStep]:
-    """Return every step of a GPU, oldest first. A line that cannot be read, such as a torn one, is a config to be tried
-    again.
+    """Return every step of a GPU, oldest first. A config on an unreadable line, such as a torn one, is tried again.
 
     Args:
         home: the folder of the store.
@@ -91,14 +91,12 @@ def read_tuning_steps(home: Path, gpu: str, catalog: Catalog | None = None) -> l
     trust = catalog is not None and catalog.trust_foreign
     found = [*(step for path in published for step in _published_steps(path, home, [], trust=trust))]
     found += [step for path in own_tuning_files(home) for step in _steps(path, _read(path))]
-    steps = {step.to_json(): step for step in found}  # what was published from this machine is in two files
+    steps = {step.to_json(): step for step in found}  # steps published from this machine are in two files
     return sorted((step for step in steps.values() if step.gpu == gpu), key=lambda step: step.timestamp)
 
 
 def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> list[dict[str, Any]]:
-    """Return the rows of the table that come with a catalog; a file that nobody vouches for is named in ``refused``
-    instead.
-    """
+    """Return the table rows of a catalog's steps. An untrusted file is named in ``refused`` instead."""
     return [
         _row(step, step.run_id, is_own=False)
         for path in published_tuning_files(catalog)
@@ -107,7 +105,7 @@ def published_tuning_rows(catalog: Catalog, home: Path, refused: list[str]) -> l
 
 
 def load_tuning(store: Store, home: Path) -> None:
-    """Bring in the logs of searches that grew since the last time.
+    """Load the search logs that grew since the last time.
 
     Raises:
         StoreError: a file cannot be read, or the disk is full.

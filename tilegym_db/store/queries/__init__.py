@@ -1,7 +1,7 @@
-"""The questions that the package asks of the store: one named text and one function each, with bound parameters.
+"""The package's queries of the store: one named text and one function each, with bound parameters.
 
-Each module holds those of one subject. They ask about the views of ``views.sql``; the SQL that makes and fills the tables is in
-``statements``. Each loads on first use.
+Each module covers one subject and loads on first use. The queries use the views of ``views.sql``; ``statements`` has
+the SQL that creates and fills the tables.
 """
 
 from __future__ import annotations

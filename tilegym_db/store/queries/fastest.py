@@ -1,4 +1,4 @@
-"""The fastest verified kernels, and who wins where."""
+"""Queries the fastest verified kernels and compares two solutions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEADERBOARD = """
     ORDER BY definition, gpu, wins DESC, geomean_speedup DESC NULLS LAST, solution
 """
 
-# The speed of light orders sizes, where it is known; so do the elements of all axes.
+# Sizes are ordered by the speed of light if it is known, else by the number of elements of all axes.
 _SIZE = "coalesce(sol_us, list_product(map_values(axes)))"
 SIZES = f"""
     SELECT definition, gpu, solution, dtypes_key,
@@ -69,7 +69,7 @@ MEASURED_GPUS = "SELECT DISTINCT gpu FROM verified ORDER BY gpu"
 def count_unverified(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> int:
-    """Return how many pairs passed a screen and only that; arguments as for :func:`best_rows`."""
+    """Return the number of pairs that only passed a screen; arguments as for :func:`best_rows`."""
     rows = store.rows(UNVERIFIED, {"definition": definition, "op_type": op_type, "gpus": slugs(gpu)})
     return int(rows[0]["pairs"])
 
@@ -89,8 +89,8 @@ def best_rows(
     Args:
         gpu: a slug or a family: ``h100`` covers ``h100-sxm`` and ``h100-pcie``.
         axes: only shapes with these sizes; other axes may have any.
-        language: the fastest in this language, where another one may be faster.
-        limit: so many rows at most.
+        language: return the fastest in this language, even if another one is faster.
+        limit: maximum number of rows.
     """
     values = {
         "definition": definition,
@@ -120,11 +120,12 @@ def size_rows(
     solution: str | None = None,
     all_dtypes: bool = False,
 ) -> list[dict[str, Any]]:
-    """``latencies_us`` of each verified solution and GPU, smallest size first; other arguments as for :func:`best_rows`.
+    """Return ``latencies_us`` of each verified solution and GPU, smallest size first; arguments as for
+    :func:`best_rows`.
 
     Args:
         solution: only this one.
-        all_dtypes: a row for each dtype binding; otherwise the one that was measured at most sizes.
+        all_dtypes: a row for each dtype binding; otherwise the one measured at most sizes.
     """
     return store.rows(
         SIZES,
@@ -154,7 +155,7 @@ def slugs(gpu: str | None) -> list[str] | None:
 
 
 # ---- solution pairs -------------------------------------------------------------------------------
-# Two solutions beside each other, at every size where both are verified.
+# Compares two solutions at every size where both are verified.
 
 BOTH = """
     SELECT
@@ -174,23 +175,21 @@ BOTH = """
 
 
 def rows_of_both(store: Store, a: str, b: str, gpu: str | None = None) -> list[dict[str, Any]]:
-    """Return one row per GPU and size where both have a verified trace; times and the ends of their intervals in
-    microseconds.
+    """Return one row per GPU and size where both have a verified trace; times and interval ends in microseconds.
 
-    ``ratio`` is the time of ``b`` over that of ``a``; ``same_run`` says whether both were timed in turns, in one run.
-    ``gpu`` is a slug or a family.
+    ``ratio`` is the time of ``b`` divided by that of ``a``. ``same_run`` is True if both were timed alternately in one
+    run. ``gpu`` is a slug or a family.
     """
     return store.rows(BOTH, {"a": a, "b": b, "gpus": slugs(gpu)})
 
 
 # ---- side by side ---------------------------------------------------------------------------------
-# Which of two solutions is faster at a size, by what was measured of both.
 
 Winner = Literal["a", "b", "neither"]
 
 
 def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
-    """Which of two is faster, and why that is known or is not.
+    """Return which of two solutions is faster, and the reason why that is known or not.
 
     Args:
         row: as :func:`tilegym_db.store.queries.fastest.rows_of_both` returns it.

@@ -1,4 +1,4 @@
-"""What was measured, as whoever plans a run asks: verdicts, configs, the likely fastest, peaks."""
+"""Queries measurements for planning a run: verdicts, configs, the likely fastest, peaks, and single traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 LIKELY_FASTEST_US, LIKELY_FASTEST_MARGIN = 2.0, 0.02
-"""How far from the fastest a verified Solution may be the fastest on another host (``docs/decisions/timing.md``, 0021)."""
+"""Maximum distance from the fastest at which a Solution may be fastest on another host (``docs/decisions/timing.md``,
+0021).
+"""
 
 DONE = """
     SELECT solution_digest, definition_digest, workload_uuid, any_value(config) AS config FROM trace_records
@@ -38,9 +40,9 @@ PROMOTABLE = """
     ORDER BY definition, solution, workload_uuid, config_key
 """
 
-# The config beside the default one that is measured from now on: of those whose newest verdict is a pass which no later
-# failure took back, the one that was found last. A search writes no trace for a config that it did not choose; a verdict
-# that only repeats an earlier one, of one of the likely fastest, say, finds nothing.
+# The config measured beside the default one: the one found last among those whose newest verdict is an unrevoked pass.
+# A search writes no trace for a config that it did not choose. A verdict that repeats an earlier one, such as of a
+# likely fastest, finds no config.
 TUNED = """
     SELECT solution_digest, definition_digest, workload_uuid, arg_max(config, row(found_at, config_key)) AS config
     FROM (
@@ -84,7 +86,7 @@ SOLUTIONS_OF_RUN = """
 
 
 def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str, str, str, str]]:
-    """What was measured on a GPU, whatever the verdict: solution digest, definition digest, workload uuid, config id.
+    """Return all (solution digest, definition digest, workload uuid, config id) measured on a GPU, with any verdict.
 
     ``tier`` None means any tier.
     """
@@ -92,14 +94,14 @@ def done_keys(store: Store, gpu: str, tier: str | None = None) -> set[tuple[str,
 
 
 def failed_screen(store: Store, gpu: str) -> dict[tuple[str, str, str, str], str]:
-    """What did not pass the newest screen on a GPU, keyed as :func:`done_keys` -> status."""
+    """Return what failed the newest screen on a GPU, keyed as :func:`done_keys` -> status."""
     return {(*_pair(row), _config_id(row)): row["status"] for row in store.rows(FAILED_SCREEN, {"gpu": gpu})}
 
 
 def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
-    """What ``tune`` found on a GPU and still stands: (solution digest, definition digest, workload uuid) -> config.
+    """Return valid results of ``tune`` on a GPU: (solution digest, definition digest, workload uuid) -> config.
 
-    A pair without one runs under its source's own defaults only.
+    A pair without one runs only with its source's own defaults.
     """
     return {_pair(row): json.loads(row["config"]) for row in store.rows(TUNED, {"gpu": gpu})}
 
@@ -107,11 +109,12 @@ def tuned_configs(store: Store, gpu: str) -> dict[tuple[str, str, str], Config]:
 def likely_fastest_of(
     store: Store, gpu: str, whole: Collection[str] = ()
 ) -> dict[tuple[str, str], list[tuple[str, Config]]]:
-    """Who may be the fastest on a GPU: (definition digest, workload uuid) -> verified Solutions and configs, the fastest first.
+    """Return (definition digest, workload uuid) -> verified Solutions and configs that may be fastest on a GPU, fastest
+    first.
 
-    Times of different runs may differ by what lies between two hosts of one kind (``LIKELY_FASTEST_US`` and
-    ``LIKELY_FASTEST_MARGIN``). Of the Definitions in ``whole`` it may be whatever is verified at a shape: what they were timed on
-    has changed (``docs/decisions/inputs.md``, 0035).
+    Times of different runs may differ as much as two hosts of one kind do (``LIKELY_FASTEST_US`` and
+    ``LIKELY_FASTEST_MARGIN``). For Definitions in ``whole`` every verified Solution at a shape is included, since their
+    timing inputs changed (``docs/decisions/inputs.md``, 0035).
     """
     found: dict[tuple[str, str], list[tuple[str, Config]]] = {}
     margins = {"margin_us": LIKELY_FASTEST_US, "margin": LIKELY_FASTEST_MARGIN}
@@ -140,8 +143,9 @@ class Promotable(NamedTuple):
 
 
 def promotable(store: Store, gpu: str) -> list[Promotable]:
-    """What a promotion may be tried on: pairs that passed their newest screen, have no promotion verdict since, and are not
-    verified already."""
+    """Return candidates for promotion: pairs that passed their newest screen, have no promotion verdict since, and are
+    not verified already.
+    """
     rows = store.rows(PROMOTABLE, {"gpu": gpu})
     return [Promotable(**{**row, "config": json.loads(row["config"])}) for row in rows]
 
@@ -149,23 +153,22 @@ def promotable(store: Store, gpu: str) -> list[Promotable]:
 def read_peaks(
     store: Store, gpu: str, *, gpu_name: str | None = None, driver: str | None = None, own: bool = False
 ) -> GpuPeaks | None:
-    """Return the peaks of a GPU slug: the newest that were measured on this machine, else those that were published, or
-    None.
+    """Return the newest peaks of a GPU slug measured on this machine, else the published ones, or None.
 
-    ``gpu_name`` and ``driver`` ask for a device that the driver calls so, and a version of it; ``own`` leaves out what was
-    published.
+    ``gpu_name`` and ``driver`` select a device by its driver's name and driver version. ``own`` leaves out published
+    peaks.
     """
     rows = store.rows(PEAKS, {"gpu": gpu, "gpu_name": gpu_name, "driver": driver, "own": own})
     return GpuPeaks.from_json(rows[0]["record"], f"{store.path}: peaks of {gpu}") if rows else None
 
 
 def solutions_of_run(store: Store, run_id: str) -> dict[str, str]:
-    """What a run tried on its device: solution -> digest; empty if the store has no such run."""
+    """Return solution -> digest for all that a run tried on its device; empty if the store has no such run."""
     return {row["solution"]: row["solution_digest"] for row in store.rows(SOLUTIONS_OF_RUN, {"run_id": run_id})}
 
 
 # ---- traces ---------------------------------------------------------------------------------------
-# Single traces, and what they were measured against.
+# Queries single traces, and the Definitions they were measured against.
 
 TRACES_OF = "FROM traces WHERE solution = $solution ORDER BY timestamp DESC, trace_id"
 
@@ -193,39 +196,39 @@ _KEYS = (
     "config_key", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "blobs_key", "origin", "trusted", "doubt",
     "is_newest",
 )  # fmt: skip
-"""Columns of the store's own, which are no part of a trace."""
+"""Columns of the store that are not part of a trace."""
 
 
 def traces_of(store: Store, solution: str) -> list[dict[str, Any]]:
-    """Return every trace of a Solution by name, newest first, whatever its digest was then; columns as in the view."""
+    """Return every trace of a Solution by name, newest first, with any digest; columns as in the view."""
     return parsed(store.rows(TRACES_OF, {"solution": solution}))
 
 
 def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any]]:
-    """Return the traces whose id starts so, at most ``most`` of them.
+    """Return at most ``most`` traces whose id has the prefix.
 
-    Columns as in the view, and ``is_verified``, ``is_current`` (measured with the catalog's definition and source of
-    today) and ``revoked_by`` (the id of the later failure that takes a pass back, or None).
+    Columns are those of the view, and ``is_verified``, ``is_current`` (measured with the catalog's definition and
+    source of today) and ``revoked_by`` (the id of the later failure that revokes a pass, or None).
     """
     return parsed(store.rows(FIND_TRACES, {"prefix": prefix, "most": most}))
 
 
 def count_traces(store: Store) -> int:
-    """Return how many traces the store holds."""
+    """Return the number of traces in the store."""
     return int(store.rows(COUNT_TRACES)[0]["traces"])
 
 
 def definition_by_digest(store: Store, digest: str) -> dict[str, Any] | None:
-    """Return the text of the Definition that a trace was measured against, as parsed JSON; None if it was never seen.
+    """Return the parsed JSON of the Definition that a trace was measured against; None if it was never stored.
 
-    Old texts are kept as they were written: today's ``Definition`` need not accept them.
+    Old texts are kept unchanged: today's ``Definition`` need not accept them.
     """
     rows = store.rows(DEFINITION_BY_DIGEST, {"digest": digest})
     return dict(json.loads(rows[0]["record"])) if rows else None
 
 
 def read_traces(store: Store, trace_ids: Iterable[str]) -> dict[str, Trace]:
-    """trace_id -> the Trace record, as it was journaled."""
+    """Return trace_id -> the Trace record, as it was journaled."""
     rows = store.rows(TRACES_BY_ID, {"trace_ids": list(trace_ids)})
     return {row["trace_id"]: _trace_of(row, f"{store.path}: trace {row['trace_id']}") for row in rows}
 
@@ -238,7 +241,7 @@ def _trace_of(row: dict[str, Any], where: str) -> Trace:
 
 
 def _without_nulls(value: Any) -> Any:
-    """DuckDB gives an absent key of a struct as null; the record's own default is what was meant."""
+    """Drop null keys of a struct, with which DuckDB replaces absent keys, so that the record's defaults apply."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

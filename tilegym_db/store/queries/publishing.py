@@ -1,4 +1,4 @@
-"""What may leave this machine, and what is kept back or taken back."""
+"""Queries publishable results, and those left out or revoked."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
-# Of sources that the package ships, by source_key: what was measured here may serve here, however its worker was confined. The
-# rule is confinement_rule.why_not_believed; $shipped is empty for whatever may reach others.
+# Shipped sources by source_key: measured here, they may serve here under any confinement. The rule is why_not_believed.
+# $shipped is empty for results that may reach others.
 _SHIPPED = "list_contains($shipped::VARCHAR[], {0}.definition_digest || '/' || {0}.solution_digest)"
 _BELIEVED = (
     "({0}.sandbox_level >= "
@@ -35,7 +35,7 @@ _BELIEVED = (
     + "))"
 )
 
-# A call is served by its sizes alone: how long the contents of one file take says nothing of what is in another call.
+# A call is served by its sizes alone. A time on the contents of one file says nothing about another call.
 PUBLISHABLE = f"""
     SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
         SELECT arg_min(v.trace_id, row(v.latency_us, v.trace_id)) FROM verified v
@@ -44,9 +44,8 @@ PUBLISHABLE = f"""
     {_BY_POINT}
 """
 
-# Of the solutions, configs and shapes that were promoted on a GPU with today's sources: how many a later failure took
-# back, how many have figures that cannot be true, and how many are verified, but by a worker that could have reached what
-# judges it. Beside them, how many passed that omit an output.
+# Counts of the solutions, configs and shapes promoted on a GPU with today's sources: revoked by a later failure, with
+# impossible figures, and verified only by an unconfined worker. The last count is passes that omit an output.
 KEPT_BACK = f"""
     SELECT
         count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
@@ -96,8 +95,8 @@ PUBLISHABLE_STEPS = """
     ORDER BY definition, solution, workload_uuid, stepped_at, config_key
 """
 
-# Why a run of a model on a GPU is not published, null where nothing speaks against it. A run that the loop made of a change that
-# it then discarded was not served by what is published.
+# The reason why a model run on a GPU is not published, or null. A run of a loop change that was discarded did not use
+# published kernels.
 _JUDGED_RUNS = """
     SELECT *, CASE
         WHEN NOT is_counted(origin, trusted) THEN 'foreign'
@@ -106,7 +105,7 @@ _JUDGED_RUNS = """
         WHEN speedup_ci_low IS NULL THEN 'claimless' END AS kept_back
     FROM model_runs WHERE gpu = $gpu
 """
-# The newest of each model and way of calling it, and of each set of other ways that took part or could not.
+# The newest of each model and way of calling it, and of each set of other modes that took part or could not.
 PUBLISHABLE_MODEL_RUNS = f"""
     SELECT record FROM ({_JUDGED_RUNS}) WHERE kept_back IS NULL
     QUALIFY row_number() OVER (
@@ -123,25 +122,25 @@ PROVIDED = "SELECT name, provides FROM solutions"
 
 
 def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """Return the fastest verified trace of every solution per shape on one GPU slug, ordered by shape, then latency.
+    """Return each solution's fastest verified trace per shape on one GPU slug, ordered by shape, then latency.
 
-    ``config`` and ``scalars`` are dicts; times are microseconds; ``speedup`` is against stock code, or None.
+    ``config`` and ``scalars`` are dicts. Times are microseconds. ``speedup`` is relative to stock code, or None.
     """
     return parsed(store.rows(VERIFIED, {"gpu": gpu}))
 
 
 def publishable_rows(store: Store, gpu: str, shipped: Collection[str] = ()) -> list[dict[str, Any]]:
-    """As :func:`verified_rows`, of what may leave this machine: promoted, by a confined worker.
+    """Return :func:`verified_rows` that may leave this machine: promoted by a confined worker.
 
-    With the keys of ``shipped`` sources also what may serve the user of this machine alone: promoted here by any worker.
+    With the keys of ``shipped`` sources also return those that may serve only this user: promoted here by any worker.
     """
     return parsed(store.rows(PUBLISHABLE, {"gpu": gpu, "shipped": sorted(shipped)}))
 
 
 def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep]]:
-    """(op_type, definition, what became of a config) of each that was searched with today's sources.
+    """Return (op_type, definition, step) of each config searched with today's sources.
 
-    By Definition, Solution and Workload, oldest first.
+    Steps are ordered by Definition, Solution and Workload, oldest first.
     """
     where = f"{store.path}: tuning steps of {gpu}"
     return [
@@ -151,46 +150,42 @@ def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep
 
 
 def publishable_model_runs(store: Store, gpu: str) -> list[ModelRun]:
-    """Return the runs of whole models on a GPU that may leave this machine: the newest of each model and way of calling
-    it.
-    """
+    """Return the model runs on a GPU that may leave this machine: the newest of each model and way of calling it."""
     where = f"{store.path}: runs of models on {gpu}"
     rows = store.rows(PUBLISHABLE_MODEL_RUNS, {"gpu": gpu})
     return [ModelRun.from_json(row["record"], where) for row in rows]
 
 
 def kept_back_runs(store: Store, gpu: str) -> dict[str, int]:
-    """Return how many runs of whole models on a GPU are not publishable, as reason -> count.
+    """Return reason -> number of model runs on a GPU that are not publishable.
 
-    The reasons are ``foreign`` (nobody vouches for it), ``discarded`` (by the loop, with the change that it was made with),
-    ``throttled``, and ``claimless`` (it has no interval: no kernel ran, or too few rounds).
+    The reasons are ``foreign`` (of unknown origin), ``discarded`` (by the loop, with the change it was made with),
+    ``throttled``, and ``claimless`` (without an interval: no kernel ran, or too few rounds).
     """
     return {row["reason"]: row["n"] for row in store.rows(KEPT_BACK_RUNS, {"gpu": gpu})}
 
 
 def provided(store: Store) -> dict[str, str | None]:
-    """What each Solution of the catalog provides, by name."""
+    """Return what each Solution of the catalog provides, by name."""
     return {row["name"]: row["provides"] for row in store.rows(PROVIDED)}
 
 
 def unconfined_definitions(store: Store, gpu: str) -> list[str]:
-    """Return the Definitions with verified passes on a GPU that were measured here by workers that were not confined."""
+    """Return the Definitions with verified passes on a GPU that unconfined workers measured here."""
     return [row["definition"] for row in store.rows(UNCONFINED, {"gpu": gpu})]
 
 
 def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str, int]:
-    """Return how many solutions, configs and shapes of a GPU were promoted and are not publishable, as reason -> count.
+    """Return reason -> number of promoted solutions, configs and shapes of a GPU that are not publishable.
 
     The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
-    sandbox level of what is published) and ``of_files`` (measured on contents of files). ``omitting`` counts what omits an
-    output, which is never promoted. ``shipped`` is as for :func:`publishable_rows`.
+    sandbox level of published traces) and ``of_files`` (measured on contents of files). ``omitting`` counts passes that
+    omit an output, which are never promoted. ``shipped`` is as for :func:`publishable_rows`.
     """
     (counts,) = store.rows(KEPT_BACK, {"gpu": gpu, "shipped": sorted(shipped)})
     return counts
 
 
 def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """Return the newest failures that took promotions of today's sources back on a GPU, by shape: their ids and where
-    they go.
-    """
+    """Return the newest failures that revoked promotions of today's sources on a GPU, by shape: ids and target files."""
     return store.rows(REVOKING, {"gpu": gpu})

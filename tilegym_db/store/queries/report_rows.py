@@ -1,4 +1,4 @@
-"""What the report asks: kernels per shape with their evidence, coverage, what is open, what changed."""
+"""Queries for reports: kernels per shape with their evidence, coverage, open work, and changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key"
 
-# `is_fastest` is the row of the view `best`: both break ties by trace_id.
+# `is_fastest` marks the row of the view `best`: both break ties by trace_id.
 EVIDENCE = f"""
     SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key, blobs, blobs_key,
         solution, language, role, config, config_key, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
@@ -26,7 +26,7 @@ EVIDENCE = f"""
     ORDER BY {_SHAPE}, latency_us, trace_id
 """
 
-# Every operator, language and GPU of which anything is known. `workloads` is what there is to verify.
+# Every operator, language and GPU with any data. `workloads` is the number to verify.
 COVERAGE = """
     WITH places AS (SELECT DISTINCT gpu FROM trace_records WHERE is_counted(origin, trusted)),
         languages AS (SELECT unnest(['triton', 'tilelang', 'cutile', 'python']) AS language),
@@ -44,7 +44,7 @@ COVERAGE = """
     ORDER BY d.op_type, d.name, p.gpu, l.language
 """
 
-# What waits for somebody: operators that are declared open, kernels that nothing verified, screens without a promotion.
+# Open work: operators declared open, kernels without a verified trace, and screens without a promotion.
 OPEN = """
     SELECT 'operator is open' AS kind, name AS definition, '' AS solution, '' AS gpu, 0 AS cases FROM definitions WHERE is_open
     UNION ALL
@@ -55,8 +55,9 @@ OPEN = """
     ORDER BY kind, definition, solution, gpu
 """
 
-# A pass of the promotion tier is a promotion where it beat the best baseline by the bar; of stock code it is neither.
-# A regression is a newest pass whose whole interval lies above that of the pass before it, same source and shape or not.
+# A promotion-tier pass counts as a promotion if it beat the best baseline by the required ratio; stock code never
+# counts. A regression is a newest pass whose whole interval lies above that of the pass before it, with the same source
+# and shape or not.
 CHANGES = """
     WITH passes AS (
         SELECT *, lag(ci_high_us) OVER earlier AS ci_high_before, lag(latency_us) OVER earlier AS latency_before
@@ -90,7 +91,7 @@ CHANGES = """
     ORDER BY newest DESC, kind, definition, solution, gpu
 """
 
-# Kernels that are verified since then and were not before, and those that were promoted; one row an operator or family, and GPU.
+# Kernels newly verified since then, and those promoted; one row per operator or family, and GPU.
 _FRESH = """
     WITH fresh AS (
         SELECT v.definition, v.op_type, v.gpu, v.language, v.workload_uuid, v.solution, p.ratio
@@ -111,7 +112,7 @@ _KERNELS = """gpu,
 KERNELS = f"{_FRESH} SELECT definition, {_KERNELS} GROUP BY definition, gpu ORDER BY definition, gpu"
 FAMILIES = f"{_FRESH} SELECT op_type, {_KERNELS} GROUP BY op_type, gpu ORDER BY op_type, gpu"
 
-# Where each GPU stands now: what the fastest solution of a shape is written in.
+# The state of each GPU: the language of the fastest solution of each shape.
 STANDING_OF_GPUS = """
     SELECT gpu, count(DISTINCT definition) AS operators, count(*) AS shapes,
         count(*) FILTER (language = 'triton') AS triton, count(*) FILTER (language = 'tilelang') AS tilelang,
@@ -152,7 +153,7 @@ ATTEMPTS = """
     GROUP BY verdict, gate ORDER BY attempts DESC, verdict, gate
 """
 
-# The shape with the most work says most about a kernel: small ones are bound by the launch, whatever the kernel does.
+# The shape with the most work characterises a kernel best: small shapes are bound by the launch.
 FURTHEST = """
     WITH fastest AS (
         SELECT definition, gpu, solution, axes_key, dtypes_key, latency_us, sol_us, sol_ratio FROM best_per_solution
@@ -168,45 +169,50 @@ NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(or
 
 
 def evidence_rows(store: Store) -> list[dict[str, Any]]:
-    """Return the fastest verified trace of every solution per shape and GPU, with what proves it.
+    """Return each solution's fastest verified trace per shape and GPU, with its evidence.
 
-    Two columns more than in the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
+    It adds two columns to the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
     """
     return parsed(store.rows(EVIDENCE))
 
 
 def coverage_rows(store: Store) -> list[dict[str, Any]]:
-    """Per operator, GPU and language: solutions in the catalog, workloads, and how many of those are verified."""
+    """Return per operator, GPU and language: solutions in the catalog, workloads, and how many of those are verified."""
     return store.rows(COVERAGE)
 
 
 def open_rows(store: Store) -> list[dict[str, Any]]:
-    """What waits for somebody: ``kind``, ``definition``, ``solution``, ``gpu`` and ``cases``, empty if it does not apply."""
+    """Return open work: ``kind``, ``definition``, ``solution``, ``gpu`` and ``cases``; a field that does not apply is
+    empty.
+    """
     return store.rows(OPEN)
 
 
 def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, Any]]:
-    """Promotions, kernels verified without one, revocations and regressions since then (UTC), newest first, one row a day,
-    solution and GPU.
+    """Return promotions, kernels verified without one, revocations and regressions since then (UTC), newest first.
 
-    ``cases`` counts shapes and configs; ``ratio`` is the worst time over the pass before it, of regressions only.
+    There is one row per day, solution and GPU. ``cases`` counts shapes and configs. ``ratio`` is the worst time divided
+    by the pass before it, for regressions only.
     """
     return store.rows(CHANGES, {"since": since})
 
 
 def kernel_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """What kernels were verified or promoted since then (UTC), one row an operator and GPU: in which languages, at how many
-    shapes, at how many of them over the bar, and the best ratio over a best baseline with whose it is."""
+    """Return kernels verified or promoted since then (UTC), one row per operator and GPU.
+
+    A row has the languages, the number of shapes, the number of shapes above the required ratio, and the best ratio to
+    a best baseline with its solution.
+    """
     return store.rows(KERNELS, {"since": since})
 
 
 def family_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """Return the same, one row a family of operators and GPU: ``op_type`` in place of ``definition``."""
+    """Return :func:`kernel_rows` per family of operators and GPU, with ``op_type`` instead of ``definition``."""
     return store.rows(FAMILIES, {"since": since})
 
 
 def gpu_rows(store: Store) -> list[dict[str, Any]]:
-    """Per GPU the operators and shapes that something is verified for, and at how many shapes each language is the fastest."""
+    """Return per GPU the verified operators and shapes, and the number of shapes at which each language is fastest."""
     return store.rows(STANDING_OF_GPUS)
 
 
@@ -221,16 +227,15 @@ def solution_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def peak_rows(store: Store) -> list[dict[str, Any]]:
-    """What each GPU was calibrated to do, a second."""
+    """Return the calibrated peaks of each GPU, per second."""
     return store.rows(PEAKS)
 
 
 def model_rows(store: Store) -> list[dict[str, Any]]:
-    """Return every way of running every model that was measured, newest run first; evidence of models, not of
-    operators.
+    """Return every mode of every measured model, newest run first. This is evidence on models, not on operators.
 
-    ``tokens_per_s`` is of new tokens, or of those of the prompt where the prefill is all there is. ``claim`` says of the patched
-    model what its rounds may claim of the whole call, and ``reason`` why no more.
+    ``tokens_per_s`` counts new tokens, or those of the prompt if only the prefill ran. ``claim`` states which speedup
+    of the whole call the patched model's rounds support, and ``reason`` why not more.
     """
     rows = store.rows(MODELS)
     for row in rows:
@@ -242,27 +247,28 @@ def model_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def attempt_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """Attempts of authors since then (UTC) by verdict and by the gate that refused, most first."""
+    """Return attempts of authors since then (UTC) by verdict and by the gate that refused, most first."""
     return store.rows(ATTEMPTS, {"since": since})
 
 
 def furthest_rows(store: Store) -> list[dict[str, Any]]:
-    """Return the operators whose fastest verified solution, stock included, is furthest from the speed of light at its
-    largest shape, furthest first.
+    """Return the operators farthest from the speed of light at their largest shape, farthest first.
+
+    The distance is that of the fastest verified solution, stock included.
     """
     return store.rows(FURTHEST)
 
 
 def newest_trace_time(store: Store) -> datetime | None:
-    """When the newest trace that counts was measured (UTC); None if there is none."""
+    """Return when the newest trace that counts was measured (UTC), or None."""
     newest: datetime | None = store.rows(NEWEST)[0]["newest"]
     return newest
 
 
 # ---- run pairs ------------------------------------------------------------------------------------
-# What two runs found, side by side.
+# Compares two runs.
 
-# Of each pair that a run measured more than once, the highest tier's newest.
+# If a run measured a pair more than once, the newest of the highest tier counts.
 _OF_RUN = """
     SELECT * FROM traces WHERE run_id = {run} AND is_counted(origin, trusted)
     QUALIFY row_number() OVER (
@@ -292,18 +298,18 @@ RUNS = """
 
 
 def rows_of_two_runs(store: Store, a: str, b: str) -> list[dict[str, Any]]:
-    """Return one row for each solution, config and shape of either run; columns ``a_...`` or ``b_...`` are None if
-    it lacks it.
+    """Return one row per solution, config and shape of either run; columns ``a_...`` or ``b_...`` are None if that run
+    lacks it.
     """
     return store.rows(PAIRS, {"a": a, "b": b})
 
 
 def run_facts(store: Store, run: str) -> dict[str, Any]:
-    """When and where a run was, and how many of its traces passed."""
+    """Return when and where a run was, and how many of its traces passed."""
     (row,) = store.rows(FACTS, {"run": run})
     return row
 
 
 def run_ids(store: Store) -> list[str]:
-    """Return every run that the store has traces of, newest first."""
+    """Return every run with traces in the store, newest first."""
     return [row["run_id"] for row in store.rows(RUNS)]
