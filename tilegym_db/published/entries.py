@@ -68,7 +68,7 @@ class Entry:
 
     def log_distance(self, axes: Mapping[str, int]) -> float:
         """Return the Euclidean distance of two points in log2 of axis sizes: 1.0 is a factor of two on one axis."""
-        return math.hypot(*(math.log2(max(size, 1) / max(self.axes[name], 1)) for name, size in axes.items()))
+        return math.hypot(*(math.log2(max(size, 1) / max(self.call.axes[name], 1)) for name, size in axes.items()))
 
 
 DtypesKey = tuple[tuple[str, str], ...]
