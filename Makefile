@@ -83,6 +83,7 @@ check-rest:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_language.py
 	@home=$$(mktemp -d) && TILEGYM_DB_HOME=$$home $(BIN)/tilegym-db check --static; status=$$?; rm -rf "$$home"; exit $$status
 
 docs: install ## build the documentation site into build/site; a warning or a broken link fails it
