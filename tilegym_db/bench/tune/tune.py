@@ -1,4 +1,4 @@
-"""``tune``: from what is asked for to winning configs in the database. Resumable, journaled step by step."""
+"""Entry point of tuning: :func:`tune` searches configs, journals each step, and stores the winners. A run can be resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK_BUDGET_S = 10.0
 
 @dataclass
 class TuneObserver:
-    """What a caller may watch: how many pairs there are, what starts, each step, each result."""
+    """Callbacks for progress: the number of pairs, each start, each step, each result."""
 
     planned: Callable[[int, Machine], None] = lambda pairs, machine: None
     starting: Callable[[str], None] = lambda what: None
@@ -43,7 +43,7 @@ class TuneObserver:
 
 @dataclass
 class TuneReport:
-    """What a run did. ``interrupted`` is true after Ctrl-C; every step before it is kept."""
+    """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier steps are kept."""
 
     run_id: str
     machine: Machine
@@ -53,12 +53,12 @@ class TuneReport:
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
-    """What was lost on the way, and taken over or not."""
+    """Losses during the run, and the work that was done again."""
     unfinished: list[str] = field(default_factory=list)
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How many configs ended in each way."""
+        """The number of configs per outcome."""
         return Counter(step.outcome for step in self.steps if step.outcome != "leads")
 
 
@@ -77,27 +77,28 @@ def tune(
     gpus: str | Sequence[MeasuringDevice] | None = None,
     executor: str | None = None,
 ) -> TuneReport:
-    """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
+    """Search the tunables of Solutions, Workload by Workload; screen and store the winners.
 
-    The winner is verified under that config over the fuzz shapes and timed against the defaults and stock code, in fresh
-    processes: the screen of :func:`~tilegym_db.benchmark`. From then on ``bench`` and ``promote`` measure it beside the
-    defaults. Configs that were given up in an earlier run are not tried again.
+    A winner is verified under its config on the fuzz shapes, and timed against the defaults and stock code in fresh
+    processes, as in the screen of :func:`~tilegym_db.benchmark`. From then on ``bench`` and ``promote`` measure it together
+    with the defaults. Configs that lost in an earlier run are not tried again.
 
     Args:
         names: Definitions or Solutions; empty means all.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
         language: only Solutions in this language.
         workload: glob over uuid, tags and axes key.
-        budget_s: seconds of search for each Solution and Workload. The wave that runs then is finished, and so is the
-            screen of the winner.
+        budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
+            completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
-        again: forget what earlier runs tried.
+        again: ignore what earlier runs tried.
         catalog: the records; the shipped ones and the user's overlay by default.
-        store_home, observer: folder of the store, ``$TILEGYM_DB_HOME`` or the user data folder by default; callbacks.
+        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
+        observer: callbacks for progress.
         gpus, executor: as for :func:`~tilegym_db.benchmark`.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine.
+        HardwareError: the requested GPU is not the one in this machine.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
         UsageError: a budget that is not positive, or nothing to tune.
@@ -106,7 +107,7 @@ def tune(
         budget_s = QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
-    # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
+    # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
     watch = observer or TuneObserver()
     with open_pool(executor, gpus, gpu, watch.starting) as pool:
@@ -156,7 +157,7 @@ def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep
 def _search_on(
     pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _Keeping
 ) -> None:
-    """The searches of one Workload on one device, each with what is known by then."""
+    """Divide the searches over the devices of a pool. Each piece starts with all results known by then."""
     session = Session(
         "tune", context.run_id, setup.machine.gpu, context.seed, setup.home, budget, SCREEN,
         command=context.command,
@@ -180,7 +181,7 @@ def _search_on(
 
 @dataclass
 class _Keeping:
-    """Where traces, steps and results go the moment they exist: to disk, into the report, and to who watches."""
+    """Sink for traces, steps and results: it writes them to disk and the report, and calls the observer."""
 
     report: TuneReport
     known: Known
@@ -212,7 +213,7 @@ class _Keeping:
 
 
 def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workload, SolutionFiles]]]:
-    """Definition -> what can be tuned, Workload by Workload; what cannot is added to the plan's skipped."""
+    """Return the tunable (workload, solution) pairs per Definition; add the others to the plan's skipped."""
     found: dict[str, list[tuple[Workload, SolutionFiles]]] = {}
     for item in plan.definitions:
         tunable = []
