@@ -143,7 +143,7 @@ class LocalExecutor:
         return without_memory
 
     def _make_room(self, groups: dict[str, SolutionGroup], waiting: Collection[str]) -> None:
-        """If little memory is left, end the workers of Definitions that have nothing left to time in this batch."""
+        """End the workers of Definitions that have nothing left to time in this batch, if little memory is left."""
         if not self.context.machine.is_gpu:
             return
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.context.machine.device)
