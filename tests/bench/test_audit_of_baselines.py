@@ -57,7 +57,7 @@ def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and
     outcome = stock.audited(monkeypatch, UNSEEN_US)
     assert isinstance(outcome, Failure)
     assert (outcome.status, outcome.gate) == ("UNSUPPORTED", None)
-    assert "1.106e+04 us a call on those that it was timed on, 2.81e+04 us on others" in outcome.reason
+    assert "1.106e+04 us per call on the timed contents, 2.81e+04 us on others" in outcome.reason
     assert stock.timed == [(1, 2, 3)]
     assert stock.filled == [GPU_CLOCK_ATTEMPTS]  # contents of no attempt's run
 

@@ -159,4 +159,7 @@ def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_chea
     again = measured(records, tmp_path / "home", promote=True, again=True)
     (refuted,) = [item for item in again if item.tier == "promotion"]
     assert refuted.status == "UNSUPPORTED"
-    assert "its time on what its files hold cannot be checked by drawn contents: claims 1 us, took 9" in refuted.reason
+    assert (
+        "its time on the contents of its files cannot be checked with drawn contents: claims 1 us, took 9"
+        in refuted.reason
+    )

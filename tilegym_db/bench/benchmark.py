@@ -132,7 +132,7 @@ def _candidates(
     *,
     promote: bool,
 ) -> Iterator[tuple[tuple[str, ...], Catalog | None]]:
-    """The names to screen, and the catalog that has them; a function has a name for as long as it is measured."""
+    """Yield the names to screen and their catalog. A function has a name only while it is measured."""
     if not callable(names):
         if definition is not None:
             raise UsageError(
