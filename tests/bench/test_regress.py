@@ -143,7 +143,7 @@ def test_a_run_of_the_store_is_compared_with_through_its_digests(root):
     assert found["row_scale_new"].verdict == "regression"
     assert found["row_scale_stock"].verdict == "unchanged"
     assert found["row_scale_other"].verdict == "not comparable"
-    assert "is in no commit, so it cannot be measured again" in found["row_scale_other"].reason
+    assert "is not in any commit, so it cannot be measured again" in found["row_scale_other"].reason
 
 
 def test_a_solution_that_is_new_is_not_compared(root, make_catalog):

@@ -1,4 +1,7 @@
-"""What the process that a tool attaches to is asked to call, as a file that it reads; and what it says about it on its output."""
+"""Requests to the process that a tool attaches to: a file with the calls, and marked lines on its output.
+
+The module also chooses the Solutions, runs the tool and finds its program.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.verify.cases import fuzz_cases
 
 MARK = "tilegym-db-call "
-"""How a line of the process's own begins, among those of the tool and of the kernel."""
+"""Start of each line that the process itself prints. The tool and the kernel print to the same output."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class SolutionCalls:
 
 
 def write_request(path: Path, device: str, calls: Sequence[SolutionCalls], *, profile: bool = False) -> None:
-    """Write what :func:`read_request` reads."""
+    """Write a request file for :func:`read_request`."""
     pieces = [
         {**asdict(item), "record": str(item.record), "cases": [_case_content(case) for case in item.cases]}
         for item in calls
@@ -50,7 +53,7 @@ def write_request(path: Path, device: str, calls: Sequence[SolutionCalls], *, pr
 
 
 def read_request(path: Path) -> tuple[str, list[SolutionCalls], bool]:
-    """The device, the calls, and whether only the last call of each is to be profiled."""
+    """Return the device, the calls, and true if only the last call of each is profiled."""
     content = json.loads(path.read_text())
     calls = [
         SolutionCalls(**{**item, "record": Path(item["record"]), "cases": [_case_of(case) for case in item["cases"]]})
@@ -68,12 +71,12 @@ def _case_of(content: Mapping[str, Any]) -> Case:
 
 
 def marked_line(at: str, name: str, **more: object) -> str:
-    """A line that says where the process is: at a ``case``, ``done`` with a Solution, or stopped by an ``error``."""
+    """Return a line with the state of the process: at a ``case``, ``done`` with a Solution, or stopped by an ``error``."""
     return MARK + json.dumps({"at": at, "solution": name, **more})
 
 
 def mark_of(line: str) -> Mapping[str, Any] | None:
-    """What a line of the output says about the process; None for any other line."""
+    """Return the content of a marked line; None for any other line."""
     if not line.startswith(MARK):
         return None
     content: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
@@ -81,12 +84,12 @@ def mark_of(line: str) -> Mapping[str, Any] | None:
 
 
 # ---- chosen ---------------------------------------------------------------------------------------
-# Which Solutions a tool is to run, at which cases.
+# Choice of the Solutions and cases for a tool.
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A Solution, its cases, and the Workload that each takes its dtypes and scalars from."""
+    """A Solution, its cases, and the Workload of each case, which gives its dtypes and scalars."""
 
     files: SolutionFiles
     definition: Definition
@@ -96,7 +99,7 @@ class Chosen:
 
     @property
     def calls(self) -> SolutionCalls:
-        """As a request has it."""
+        """The calls for a request."""
         return SolutionCalls(
             self.files.name, self.files.path.resolve(), self.files.digest, self.definition.name, self.cases
         )
@@ -105,13 +108,14 @@ class Chosen:
 def choose_solutions(
     catalog: Catalog, names: Sequence[str], machine: Machine, language: str | None = None
 ) -> list[Chosen]:
-    """The Solutions that names stand for: a Solution's, a Definition's, or a folder with a draft; without any, every kernel.
+    """Return the Solutions that the names stand for: a Solution, a Definition, or a folder with a draft; by default every
+    kernel.
 
-    Of a Definition, and of the whole catalog, the kernels in tile languages that this GPU can run.
+    For a Definition, and for the whole catalog, these are the kernels in tile languages that this GPU can run.
 
     Raises:
-        NotFoundError: a name is none of these.
-        SolutionError: a source is one that the scan refuses.
+        NotFoundError: a name is unknown.
+        SolutionError: the scan refuses a source.
     """
     chosen: dict[str, Chosen] = {}
     for name in names or (None,):
@@ -145,7 +149,7 @@ def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]
 
 
 def require_clean_source(files: SolutionFiles) -> None:
-    """Raise :class:`SolutionError` where the scan refuses a source: it would run outside of the sandbox."""
+    """Raise :class:`SolutionError` if the scan refuses a source: it would run outside the sandbox."""
     found = hard_findings(scan_sources(files.record, files.sources))
     if found:
         raise SolutionError(
@@ -155,7 +159,7 @@ def require_clean_source(files: SolutionFiles) -> None:
 
 
 def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: int) -> Chosen:
-    """The Solution with fuzz cases of its dtype bindings, about ``count`` in all, and sizes of real workloads among them."""
+    """Return the Solution with about ``count`` fuzz cases over its dtype bindings, including sizes of real workloads."""
     definition, record = chosen.definition, chosen.files.record
     bindings: dict[str, Workload] = {}
     for workload in workloads:
@@ -177,14 +181,14 @@ def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: 
 
 
 # ---- process --------------------------------------------------------------------------------------
-# Runs a tool with the process that it attaches to, and ends both.
+# Execution of a tool and of the process that it attaches to.
 
 TIMEOUT_S = 1800.0
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def output_of(command: list[str], folder: Path) -> str:
-    """What a command prints, on both of its outputs, as it came; a command that does not end is ended."""
+    """Run a command and return its stdout and stderr, interleaved; kill it after a timeout."""
     environment = {**os.environ, **ENVIRONMENT}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -203,7 +207,7 @@ def output_of(command: list[str], folder: Path) -> str:
 
 
 # ---- programs -------------------------------------------------------------------------------------
-# Where compute-sanitizer and Nsight Compute lie, and how to get the one that is missing.
+# Location of compute-sanitizer and Nsight Compute, and the fix if one is missing.
 
 NSIGHT_FOLDER = Path("/opt/nvidia/nsight-compute")
 FIXES = {
@@ -213,7 +217,7 @@ FIXES = {
 
 
 def _installed(name: str) -> Iterator[Path]:
-    """Yield where installers put a program: in the default toolkit, in Nsight's folder, in a Python package."""
+    """Yield the paths where installers put a program: the default toolkit, Nsight's folder, Python packages."""
     yield DEFAULT_TOOLKIT / "bin" / name
     if name == "ncu":
         yield from sorted(NSIGHT_FOLDER.glob("*/ncu"), reverse=True)
@@ -226,10 +230,10 @@ def find_program(
     environ: Mapping[str, str] | None = None,
     installed: Callable[[str], Iterable[Path]] = _installed,
 ) -> Path:
-    """Return a program: of a CUDA toolkit that the user names, on ``PATH``, else the first one that is ``installed``.
+    """Return the path of a program: from the user's CUDA toolkit, on ``PATH``, else the first one that is ``installed``.
 
     Raises:
-        ToolchainError: it is nowhere; says how to get it.
+        ToolchainError: it is not installed; the message says how to get it.
     """
     environ = os.environ if environ is None else environ
     for path in (*_named_program(name, environ), *installed(name)):
