@@ -1,8 +1,8 @@
-"""The supervisor of one device, a process of its own: ``python -m`` starts it, with a socket as standard input.
+"""Supervisor process of one device: the harness of its device. ``python -m`` starts it, with a socket as standard input.
 
-It is the harness of its device: it draws inputs, keeps oracle and clock, and has its own fork server and workers, through the
-executor that a run without ``--gpus`` uses. Its arguments are the processors that it may use and the slug of the GPU that it must
-find. It ends when the socket does. What imports PyTorch is imported in functions, after the fork server was started.
+It draws inputs, runs oracle and clock, and has its own fork server and workers. It uses the same executor as a run without
+``--gpus``. Its arguments are its processors and the slug of the GPU that it must find. It ends when the socket is closed.
+PyTorch is imported in functions, after the start of the fork server.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.verify.phases import AT_WORK, PREPARE, PROCESSORS, Phases, processor_seconds
 
 GRACE_S = 20.0
-"""Code that is interrupted has so long to end. It may be in the middle of a call of a library that catches what is raised."""
+"""Seconds that interrupted code has to end. It may be in a library call that catches the exception."""
 
 
 def main() -> None:
     """Carry out orders until there are no more."""
     began = time.monotonic()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in its background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell job ignores SIGINT
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
     connection = _take_socket()
     orders = queue.Queue[Any]()
@@ -54,11 +54,11 @@ def main() -> None:
         with _telling_failures(connection):
             _serve(connection, orders, began)
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # whoever gave the orders has ended, or wants us to
+        pass  # the planning process has ended, or ends this one
 
 
 def _take_socket() -> Connection:
-    """The socket at a descriptor that no compiler which is started later inherits."""
+    """Return the socket at a descriptor that compilers started later do not inherit."""
     connection = Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -66,9 +66,10 @@ def _take_socket() -> Connection:
 
 
 def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
-    """Pass orders on; at the end of all, end the main thread, by a signal only where it does not wait for an order.
+    """Pass orders on; after the last one, end the main thread. Use a signal only if it is at work, not waiting for an
+    order.
 
-    On hosts of H200s a waiting one was not woken by a signal to its process, and was killed after 15 s.
+    On hosts with H200s, a signal did not wake a waiting process, which was then killed after 15 s.
     """
     try:
         while True:
@@ -79,7 +80,7 @@ def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
     if is_at_work:
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
-    os._exit(1)  # its device must not stay taken by a process that nobody gives orders; its workers end with it
+    os._exit(1)  # free the device, since no more orders come; the workers end with this process
 
 
 def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> None:
@@ -99,16 +100,16 @@ def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> No
 
 
 def _find_sandbox(device: str) -> None:
-    """Find out how workers can be confined, which takes the start of a worker or two, while there is no order yet."""
+    """Determine the sandbox level of workers early, while there is no order yet: this starts a worker or two."""
     from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout, best_level
 
-    with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever needs a worker meets it again, and says so
+    with contextlib.suppress(WorkerDied, WorkerTimeout):  # the next use of a worker reports it
         best_level(device)
 
 
 @contextlib.contextmanager
 def _telling_failures(connection: Connection) -> Iterator[None]:
-    """The boundary of this process: whatever ends it is told, with the reason."""
+    """Send every failure that ends this process, with its reason. This is the process boundary."""
     from tilegym_db.errors import HardwareError
 
     try:
@@ -129,12 +130,12 @@ def _tell_failure(connection: Connection, reason: str, *, is_device: bool) -> No
 
 
 # ---- jobs -----------------------------------------------------------------------------------------
-# What a supervisor does with an order: one function a job, each over the executor that runs without ``--gpus`` use.
+# Execution of an order: one function per job, over the executor that a run without ``--gpus`` uses.
 
 
 @dataclass
 class DeviceJobs:
-    """One device, and whom to tell what comes of the orders for it."""
+    """Jobs on one device. Results are passed to ``tell``."""
 
     machine: Machine
     tell: Callable[[Any], None]
@@ -145,10 +146,10 @@ class DeviceJobs:
 
     @classmethod
     def open(cls, gpu: str, tell: Callable[[Any], None]) -> DeviceJobs:
-        """The only device that this process sees.
+        """Return the jobs of the only device that this process sees.
 
         Raises:
-            HardwareError: it is not of the kind that the plan is for, or does not work.
+            HardwareError: it is not of the planned kind, or does not work.
         """
         machine = select_machine(gpu)
         prepare_workers(machine.device)
@@ -156,7 +157,7 @@ class DeviceJobs:
         return cls(machine, tell)
 
     def carry_out(self, order: Order) -> None:
-        """Everything that comes of it is told, and at last that it is done.
+        """Carry out an order; pass on all results, and finally a Done message.
 
         Raises:
             HardwareError: the device stopped working, or this host cannot confine workers.
@@ -182,14 +183,14 @@ class DeviceJobs:
             self.tell(Peaks(self.peaks, tuple(notes)))
 
     def measure(self, order: Order, folder: Path) -> None:
-        """The plans of an order, a workload's traces together when it is concluded."""
+        """Run the plans of an order; the traces of a workload are complete when it is concluded."""
         executor = self._executor(order, folder)
         executor.after_timing = self._keep_rounds if order.session.keeps_rounds else executor.after_timing
         executor.concluded = self._conclude
         executor.run(order.item.plans)
 
     def tune(self, order: Order, folder: Path) -> None:
-        """The searches of an order; ``extra`` is its :class:`TuneTask`."""
+        """Run the searches of an order; ``extra`` is its :class:`TuneTask`."""
         task: TuneTask = order.extra
         executor = self._executor(order, folder)
         executor.context.attempts.update(task.attempts)
