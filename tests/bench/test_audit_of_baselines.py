@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilegym_db.bench import audit
-from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock, wrong_on_unseen
+from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock, check_fresh_contents
 from tilegym_db.bench.runner import WallRun
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
@@ -135,7 +135,7 @@ def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it
         {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}
         for number, expected in enumerate(eight_contents)
     ]
-    outcome = wrong_on_unseen(runner, eight_contents, found)
+    outcome = check_fresh_contents(runner, eight_contents, found)
     assert (outcome is not None) == refused
     assert stock.asked == asked
     if outcome is not None:

@@ -113,7 +113,7 @@ def test_a_version_that_no_longer_passes_is_broken_even_where_times_say_nothing(
 def test_a_control_that_differs_from_itself_takes_a_regression_back(root):
     rewrite(root, SLOW)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))
-    assert report.void[0].startswith("row_scale M=128,N=256, float32: the control took")
+    assert report.void[0].startswith("row_scale M=128,N=256, float32: the control differs from itself by")
     assert report.findings == []
 
 

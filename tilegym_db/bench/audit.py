@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tilegym_db.bench.runner import BufferPool, Elapsed, Runner, WallRun, alone_us, host_may_be_why, judge_latency
+from tilegym_db.bench.runner import BufferPool, Elapsed, Runner, WallRun, alone_us, check_latency, may_be_host_delay
 from tilegym_db.records import Solution
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
@@ -32,9 +32,9 @@ BASELINE_BUSY_US = (*BUSY_US, 32_000.0)
 """The same for a baseline, which may make a hundred launches per call. A kernel gets no longer time, since it could hide
 work there.
 """
-QUEUED = 900
+MAX_QUEUED = 900
 """Launches that can wait on a device without blocking further launches: its queue holds 1,024."""
-LEAST_BY_TIME = 4
+MIN_CALLS_BY_TIME = 4
 """Minimum number of calls, however long the worker says that a launch takes: with fewer calls the check is weaker."""
 NULL_CALLS = 5
 AUDIT_TIMEOUT_S = 60.0
@@ -58,7 +58,7 @@ def audit_ownership(runner: Runner, pool: BufferPool) -> Ownership | Failure:
     used = runner.profile(slots)
     if isinstance(used, Failure):
         return used
-    found = judge_ownership(runner.solution.record, runner.solution.sources, used)
+    found = check_ownership(runner.solution.record, runner.solution.sources, used)
     return found if found.problem is None else Failure("REJECTED", found.problem, gate="ownership")
 
 
@@ -128,28 +128,28 @@ def audit_clock(
         The larger estimate in microseconds per call; or a failure if the time or the outputs cannot be right.
     """
     problem: str | None = None
-    excuses: list[str] = []
+    reasons: list[str] = []
     attempts = CLOCK_ATTEMPTS if runner.device == CPU else GPU_CLOCK_ATTEMPTS
     for attempt in range(attempts):
         outcome = _run(runner, audit_worker, pool, contents, performance, attempt, activities)
         if isinstance(outcome, Failure):
             return outcome
-        problem = judge_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
+        problem = check_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
         if problem is None:
             return max(outcome.slope_us, outcome.absolute_us, 0.0)
-        excuse: str | Failure = ""
+        reason: str | Failure = ""
         if runner.device == CPU:
-            excuse = _excuse(runner, pool, performance.latency_us, outcome)
+            reason = _machine_reason(runner, pool, performance.latency_us, outcome)
         elif attempt + 1 == attempts and runner.solution.record.spec.role == "baseline":
-            excuse = _excuse_of_baseline(runner, pool, contents, performance.latency_us, outcome)
-        if isinstance(excuse, Failure):
-            return excuse
-        if excuse:
-            excuses.append(excuse)
+            reason = _contents_reason(runner, pool, contents, performance.latency_us, outcome)
+        if isinstance(reason, Failure):
+            return reason
+        if reason:
+            reasons.append(reason)
             if attempt + 1 < attempts:
-                time.sleep(PAUSE_S * 2 ** (len(excuses) - 1))
-    if excuses:
-        return Failure("UNSUPPORTED", excuses[-1])
+                time.sleep(PAUSE_S * 2 ** (len(reasons) - 1))
+    if reasons:
+        return Failure("UNSUPPORTED", reasons[-1])
     assert problem is not None
     if contents.is_fixed:  # calls on drawn contents may really take longer
         return Failure(
@@ -158,14 +158,14 @@ def audit_clock(
     return Failure("REJECTED", problem, gate="wall clock")
 
 
-def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
+def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
     """Return the reason why this machine, not the Solution, may have slowed down a run on a CPU; else ""."""
-    if host_may_be_why(claimed_us, run):
+    if may_be_host_delay(claimed_us, run):
         return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when the host is less busy"
     now_us = _latency_now(runner, range(pool.slots // 4, pool.slots))
     if isinstance(now_us, Failure):
         return now_us
-    if judge_latency(now_us, run, on_gpu=False) is None:
+    if check_latency(now_us, run, on_gpu=False) is None:
         return (
             f"{_MACHINE_SLOW}: {claimed_us:.4g} us per call first and {now_us:.4g} us later, by the same clock. Repeat the "
             "command when the machine is less busy"
@@ -173,7 +173,7 @@ def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -
     return ""
 
 
-def _excuse_of_baseline(
+def _contents_reason(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
     """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; else "". It is never used
@@ -191,7 +191,7 @@ def _excuse_of_baseline(
     unseen_us = _latency_now(runner, range(run.calls, 4 * run.calls))
     if isinstance(unseen_us, Failure):
         return unseen_us
-    if judge_latency(unseen_us, run, on_gpu=True) is not None:
+    if check_latency(unseen_us, run, on_gpu=True) is not None:
         return ""
     return (
         f"its time depends on whether it has seen the contents before, and cannot be checked: {claimed_us:.4g} us per call on "
@@ -233,13 +233,13 @@ def _run(
         found = [read_outputs(pool.buffers, slot, runner.definition) for slot in part]
         if isinstance(outcome, Failure):
             return outcome
-        wrong = wrong_on_unseen(runner, [fresh[slot] for slot in part], found)
+        wrong = check_fresh_contents(runner, [fresh[slot] for slot in part], found)
         if wrong is not None:
             return wrong
         elapsed.append(outcome)
     short, long = elapsed
     on_cpu = runner.device == CPU
-    # On a busy CPU the median request waits for a processor; this wait must not be subtracted from the calls.
+    # Use the fastest request on a CPU: on a busy one the median waits for a processor, and must not be subtracted.
     null_us = null[0] if on_cpu else null[len(null) // 2]
     return WallRun(
         slots.calls,
@@ -278,9 +278,9 @@ def hidden_calls(most: int, launches: float, host_us: float, longest_us: float =
     Returns:
         At least 1, which still gives a slope (one call and three). The host's time alone reduces it to 4 at least.
     """
-    by_queue = int(QUEUED / (3 * launches)) if launches else most
+    by_queue = int(MAX_QUEUED / (3 * launches)) if launches else most
     by_time = int((longest_us - 100.0) / 1.5 / (3 * host_us)) if host_us else most
-    return min(most, max(1, min(by_queue, max(LEAST_BY_TIME, by_time))))
+    return min(most, max(1, min(by_queue, max(MIN_CALLS_BY_TIME, by_time))))
 
 
 def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
@@ -292,10 +292,12 @@ def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
 # Check outputs on contents that a Solution has not seen before, relative to those of stock code.
 
 
-def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]) -> Failure | None:
+def check_fresh_contents(
+    runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]
+) -> Failure | None:
     """Return a failure if the outputs are wrong on contents that the Solution has not seen before, or None.
 
-    Stock code rounds more often than its Definition, so it fails on a few contents, for example on tiny values or small
+    Stock code rounds more often than its Definition. So it fails on a few contents, such as tiny values or small
     differences of large terms. Such contents do not count against stock code, or against a kernel with the same outputs,
     unless they are too many.
     """
@@ -304,7 +306,7 @@ def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequenc
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
     few = len(wrong) <= MOST_DROPPED * len(contents)
     refuting = (
-        number for number in wrong if not (few and _gives_what_stock_gives(runner, contents[number], found[number]))
+        number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number], found[number]))
     )
     worst = next((judged[number] for number in refuting), None)
     if not isinstance(worst, Failure):
@@ -313,7 +315,7 @@ def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequenc
     return Failure("REJECTED", reason, "", "fresh contents", None, worst.case, worst.output, worst.verdict)
 
 
-def _gives_what_stock_gives(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
+def _matches_stock_outputs(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
     """Return True if stock code fails on these contents too, and these outputs match its outputs within tolerance."""
     definition, record, witness = runner.definition, runner.solution.record, runner.verification.witness
     if record.spec.provides == "stock":
@@ -329,7 +331,7 @@ def _gives_what_stock_gives(runner: Runner, expected: Expected, outputs: Mapping
 # Check which kernels used the device time: those of the Solution's own language, or others. Pure.
 
 MIN_OWNED_SHARE = 0.9
-_SHOWN_NAME, _SHOWN = 120, 40
+_MAX_NAME_LENGTH, _MAX_NAMES = 120, 40
 """Maximum length of a kernel name, and maximum number of names, in a Trace."""
 
 
@@ -383,7 +385,7 @@ def own_kernel(functions: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(void )?({own})(_kernel(_\d+)?|_K\w+)?(\(.*\))?")
 
 
-def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequence[KernelUse]) -> Ownership:
+def check_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequence[KernelUse]) -> Ownership:
     """Check that a tile Solution does its own work, on the stream it was called on.
 
     Memsets (an output, a workspace) are not counted. A ``python`` Solution may launch whatever PyTorch launches.
@@ -393,7 +395,7 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
         sources: path -> bytes.
         used: all activities of the calls on the device.
     """
-    kernels = tuple(dict.fromkeys(use.name[:_SHOWN_NAME] for use in used))[:_SHOWN]
+    kernels = tuple(dict.fromkeys(use.name[:_MAX_NAME_LENGTH] for use in used))[:_MAX_NAMES]
     total_us, activities = sum(use.us for use in used), sum(use.count for use in used)
     streams = sorted({use.stream for use in used})
     if len(streams) > 1:
@@ -411,11 +413,11 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
     share = owned / total
     if share < MIN_OWNED_SHARE:
         names = (use.name for use in counted if not pattern.fullmatch(use.name.strip()))
-        foreign = tuple(dict.fromkeys(name[:_SHOWN_NAME] for name in names))
-        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+        foreign = tuple(dict.fromkeys(name[:_MAX_NAME_LENGTH] for name in names))
+        more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
         problem = (
             f"only {share:.0%} of the device time is in kernels that its {solution.spec.language} source defines "
-            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign[:_SHOWN])}{more}"
+            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign[:_MAX_NAMES])}{more}"
         )
         return Ownership(share, kernels, total_us, problem)
     return Ownership(share, kernels, total_us, activities=activities)

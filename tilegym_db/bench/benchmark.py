@@ -22,7 +22,7 @@ from tilegym_db.bench.devices.pool import Callbacks, DevicePool
 from tilegym_db.bench.local_executor import LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import BenchReport, Options, Plan, names_of, refuse_omitting
-from tilegym_db.bench.promotions import limits_here, may_lack_confinement, note_of, record_promotions
+from tilegym_db.bench.promotions import may_lack_confinement, record_promotions, sandbox_note, unpromotable_here
 from tilegym_db.bench.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.catalog import Catalog
@@ -188,7 +188,7 @@ def run_tiers(
             promotion = replace(options, tier="promotion")
             report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
     if limits is not None:
-        report.notes.append(note_of(setup.machine, limits))
+        report.notes.append(sandbox_note(setup.machine, limits))
     return report
 
 
@@ -201,7 +201,7 @@ def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[
     """
     if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
-    return limits_here(setup.machine, setup.catalog, options.names)
+    return unpromotable_here(setup.machine, setup.catalog, options.names)
 
 
 def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
@@ -334,11 +334,11 @@ def run_plan(
 # host (``docs/decisions/timing.md``, 0022). Calls that launch several kernels are not compared, since events also count the gaps
 # between them.
 
-AGREE_US, AGREE_SHARE = 2.0, 0.05
+MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE = 2.0, 0.05
 """Two clocks agree within the larger of the two. CUPTI sees only two calls of each Solution, at the current clocks."""
-ENOUGH = 10
+MIN_COMPARED = 10
 """Minimum number of calls for a statement about a clock."""
-SUSPECT_SHARE = 0.2
+MAX_DISAGREEING_SHARE = 0.2
 """If a larger share of calls disagrees, a clock is wrong. Single calls disagree if the time of their kernel varies."""
 
 
@@ -353,12 +353,12 @@ class TwoClocks:
     @property
     def problem(self) -> str | None:
         """The reason not to trust the times of the run, or None."""
-        if self.compared < ENOUGH or self.compared - self.agree <= SUSPECT_SHARE * self.compared:
+        if self.compared < MIN_COMPARED or self.compared - self.agree <= MAX_DISAGREEING_SHARE * self.compared:
             return None
         return (
-            f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within {AGREE_US:g} us or "
-            f"{AGREE_SHARE:.0%}, less the {self.launch_us:.3g} us that an empty kernel takes): what these times say is "
-            "uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
+            f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within "
+            f"{MAX_DIFFERENCE_US:g} us or {MAX_DIFFERENCE_SHARE:.0%}, less the {self.launch_us:.3g} us of an empty kernel), so "
+            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
         )
 
 
@@ -378,7 +378,7 @@ def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
             continue
         compared += 1
         difference_us = measured.latency_us - peaks.launch_us.value - audit.profiled_us
-        agree += abs(difference_us) <= max(AGREE_US, AGREE_SHARE * measured.latency_us)
+        agree += abs(difference_us) <= max(MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE * measured.latency_us)
     return TwoClocks(compared, agree, peaks.launch_us.value)
 
 

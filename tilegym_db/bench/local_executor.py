@@ -318,11 +318,11 @@ def _expected_length(runner: Runner) -> int:
 # ---- batches --------------------------------------------------------------------------------------
 # Group planned workloads into batches. The workloads of a batch are verified in parallel and then timed one by one. Pure.
 
-BATCH_WORKLOADS = 12
+MAX_BATCH_WORKLOADS = 12
 """Maximum number of workloads of one Definition in one batch. The last kernel of a batch compiles alone, so a few large
 batches end before many small ones. But no result of a workload is known before its batch is verified.
 """
-COMPILED_WORKLOADS = 6
+MAX_COMPILED_WORKLOADS = 6
 """The same limit if ``torch.compile`` takes part, or if workers run under configs of single workloads. ``torch.compile``
 keeps eight graphs per function: in a screen of one dtype, this fits the fuzz cases and so many workloads. So the graphs
 compiled during verification still exist when they are timed.
@@ -361,7 +361,7 @@ class Capacity:
         contents_bytes = machine.memory_bytes // MEMORY_SHARE
         left_bytes = machine.memory_bytes - contents_bytes - pool_bytes(machine) - SUPERVISOR_BYTES
         runners = min(left_bytes // GPU_RUNNER_BYTES, host_bytes // HOST_RUNNER_BYTES)
-        return cls(max(runners, 1), contents_bytes, BATCH_WORKLOADS)
+        return cls(max(runners, 1), contents_bytes, MAX_BATCH_WORKLOADS)
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ def _workers(plan: DefinitionPlan, capacity: Capacity) -> int:
 def _at_a_time(plan: DefinitionPlan, capacity: Capacity) -> int:
     """Return the maximum number of workloads of the plan in one batch."""
     compiled = any(solution.uses_torch_compile for solution in plan.timed)
-    return min(capacity.workloads, COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
+    return min(capacity.workloads, MAX_COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
 
 
 def _configured(plan: DefinitionPlan) -> int:

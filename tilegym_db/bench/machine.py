@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from tilegym_db.bench.devices.devices import choose_gpus, parse_gpus
-from tilegym_db.bench.devices.ray_address import most_devices, names_cluster, parse_executor, require_ray
+from tilegym_db.bench.devices.ray_address import max_devices, names_cluster, parse_executor, require_ray
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
@@ -102,7 +102,7 @@ def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None 
     """
     if executor is not None and names_cluster(executor):
         parse_executor(executor)
-        most_devices(gpus)
+        max_devices(gpus)
         require_ray()
         if asked != "auto":
             parse_gpu(asked)
@@ -211,7 +211,7 @@ def leaving_processors(machine: Machine) -> Iterator[None]:
 # ---- device lock ----------------------------------------------------------------------------------
 # Lock of a device for timing, across processes: a lock file named after the GPU's UUID.
 
-ANYBODY = 0o666
+LOCK_MODE = 0o666
 """Mode of the lock file: all users of a machine share its GPUs."""
 
 
@@ -219,7 +219,7 @@ ANYBODY = 0o666
 def timing_lock(device: str) -> Iterator[None]:
     """Hold the device for timing; wait until it is free. The lock ends with its process."""
     path = Path(tempfile.gettempdir()) / f"tilegym-db-timing-{_identity(device)}.lock"
-    with FileLock(path, mode=ANYBODY, thread_local=False):
+    with FileLock(path, mode=LOCK_MODE, thread_local=False):
         yield
 
 

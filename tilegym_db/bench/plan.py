@@ -170,7 +170,7 @@ ALREADY_MEASURED = "already measured (--again repeats it)"
 
 
 @dataclass(frozen=True)
-class Lacks:
+class Unavailable:
     """Missing requirements on this machine, by language, and by Solution for packages that it declares."""
 
     languages: Mapping[str, str]
@@ -217,7 +217,7 @@ def make_plan(
             f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
         )
     plan = Plan()
-    lacks = Lacks(unusable or {}, unmet or {})
+    lacks = Unavailable(unusable or {}, unmet or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
         item = DefinitionPlan(definition, roots=catalog.roots)
@@ -272,7 +272,7 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             catalog.refuse_broken(name)
             hint = did_you_mean(name, [*definitions, *solutions])
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     selected = []
     for name, names in sorted(chosen.items()):
@@ -329,7 +329,7 @@ def _place(
     solution: SolutionFiles,
     machine: Machine,
     options: Options,
-    lacks: Lacks,
+    lacks: Unavailable,
     plan: Plan,
 ) -> None:
     language = solution.record.spec.language
@@ -346,7 +346,7 @@ def _place(
         plan.skipped.append(Skipped(solution.name, "*", reason))
 
 
-def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str | None:
+def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) -> str | None:
     """Return the reason why a Solution cannot be timed on this machine, or None. Missing packages come first if installing
     them would help.
     """
@@ -387,7 +387,7 @@ def _add_likely_fastest(
     item: DefinitionPlan,
     catalog: Catalog,
     machine: Machine,
-    lacks: Lacks,
+    lacks: Unavailable,
     excluded: Collection[DoneKey],
     likely_fastest: LikelyFastest,
     most: int | None,

@@ -27,7 +27,7 @@ from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 BASELINES = ("stock", "library", "compile")
 """Kinds of baselines that count in a comparison. The current best is another kernel and does not count."""
 
-Absent = Mapping[str, float]
+BaselineLatencies = Mapping[str, float]
 """Verified baseline -> latency in microseconds on the same workload."""
 
 
@@ -40,7 +40,7 @@ class PromotionClaim:
 
 
 def claim_of(
-    trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
+    trace: Trace, verified: BaselineLatencies, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
 ) -> PromotionClaim:
     """Return the promotion that a trace claims, or the reason why it earns nothing.
 
@@ -185,7 +185,7 @@ def require_sandbox(machine: Machine) -> None:
         raise _too_weak(sandbox, "")
 
 
-def limits_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
+def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
     """Return the Solutions that may not be promoted on this machine, with reasons; None if workers are confined.
 
     Args:
@@ -229,7 +229,7 @@ def refused_unconfined(
     return {name: f"not promoted: {reason}" for name, reason in reasons.items() if reason is not None}
 
 
-def note_of(machine: Machine, refused: Collection[str]) -> str:
+def sandbox_note(machine: Machine, refused: Collection[str]) -> str:
     """Return the note of a report about a promotion without confinement."""
     sandbox = best_level(machine.device)
     left = f" Left out: {len(refused)} sources that it does not ship." if refused else ""

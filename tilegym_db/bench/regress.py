@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.bench.devices.devices import MeasuringDevice
-from tilegym_db.bench.devices.messages import Concluded, Session
+from tilegym_db.bench.devices.messages import Session, WorkloadDone
 from tilegym_db.bench.devices.places import open_pool
 from tilegym_db.bench.devices.pool import Callbacks, DevicePool
 from tilegym_db.bench.local_executor import LocalExecutor
@@ -111,7 +111,7 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, known)
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
 
@@ -166,7 +166,7 @@ class _Comparison:
         context, gpu = setup.context("regress"), setup.machine.gpu
         session = Session("measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, keeps_rounds=True)
 
-        def conclude(message: Concluded) -> None:
+        def conclude(message: WorkloadDone) -> None:
             self.rounds.update({(name, message.uuid): rounds for name, rounds in message.rounds.items()})
 
         callbacks = Callbacks(self._keep_trace, self.observer.at_work, concluded=conclude)
@@ -226,7 +226,7 @@ class _Comparison:
         where = ", ".join(text for text in (axes_key(workload.axes), *workload.dtypes.values()) if text)
         control = self._control_of(workload)
         if isinstance(control, Control):
-            reason = voiding(control, self.bars)
+            reason = void_reason(control, self.bars)
             if reason is not None:
                 self.report.void.append(f"{definition.name} {where}: the control {reason}")
         for pair in pairs:
@@ -395,13 +395,13 @@ def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
     return Control(paired_ratio(one, other), mad, abs(median(one) - median(other)))
 
 
-def voiding(control: Control, bars: Bars) -> str | None:
+def void_reason(control: Control, bars: Bars) -> str | None:
     """Return the reason why a control makes this session void, or None."""
     if control.shift <= bars.control_shift or control.apart_us <= bars.floor_us:
         return None
     return (
-        f"took {control.shift:.1%} longer the one time than the other ({control.apart_us:.3g} us), "
-        f"where at most {bars.control_shift:.0%} is allowed"
+        f"differs from itself by {control.shift:.1%} ({control.apart_us:.3g} us); at most {bars.control_shift:.0%} is allowed. "
+        "Repeat the run on a quiet machine"
     )
 
 

@@ -247,7 +247,6 @@ class BufferPool:
 # and its outputs, on contents that the Solution has never seen. Two estimates of one call's time follow from that wait:
 #
 # 1. The slope between a short and a long run. All constant costs (request, wake-up, empty kernel) cancel.
-#
 # 2. The long run alone, less the time of an empty request. A Solution that is slow on purpose in the short run reduces the
 # slope, but not this estimate.
 #
@@ -294,7 +293,7 @@ class WallRun:
 
     ``null_us`` is the time of an empty request, ``noise_us`` the spread of such requests. ``copies_us`` is the time per
     call that the worker may spend on copying returned outputs. On a CPU, ``alone_us`` is the minimum time of one call in
-    the long run if the machine had been idle, and ``unstolen_us`` the same if its host had been idle, too.
+    the long run on an idle machine. ``unstolen_us`` is the same time with an idle host, too.
     """
 
     calls: int
@@ -329,12 +328,12 @@ def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float
     return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
 
 
-def host_may_be_why(latency_us: float, run: WallRun) -> bool:
+def may_be_host_delay(latency_us: float, run: WallRun) -> bool:
     """Return True if a claim on a CPU only looks false unless the host of this virtual machine slowed the run down."""
-    return judge_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
+    return check_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
 
 
-def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
+def check_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
     """Return the reason why the claimed latency cannot be true, or None if the harness's clock allows it."""
     factor, floor_us = (GPU_FACTOR, GPU_FLOOR_US) if on_gpu else (CPU_FACTOR, CPU_FLOOR_US)
     credible = factor * latency_us + floor_us + run.copies_us

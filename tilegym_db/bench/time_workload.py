@@ -88,7 +88,7 @@ class WorkloadTiming:
             pool = BufferPool(workload_run.plan.definition, contents.sets, device, buffer_bytes)
         except CANNOT_VERIFY as error:
             for candidate in candidates:
-                self._lose(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
+                self._fail(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
             return
         try:
             for candidate in candidates:
@@ -118,13 +118,13 @@ class WorkloadTiming:
         runner = candidate.runner
         if not isinstance(result, Failure) and self.peaks is not None:
             definition, workload = workload_run.plan.definition, workload_run.workload
-            result = judge_time(result, definition, runner.solution.record, workload, self.peaks)
+            result = check_time(result, definition, runner.solution.record, workload, self.peaks)
         audit: Audit | Failure | None = None
         if not isinstance(result, Failure) and self.audit_worker is not None:
             audit = self._audit(runner, self.audit_worker, pool, contents, result)
         failure = result if isinstance(result, Failure) else audit
         if isinstance(failure, Failure):
-            self._lose(workload_run, runner, failure)
+            self._fail(workload_run, runner, failure)
         else:
             assert not isinstance(result, Failure)
             self._emit_pass(workload_run, candidate, contents, result, failure)
@@ -146,9 +146,9 @@ class WorkloadTiming:
                 return found
             owned = found
         try:
-            worn = audit_long_run(runner, pool, performance, self.context.seed)
-            if worn is not None:
-                return worn
+            changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
+            if changed_inputs is not None:
+                return changed_inputs
             activities = 0 if owned is None else owned.activities
             wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
@@ -168,7 +168,7 @@ class WorkloadTiming:
 
     # -- traces -------------------------------------------------------------------------------------------------------
 
-    def _lose(self, workload_run: WorkloadRun, runner: Runner, failure: Failure) -> None:
+    def _fail(self, workload_run: WorkloadRun, runner: Runner, failure: Failure) -> None:
         """Clean up after a failure during timing and emit its trace."""
         level = runner.handle.sandbox_level
         if runner.handle.after_failure(failure):
@@ -270,7 +270,7 @@ class SolutionGroup:
 GATE = "physics floor"
 
 
-def judge_time(
+def check_time(
     performance: Performance, definition: Definition, solution: Solution, workload: Workload, peaks: GpuPeaks
 ) -> Performance | Failure:
     """Return the performance with ``sol_us`` and ``sol_ratio``, or a rejection if no implementation could be that fast.

@@ -365,8 +365,8 @@ def verdict_of(ratio: Interval, noise: float = 0.0) -> Verdict:
 
     Args:
         ratio: ``other / this`` with its interval, as :func:`paired_ratio` returns it; above 1, this is faster.
-        noise: relative differences up to this are ignored, even if they are certain: errors that pairing does not cancel
-            (0.02 if a kernel replaces stock code, more in a session whose control kernels moved).
+        noise: relative differences up to this are ignored, even if they are certain. It covers errors that pairing does not
+            cancel: 0.02 if a kernel replaces stock code, more in a session whose control kernels moved.
 
     Raises:
         ValueError: ``noise`` is negative.
@@ -462,18 +462,18 @@ class Nvml:
     def device(self, uuid: str) -> Any:
         """Return a handle for the UUID that CUDA gives; None for no device. The two libraries number devices differently."""
         names = (prefix + uuid.removeprefix(prefix) for prefix in ("GPU-", "MIG-"))
-        handles = (self._told(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
+        handles = (self._value_of(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
         return next((handle for handle in handles if handle is not None), None)
 
     def sample(self, device: Any) -> ClockSample:
         """Return the current SM clock, and the reasons why it is not higher."""
-        clock = self._told(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
-        reasons = self._told(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
+        clock = self._value_of(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
+        reasons = self._value_of(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
         if reasons is None:  # the old name before driver 535; the meaning of the bits did not change
-            reasons = self._told(self._library.nvmlDeviceGetCurrentClocksThrottleReasons, device)
+            reasons = self._value_of(self._library.nvmlDeviceGetCurrentClocksThrottleReasons, device)
         return ClockSample(time.monotonic(), clock, reasons)
 
-    def _told(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _value_of(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except self._library.NVMLError:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tilegym_db.bench.devices.messages import Order, Session, divide
-from tilegym_db.bench.devices.places import doubt
+from tilegym_db.bench.devices.places import trace_problem
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, make_plan
 from tilegym_db.bench.run_setup import RunContext
@@ -50,8 +50,8 @@ def changed(trace: Trace, **changes: object) -> Trace:
 
 
 def test_a_trace_that_was_asked_for_is_not_doubted(order, trace):
-    assert doubt(trace, order, MACHINE) is None
-    assert doubt(changed(trace, attempt=1), order, MACHINE) is None
+    assert trace_problem(trace, order, MACHINE) is None
+    assert trace_problem(changed(trace, attempt=1), order, MACHINE) is None
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,19 @@ def test_a_trace_that_was_asked_for_is_not_doubted(order, trace):
     ],
 )
 def test_a_trace_that_nobody_asked_for_is_named_with_what_is_wrong(order, trace, changes, reason):
-    assert reason in str(doubt(changed(trace, **changes), order, MACHINE))
+    assert reason in str(trace_problem(changed(trace, **changes), order, MACHINE))
 
 
 def test_a_workload_that_another_device_has_is_not_one_of_this_order(order, trace):
     [plan] = order.item.plans
     other = next(workload for workload in plan.workloads if workload.uuid not in order.item.uuids)
-    assert "the order has no" in str(doubt(changed(trace, workload_uuid=other.uuid, axes=other.axes), order, MACHINE))
+    assert "the order has no" in str(
+        trace_problem(changed(trace, workload_uuid=other.uuid, axes=other.axes), order, MACHINE)
+    )
 
 
 def test_a_pass_of_a_worker_that_was_not_confined_is_none_of_a_promotion(order, trace):
     measured = {"latency_us": 5.0, "ci_low_us": 4.0, "ci_high_us": 6.0, "samples": 9, "timer": "wall"}
     passed = {"status": "PASSED", "reason": "", "failure": None, "correctness": {}, "performance": measured}
-    assert doubt(changed(trace, **passed), order, MACHINE) is None
-    assert "confined at level 1" in str(doubt(changed(trace, **passed, sandbox_level=1), order, MACHINE))
+    assert trace_problem(changed(trace, **passed), order, MACHINE) is None
+    assert "confined at level 1" in str(trace_problem(changed(trace, **passed, sandbox_level=1), order, MACHINE))

@@ -61,7 +61,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Starting:
+class ProgressMessage:
     """Description of the next step."""
 
     what: str
@@ -76,14 +76,14 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TraceMessage:
     """A trace of a workload that is not concluded yet."""
 
     trace: Trace
 
 
 @dataclass(frozen=True)
-class Concluded:
+class WorkloadDone:
     """All traces of a workload were sent. ``rounds`` are the raw times by runner, if the session keeps them."""
 
     uuid: str
@@ -91,7 +91,7 @@ class Concluded:
 
 
 @dataclass(frozen=True)
-class Told:
+class JobMessage:
     """Any other message of a job to the process that ordered it."""
 
     content: Any
@@ -123,7 +123,7 @@ FIXED_PAIRS = 6
 """Cost of starting, compiling and fuzzing one candidate wherever its Definition is measured, in timed pairs. 24 candidates
 took 106 s on an H200 that timed 176 pairs in 136 s.
 """
-LEAST_GAIN = 0.98
+MAX_TIME_SHARE = 0.98
 """A Definition is divided only if the whole run then ends within this share of the time. Predictions are not more precise."""
 SIZES: dict[int, tuple[float, ...]] = {1: (1.0,), 2: (0.65, 0.35), 3: (0.5, 0.3, 0.2)}
 """Sizes of the items within a device's share: large ones first, so that all devices end at about the same time."""
@@ -229,7 +229,7 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
                 packed = _packed(parts, shares)
                 tries.append((max(_ends(packed, devices)), more, packed))
         end, more, packed = min(tries, key=lambda made: made[0], default=(math.inf, counts, bags))
-        if end > LEAST_GAIN * max(ends):
+        if end > MAX_TIME_SHARE * max(ends):
             return [_item(bag) for bag in bags]
         counts, bags = more, packed
 

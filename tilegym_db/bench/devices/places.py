@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from tilegym_db.bench.devices import ray_probe
 from tilegym_db.bench.devices.devices import MeasuringDevice, devices_of, share_processors
-from tilegym_db.bench.devices.messages import Failed, Order, Ready, Traced, WorkItem
+from tilegym_db.bench.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.bench.devices.pool import DevicePool, DeviceProcess, SupervisorLost
-from tilegym_db.bench.devices.ray_address import connected, most_devices, names_cluster, parse_executor
+from tilegym_db.bench.devices.ray_address import connected, max_devices, names_cluster, parse_executor
 from tilegym_db.bench.devices.ray_parcels import ParcelStore, pack
 from tilegym_db.bench.machine import Machine, Missing, Site
 from tilegym_db.bench.plan import DefinitionPlan
@@ -89,7 +89,7 @@ Item = TypeVar("Item")
 
 LOOK_EVERY_S = 2.0
 PROBE_S = 60.0
-LEAST_PIECES = 4
+MIN_PIECES = 4
 """Minimum number of work items per plan, so that a node that joins later finds work."""
 POLL_S = 0.1
 
@@ -104,13 +104,13 @@ def cluster_pool(
         HardwareError: no cluster answers, it has no such device, or no device works.
         UsageError, MissingPackageError: as the functions of :mod:`~tilegym_db.bench.devices.ray_address`.
     """
-    address, most = parse_executor(executor), most_devices(gpus)
+    address, most = parse_executor(executor), max_devices(gpus)
     if gpu != "auto":
         parse_gpu(gpu)
     with connected(address):
         cluster = _Cluster(gpu, most)
         devices = cluster.first_devices()
-        pool = DevicePool(devices, cluster.start, cluster.arrivals, least_pieces=LEAST_PIECES)
+        pool = DevicePool(devices, cluster.start, cluster.arrivals, min_pieces=MIN_PIECES)
         with pool, cluster.looking():
             pool.site = Site(cluster.first_machine(pool, waiting), cluster.missing)
             yield pool
@@ -324,7 +324,7 @@ def _drained(items: queue.SimpleQueue[Item]) -> list[Item]:
 # ---- actor ----------------------------------------------------------------------------------------
 # Actor of one device: a process that Ray starts on the node.
 #
-# It does the same as the planning process for a device of its own host: it starts a supervisor, sends orders and receives
+# It does the same as the planning process for a device of this host: it starts a supervisor, sends orders and receives
 # messages. In addition it unpacks parcels: records and sources arrive by digest in a catalog of the actor.
 
 LISTEN_S = 1.0
@@ -332,7 +332,7 @@ THREADS_OF_RAY = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class TracedText:
+class TraceText:
     """A trace as JSON, which the receiver validates."""
 
     text: str
@@ -373,17 +373,19 @@ class DeviceActor:
 
     def receive(self) -> list[Any]:
         """Return the supervisor's messages since the last call; empty if none arrives within a second."""
-        told: list[Any] = []
+        received: list[Any] = []
         try:
             if not self._failures and wait([self._process.connection], LISTEN_S):
-                while not told or self._process.connection.poll():
+                while not received or self._process.connection.poll():
                     message = self._process.receive()
-                    told.append(TracedText(message.trace.to_json()) if isinstance(message, Traced) else message)
+                    received.append(
+                        TraceText(message.trace.to_json()) if isinstance(message, TraceMessage) else message
+                    )
         except (SupervisorLost, OSError, ValueError) as lost:  # the last two: its socket was closed
-            told.append(Failed(str(lost), is_device=False))
-        told += self._failures
+            received.append(Failed(str(lost), is_device=False))
+        received += self._failures
         self._failures.clear()
-        return told
+        return received
 
     def close(self, timeout_s: float) -> None:
         """End the supervisor and all processes below it."""
@@ -497,19 +499,19 @@ class RemoteProcess:
                 if reason is not None:
                     return Failed(reason, is_device=True)
                 self.machine = message.machine
-            case TracedText(text):
+            case TraceText(text):
                 return self._checked_trace(text)
         return message
 
-    def _checked_trace(self, text: str) -> Traced | Failed:
+    def _checked_trace(self, text: str) -> TraceMessage | Failed:
         assert self._order is not None
         assert self.machine is not None
         try:
             trace = Trace.from_json(text, f"a trace from {self.device.label}")
         except RecordError as error:
             return Failed(str(error), is_device=True)
-        reason = doubt(trace, self._order, self.machine)
-        return Traced(trace) if reason is None else Failed(f"it sent an invalid trace: {reason}", is_device=True)
+        reason = trace_problem(trace, self._order, self.machine)
+        return TraceMessage(trace) if reason is None else Failed(f"it sent an invalid trace: {reason}", is_device=True)
 
 
 def _first_words(error: Exception) -> str:
@@ -635,7 +637,7 @@ def differs(machine: Machine, planned: Machine) -> str | None:
 MACHINE_FIELDS = ("gpu", "gpu_name", "sm", "driver", "cuda", "libs", "gpu_uuid", "host")
 
 
-def doubt(trace: Trace, order: Order, machine: Machine) -> str | None:
+def trace_problem(trace: Trace, order: Order, machine: Machine) -> str | None:
     """Return the reason why a trace does not belong to an order and its device, or None.
 
     Plausibility of its figures is checked later, whenever a trace is read (docs/trust.md).

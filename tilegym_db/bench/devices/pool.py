@@ -24,17 +24,17 @@ from typing import Any, Protocol, Self
 
 from tilegym_db.bench.devices.devices import MeasuringDevice
 from tilegym_db.bench.devices.messages import (
-    Concluded,
     Done,
     Failed,
+    JobMessage,
     Order,
     Peaks,
+    ProgressMessage,
     Ready,
     Session,
-    Starting,
-    Told,
-    Traced,
+    TraceMessage,
     WorkItem,
+    WorkloadDone,
     WorkQueue,
     divide,
 )
@@ -70,9 +70,9 @@ class Callbacks:
 
     traced: Callable[[Trace], None]
     starting: Callable[[str, str], None] = lambda device, what: None
-    concluded: Callable[[Concluded], None] = lambda message: None
+    concluded: Callable[[WorkloadDone], None] = lambda message: None
     peaks: Callable[[Peaks], None] = lambda message: None
-    told: Callable[[Any], None] = lambda content: None
+    job_message: Callable[[Any], None] = lambda content: None
     extra: Callable[[WorkItem], Any] = lambda item: None
     immediate: bool = False
 
@@ -100,7 +100,7 @@ class DevicePool:
         start: Callable[[MeasuringDevice], DeviceSupervisor],
         arrivals: Arrivals = no_arrivals,
         site: Site | None = None,
-        least_pieces: int = 0,
+        min_pieces: int = 0,
     ) -> None:
         """Create the pool; entering the ``with`` block starts it.
 
@@ -109,14 +109,14 @@ class DevicePool:
             start: starts the supervisor of a device, at the beginning and after a loss.
             arrivals: polled for further devices.
             site: description of the devices for planning, if they are on other hosts.
-            least_pieces: minimum number of work items of a plan, for devices that may come later.
+            min_pieces: minimum number of work items of a plan, for devices that may come later.
         """
         self.devices = list(devices)
         self.processes: dict[str, DeviceSupervisor] = {}
         self.site = site
         self._start_on = start
         self._arrivals = arrivals
-        self._least_pieces = least_pieces
+        self._min_pieces = min_pieces
         self._restarts: Counter[str] = Counter()
         self._held: dict[str, dict[str, list[Trace]]] = {}
         self._gone: list[str] = []
@@ -146,7 +146,7 @@ class DevicePool:
 
     def divided(self, plans: Sequence[DefinitionPlan]) -> list[WorkItem]:
         """Return plans as work items for these devices."""
-        return divide(plans, max(len(self.devices), self._least_pieces))
+        return divide(plans, max(len(self.devices), self._min_pieces))
 
     def run(self, session: Session, items: Sequence[WorkItem], callbacks: Callbacks) -> PoolReport:
         """Run all items. This also returns after Ctrl-C, or if some work could not be done.
@@ -209,21 +209,21 @@ class DevicePool:
     ) -> None:
         label = process.device.label
         match message:
-            case Starting(what):
+            case ProgressMessage(what):
                 callbacks.starting(label, what)
-            case Traced(trace) if callbacks.immediate:
+            case TraceMessage(trace) if callbacks.immediate:
                 self._keep([trace], label, callbacks, report)
-            case Traced(trace):
+            case TraceMessage(trace):
                 self._held[label].setdefault(trace.workload_uuid, []).append(trace)
-            case Concluded(uuid):
+            case WorkloadDone(uuid):
                 callbacks.concluded(message)
                 if not callbacks.immediate:
                     process.done.add(uuid)
                 self._keep(self._held[label].pop(uuid, []), label, callbacks, report)
             case Peaks():
                 callbacks.peaks(message)
-            case Told(content):
-                callbacks.told(content)
+            case JobMessage(content):
+                callbacks.job_message(content)
             case Ready(seconds):
                 report.seconds[label] = added(report.seconds[label], {START: seconds})
             case Done(seconds):
@@ -264,7 +264,7 @@ class DevicePool:
             self._gone.append(f"{device.label} is not used anymore: {reason}")
             return
         self._restarts[device.label] += 1
-        taken_over = "" if process.item is None else f"; what it had in flight is done again ({process.item.label})"
+        taken_over = "" if process.item is None else f"; its work in flight is repeated ({process.item.label})"
         report.notes.append(f"{device.label}: {reason}{taken_over}")
         self._start(device)
 
@@ -322,7 +322,7 @@ class DeviceProcess:
         self.done: set[str] = set()
         """Workloads of the item that are concluded."""
         self.last_message_at = time.monotonic()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         ours, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[3])
         python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
@@ -338,7 +338,7 @@ class DeviceProcess:
                 ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 env={**os.environ, "PYTHONPATH": python_path, HOST_SHARE: str(share), **device.environment},
                 start_new_session=True,  # Ctrl-C only reaches this process, which keeps finished work
             )
@@ -397,10 +397,10 @@ class DeviceProcess:
         return f"its supervisor ended ({how}){self._last_line()}"
 
     def _last_line(self) -> str:
-        if self._said.closed:
+        if self._stderr.closed:
             return ""
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, size - TAIL_BYTES))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        self._said.close()
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - TAIL_BYTES))
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        self._stderr.close()
         return f": {lines[-1]}" if lines else ""

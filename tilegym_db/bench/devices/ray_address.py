@@ -60,7 +60,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) < 1 << 16 else None
 
 
-def most_devices(gpus: str | None) -> int | None:
+def max_devices(gpus: str | None) -> int | None:
     """Return the maximum number of devices that ``--gpus`` allows; None for all of the cluster.
 
     Raises:
@@ -176,7 +176,7 @@ def _kept_off_stdout() -> Iterator[None]:
     if printing is None:
         yield
         return
-    worker.print_to_stdstream = lambda *told, **options: None
+    worker.print_to_stdstream = lambda *lines, **options: None
     try:
         yield
     finally:

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.bench.calibrate import peaks_or_reason
-from tilegym_db.bench.devices.messages import Concluded, Done, Order, Peaks, Session, Starting, Told, Traced
+from tilegym_db.bench.devices.messages import (
+    Done,
+    JobMessage,
+    Order,
+    Peaks,
+    ProgressMessage,
+    Session,
+    TraceMessage,
+    WorkloadDone,
+)
 from tilegym_db.bench.local_executor import Capacity, LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors, require_healthy, select_machine
 from tilegym_db.bench.promotions import require_sandbox
@@ -51,7 +60,7 @@ def main() -> None:
     orders = queue.Queue[Any]()
     threading.Thread(target=listen, args=(connection, orders), daemon=True).start()
     try:
-        with _telling_failures(connection):
+        with _sending_failures(connection):
             _serve(connection, orders, began)
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # the planning process has ended, or ends this one
@@ -108,22 +117,22 @@ def _find_sandbox(device: str) -> None:
 
 
 @contextlib.contextmanager
-def _telling_failures(connection: Connection) -> Iterator[None]:
+def _sending_failures(connection: Connection) -> Iterator[None]:
     """Send every failure that ends this process, with its reason. This is the process boundary."""
     from tilegym_db.errors import HardwareError
 
     try:
         yield
     except HardwareError as error:
-        _tell_failure(connection, str(error), is_device=True)
+        _send_failure(connection, str(error), is_device=True)
     except BrokenPipeError:
         raise
     except Exception as error:
         traceback.print_exc()
-        _tell_failure(connection, f"{type(error).__name__}: {error}", is_device=False)
+        _send_failure(connection, f"{type(error).__name__}: {error}", is_device=False)
 
 
-def _tell_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
+def _send_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
     from tilegym_db.bench.devices.messages import Failed
 
     connection.send(Failed(reason, is_device))
@@ -135,17 +144,17 @@ def _tell_failure(connection: Connection, reason: str, *, is_device: bool) -> No
 
 @dataclass
 class DeviceJobs:
-    """Jobs on one device. Results are passed to ``tell``."""
+    """Jobs on one device. Results are passed to ``send``."""
 
     machine: Machine
-    tell: Callable[[Any], None]
+    send: Callable[[Any], None]
     peaks: GpuPeaks | None = None
     phases: Phases = field(default_factory=Phases)
     _confined: bool = False
     _rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, gpu: str, tell: Callable[[Any], None]) -> DeviceJobs:
+    def open(cls, gpu: str, send: Callable[[Any], None]) -> DeviceJobs:
         """Return the jobs of the only device that this process sees.
 
         Raises:
@@ -154,7 +163,7 @@ class DeviceJobs:
         machine = select_machine(gpu)
         prepare_workers(machine.device)
         require_healthy(machine)
-        return cls(machine, tell)
+        return cls(machine, send)
 
     def carry_out(self, order: Order) -> None:
         """Carry out an order; pass on all results, and finally a Done message.
@@ -172,15 +181,15 @@ class DeviceJobs:
             with scratch_folder() as folder, leaving_processors(self.machine):
                 JOBS[session.job](self, order, folder)
         self.phases.add(PROCESSORS, processor_seconds() - processors_before)
-        self.tell(Done(self.phases.take()))
+        self.send(Done(self.phases.take()))
 
     def _find_peaks(self, session: Session) -> None:
         if self.peaks is None:
             self.peaks = session.peaks
         if self.peaks is None and session.calibrate and self.machine.is_gpu:
-            self.tell(Starting("calibrating"))
+            self.send(ProgressMessage("calibrating"))
             self.peaks, notes = peaks_or_reason(self.machine, None, session.home)
-            self.tell(Peaks(self.peaks, tuple(notes)))
+            self.send(Peaks(self.peaks, tuple(notes)))
 
     def measure(self, order: Order, folder: Path) -> None:
         """Run the plans of an order; the traces of a workload are complete when it is concluded."""
@@ -194,7 +203,7 @@ class DeviceJobs:
         task: TuneTask = order.extra
         executor = self._executor(order, folder)
         executor.context.attempts.update(task.attempts)
-        search(task, executor, lambda content: self.tell(Told(content)))
+        search(task, executor, lambda content: self.send(JobMessage(content)))
 
     def _executor(self, order: Order, folder: Path) -> LocalExecutor:
         session = order.session
@@ -204,8 +213,8 @@ class DeviceJobs:
             folder,
             session.budget,
             session.policy,
-            emit=lambda trace: self.tell(Traced(trace)),
-            starting=lambda what: self.tell(Starting(what)),
+            emit=lambda trace: self.send(TraceMessage(trace)),
+            starting=lambda what: self.send(ProgressMessage(what)),
             peaks=self.peaks if session.calibrate else None,
             capacity=Capacity.of(self.machine, available_memory()),
         )
@@ -216,7 +225,7 @@ class DeviceJobs:
         }
 
     def _conclude(self, workload: Workload) -> None:
-        self.tell(Concluded(workload.uuid, self._rounds.pop(workload.uuid, {})))
+        self.send(WorkloadDone(workload.uuid, self._rounds.pop(workload.uuid, {})))
 
 
 JOBS: dict[str, Callable[[DeviceJobs, Order, Path], None]] = {"measure": DeviceJobs.measure, "tune": DeviceJobs.tune}

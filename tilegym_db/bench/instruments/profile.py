@@ -227,11 +227,11 @@ def parse_profile(text: str) -> list[KernelProfile]:
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
-        raise ToolchainError(f"Nsight Compute measured nothing: {_said(lines)}", code="profiler_failed")
+        raise ToolchainError(f"Nsight Compute measured nothing: {_printed_by_tool(lines)}", code="profiler_failed")
     rows = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
     header, units, kernels = rows[0], rows[1] if len(rows) > 1 else [], rows[2:]
     if not kernels:
-        raise ToolchainError(f"Nsight Compute saw no kernel: {_said(lines)}", code="profiler_saw_nothing")
+        raise ToolchainError(f"Nsight Compute saw no kernel: {_printed_by_tool(lines)}", code="profiler_saw_nothing")
     return [_kernel(dict(zip(header, row, strict=False)), dict(zip(header, units, strict=False))) for row in kernels]
 
 
@@ -258,6 +258,6 @@ def _number(text: str, unit: str) -> float | None:
     return value * scale if value == value else None
 
 
-def _said(lines: list[str]) -> str:
+def _printed_by_tool(lines: list[str]) -> str:
     errors = [line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")]
     return "; ".join(errors or [line for line in lines if line.strip()][-3:]) or "it printed nothing"

@@ -136,7 +136,8 @@ def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]
     if name is not None and name not in catalog.definitions:
         hint = did_you_mean(name, [*catalog.solutions, *catalog.definitions])
         raise NotFoundError(
-            f"'{name}' is no solution, no definition and no folder.{hint} Try: tilegym-db list", code="name_unknown"
+            f"'{name}' is neither a solution, nor a definition, nor a folder.{hint} Try: tilegym-db list",
+            code="name_unknown",
         )
     wanted = catalog.solutions.values() if name is None else catalog.solutions_for(name)
     return [
@@ -195,15 +196,15 @@ def output_of(command: list[str], folder: Path) -> str:
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return said.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
 # ---- programs -------------------------------------------------------------------------------------

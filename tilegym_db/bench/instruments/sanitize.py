@@ -42,7 +42,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 """Tool of compute-sanitizer -> its options. They find accesses out of bounds, races in shared memory, reads of
 uninitialised memory, and wrong use of barriers.
 """
-NO_CASE = "no fuzz case fits what it declares, so nothing was run"
+NO_CASE = "no fuzz case fits its declared limits, so nothing was run"
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def sanitize(
     chosen = [item for item in chosen if item.cases]
     with scratch_folder() as folder, timing_lock(setup.machine.device):
         for tool in tools:
-            for spoken in dict.fromkeys(item.files.record.spec.language for item in chosen):
-                group = [item for item in chosen if item.files.record.spec.language == spoken]
-                starting(f"{tool}: {len(group)} solutions in {spoken}")
+            for tile_language in dict.fromkeys(item.files.record.spec.language for item in chosen):
+                group = [item for item in chosen if item.files.record.spec.language == tile_language]
+                starting(f"{tool}: {len(group)} solutions in {tile_language}")
                 results += Run(tool, setup.machine.device, output_of, program).over(group, folder)
     record_failures(results, setup)
     return results

@@ -17,7 +17,7 @@ from tilegym_db.bench.plan import Options, Plan, Skipped, names_of
 from tilegym_db.bench.run_setup import RunContext, RunSetup, attempts_of, timing_budget
 from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.bench.tune.search import SearchBudget
-from tilegym_db.bench.tune.tuner import Known, Tuned, TuneTask, search
+from tilegym_db.bench.tune.tuner import KnownResults, TuneResult, TuneTask, search
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import scratch_folder
@@ -37,7 +37,7 @@ class TuneObserver:
     planned: Callable[[int, Machine], None] = lambda pairs, machine: None
     starting: Callable[[str], None] = lambda what: None
     stepped: Callable[[TuningStep], None] = lambda step: None
-    finished: Callable[[Tuned], None] = lambda result: None
+    finished: Callable[[TuneResult], None] = lambda result: None
     at_work: Callable[[str, str], None] = lambda device, what: None
 
 
@@ -48,7 +48,7 @@ class TuneReport:
     run_id: str
     machine: Machine
     skipped: list[Skipped]
-    results: list[Tuned] = field(default_factory=list)
+    results: list[TuneResult] = field(default_factory=list)
     steps: list[TuningStep] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
@@ -79,8 +79,8 @@ def tune(
 ) -> TuneReport:
     """Search the tunables of Solutions, Workload by Workload; screen and store the winners.
 
-    A winner is verified under its config on the fuzz shapes, and timed against the defaults and stock code in fresh
-    processes, as in the screen of :func:`~tilegym_db.benchmark`. From then on ``bench`` and ``promote`` measure it together
+    A winner passes the screen of :func:`~tilegym_db.benchmark` in fresh processes: it is verified under its config on the
+    fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``promote`` measure it together
     with the defaults. Configs that lost in an earlier run are not tried again.
 
     Args:
@@ -112,13 +112,13 @@ def tune(
     watch = observer or TuneObserver()
     with open_pool(executor, gpus, gpu, watch.starting) as pool:
         setup = RunSetup.on(pool, gpu, catalog, store_home)
-        return _search_all(setup, options, Known.read(setup, again=again), budget_s, watch, pool)
+        return _search_all(setup, options, KnownResults.read(setup, again=again), budget_s, watch, pool)
 
 
 def _search_all(
     setup: RunSetup,
     options: Options,
-    known: Known,
+    known: KnownResults,
     budget_s: float,
     observer: TuneObserver,
     pool: DevicePool | None,
@@ -133,7 +133,7 @@ def _search_all(
         Journal(context.run_id, setup.home) as journal,
         TuningLog(context.run_id, setup.home) as log,
     ):
-        keep = _Keeping(report, known, journal, log, observer)
+        keep = _TuneSink(report, known, journal, log, observer)
         budget = SearchBudget.quick() if options.quick else SearchBudget()
         pieces = tuple((item, pairs[item.definition.name]) for item in plan.definitions)
         task = TuneTask(pieces, known, budget, budget_s)
@@ -145,17 +145,17 @@ def _search_all(
     return report
 
 
-def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep: _Keeping) -> None:
+def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep: _TuneSink) -> None:
     with scratch_folder() as scratch, leaving_processors(context.machine):
         executor = LocalExecutor(context, scratch, budget, SCREEN, keep.trace, keep.observer.starting)
         try:
-            search(task, executor, keep.told)
+            search(task, executor, keep.take)
         except KeyboardInterrupt:
             keep.report.interrupted = True
 
 
 def _search_on(
-    pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _Keeping
+    pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _TuneSink
 ) -> None:
     """Divide the searches over the devices of a pool. Each piece starts with all results known by then."""
     session = Session(
@@ -173,18 +173,18 @@ def _search_on(
         digests = {plan.definition.digest for plan in item.plans}
         return replace(task, pieces=pieces, known=task.known.about(digests), attempts=attempts_of(keep.report.traces))
 
-    callbacks = Callbacks(keep.trace, keep.observer.at_work, told=keep.told, extra=extra, immediate=True)
+    callbacks = Callbacks(keep.trace, keep.observer.at_work, job_message=keep.take, extra=extra, immediate=True)
     outcome = pool.run(session, pool.divided(plans), callbacks)
     keep.report.notes += [*outcome.notes, *outcome.unfinished]
     keep.report.unfinished, keep.report.interrupted = outcome.unfinished, outcome.interrupted
 
 
 @dataclass
-class _Keeping:
+class _TuneSink:
     """Sink for traces, steps and results: it writes them to disk and the report, and calls the observer."""
 
     report: TuneReport
-    known: Known
+    known: KnownResults
     journal: Journal
     log: TuningLog
     observer: TuneObserver
@@ -193,7 +193,7 @@ class _Keeping:
         self.journal.append(trace)
         self.report.traces.append(trace)
 
-    def told(self, content: TuningStep | Tuned) -> None:
+    def take(self, content: TuningStep | TuneResult) -> None:
         if isinstance(content, TuningStep):
             self.step(content)
         else:
@@ -204,7 +204,7 @@ class _Keeping:
         self.report.steps.append(step)
         self.observer.stepped(step)
 
-    def result(self, result: Tuned) -> None:
+    def result(self, result: TuneResult) -> None:
         same = (result.solution, result.workload_uuid)
         report = self.report
         report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]

@@ -36,7 +36,7 @@ from tilegym_db.verify.worker_handle import SCREEN
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """The result of tuning one Solution on one Workload.
 
     ``config`` won and passed the screen; it is empty for the source's own defaults, and None if no config passed. ``tried``
@@ -61,7 +61,7 @@ class Tuner:
 
     item: DefinitionPlan
     executor: LocalExecutor
-    known: Known
+    known: KnownResults
     traces: list[Trace]
     """All traces of the run so far."""
     remember: Callable[[TuningStep], None]
@@ -78,7 +78,7 @@ class Tuner:
         """The operator that the Solutions implement."""
         return self.item.definition
 
-    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[Tuned], None]) -> None:
+    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[TuneResult], None]) -> None:
         """Search for each pair in turn, then screen all leading configs together; search again if a leader fails.
 
         Compilers work one pair ahead. Workers end with this method.
@@ -146,7 +146,7 @@ class PairSearch:
     runner: Runner
     cache: ExpectedCache
     leader: Config | None = None
-    result: Tuned | None = None
+    result: TuneResult | None = None
     tried: int = 0
     left: int = 0
     searched_s: float = 0.0
@@ -275,9 +275,9 @@ class PairSearch:
         definition, tier = self.tuner.definition, SCREEN.tier
         executor.emit(executor.context.failed(definition, self.solution, self.workload, tier, failure, config, level))
 
-    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> Tuned:
+    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> TuneResult:
         definition = self.tuner.definition
-        return Tuned(
+        return TuneResult(
             self.solution.name,
             self.workload.uuid,
             definition.bind_axes(self.workload.axes),
@@ -295,7 +295,7 @@ class PairSearch:
 
 
 @dataclass
-class Known:
+class KnownResults:
     """Results of earlier runs on this GPU: steps, status of failed configs by config id, passed screens, winners."""
 
     steps: dict[PairKey, list[TuningStep]] = field(default_factory=dict)
@@ -308,7 +308,7 @@ class Known:
     """
 
     @classmethod
-    def read(cls, setup: RunSetup, *, again: bool) -> Known:
+    def read(cls, setup: RunSetup, *, again: bool) -> KnownResults:
         """Read the results of earlier runs. With ``again``, read only the winners: a new search still starts with them."""
         gpu = setup.machine.gpu
         with setup.store() as store:
@@ -323,9 +323,9 @@ class Known:
             known.steps.setdefault(step.pair, []).append(step)
         return known
 
-    def about(self, definitions: Collection[str]) -> Known:
+    def about(self, definitions: Collection[str]) -> KnownResults:
         """Return the results of some Definitions, given by digest."""
-        return Known(
+        return KnownResults(
             {pair: steps for pair, steps in self.steps.items() if pair[1] in definitions},
             {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
             {key for key in self.screened if key[1] in definitions},
@@ -358,14 +358,14 @@ class TuneTask:
     """
 
     pieces: tuple[tuple[DefinitionPlan, Sequence[tuple[Workload, SolutionFiles]]], ...]
-    known: Known
+    known: KnownResults
     budget: SearchBudget
     budget_s: float
     attempts: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
 
-def search(task: TuneTask, executor: LocalExecutor, tell: Callable[[TuningStep | Tuned], None]) -> None:
-    """Tune all pairs of a task. Each step and result is passed to ``tell`` at once; traces go to the executor's ``emit``."""
+def search(task: TuneTask, executor: LocalExecutor, report: Callable[[TuningStep | TuneResult], None]) -> None:
+    """Tune all pairs of a task. Each step and result is passed to ``report`` at once; traces go to the executor's ``emit``."""
     traces: list[Trace] = []
     emit = executor.emit
 
@@ -375,9 +375,9 @@ def search(task: TuneTask, executor: LocalExecutor, tell: Callable[[TuningStep |
 
     def remember(step: TuningStep) -> None:
         task.known.steps.setdefault(step.pair, []).append(step)
-        tell(step)
+        report(step)
 
     executor.emit = keep
     for plan, pairs in task.pieces:
         tuner = Tuner(plan, executor, task.known, traces, remember, task.budget, task.budget_s)
-        tuner.run(pairs, tell)
+        tuner.run(pairs, report)
