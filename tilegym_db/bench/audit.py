@@ -176,8 +176,9 @@ def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: Wa
 def _contents_reason(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
-    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; else "". It is never used
-    for kernels.
+    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; else "".
+
+    It is never used for kernels.
 
     Some code waits for the device within a call, for example to loop over the experts that its contents name. It then calls
     other products for each contents, and the first call of each takes longer. Its worker measures this on unseen contents
@@ -263,8 +264,9 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
 
 
 def hidden_calls(most: int, launches: float, host_us: float, longest_us: float = BUSY_US[-1]) -> int:
-    """Return the number of calls of the short run. The launches of the long run, three times as many, must fit into the
-    busy time.
+    """Return the number of calls of the short run.
+
+    The launches of the long run, three times as many, must fit into the busy time.
 
     A call of many launches fills the device's queue, and further launches then wait. A call with a long host time outlasts
     the busy time. Either would count as time of the calls. Three calls of 300 launches each fill the queue.

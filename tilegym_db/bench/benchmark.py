@@ -260,8 +260,9 @@ def _screen_failure(status: str) -> str:
 
 
 def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:
-    """Return a callback that takes each trace. It writes to the journal first, so that only traces that are kept are
-    reported.
+    """Return a callback that takes each trace.
+
+    It writes to the journal first, so that only traces that are kept are reported.
     """
 
     def keep(trace: Trace) -> None:

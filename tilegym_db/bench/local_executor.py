@@ -275,8 +275,9 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
 
 
 def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
-    """Return the first workload of every Definition, then the second, and so on. No Definition waits for all contents of
-    another.
+    """Return the first workload of every Definition, then the second, and so on.
+
+    No Definition waits for all contents of another.
     """
     by_definition: dict[str, list[WorkloadRun]] = {}
     for workload_run in workload_runs:

@@ -347,8 +347,9 @@ def _place(
 
 
 def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) -> str | None:
-    """Return the reason why a Solution cannot be timed on this machine, or None. Missing packages come first if installing
-    them would help.
+    """Return the reason why a Solution cannot be timed on this machine, or None.
+
+    Missing packages come first if installing them would help.
     """
     language = solution.record.spec.language
     if machine.is_gpu or language == "python":

@@ -215,8 +215,9 @@ def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]
 def refused_unconfined(
     level: int, solutions: Iterable[SolutionFiles], digests: Mapping[str, str], shipped: Collection[str]
 ) -> dict[str, str]:
-    """Return the Solutions that may not be promoted at a sandbox level, with reasons; ``digests`` are those of the
-    Definitions. Pure.
+    """Return the Solutions that may not be promoted at a sandbox level, with reasons. Pure.
+
+    ``digests`` are those of the Definitions, by name.
     """
     reasons = {
         files.name: why_not_believed(

@@ -88,8 +88,9 @@ def _regress(
     observer: Observer,
     pool: DevicePool | None,
 ) -> RegressionReport:
-    """Find the changed Solutions and compare their versions. The tier of the options excludes kernels that the device could
-    only interpret.
+    """Find the changed Solutions and compare their versions.
+
+    The tier of the options excludes kernels that the device could only interpret.
     """
     chosen = _chosen(setup.catalog, names)
     with setup.store() as store:
@@ -399,10 +400,7 @@ def void_reason(control: Control, bars: Bars) -> str | None:
     """Return the reason why a control makes this session void, or None."""
     if control.shift <= bars.control_shift or control.apart_us <= bars.floor_us:
         return None
-    return (
-        f"differs from itself by {control.shift:.1%} ({control.apart_us:.3g} us); at most {bars.control_shift:.0%} is allowed. "
-        "Repeat the run on a quiet machine"
-    )
+    return f"differs from itself by {control.shift:.1%} ({control.apart_us:.3g} us); at most {bars.control_shift:.0%} is allowed"
 
 
 def compare_versions(old: Sequence[float], new: Sequence[float], control: Control, bars: Bars) -> Change:

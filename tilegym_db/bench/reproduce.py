@@ -27,8 +27,9 @@ from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The result of a case: the worst errors of a pass, or the failure. If both are None, the reference fails on the case
-    itself.
+    """The result of a case: the worst errors of a pass, or the failure.
+
+    If both are None, the reference fails on the case itself.
     """
 
     case: Case

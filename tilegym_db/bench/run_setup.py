@@ -1,5 +1,6 @@
-"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer. The second
-part builds Traces.
+"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer.
+
+The second part builds Traces.
 """
 
 from __future__ import annotations

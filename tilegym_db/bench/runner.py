@@ -1,5 +1,6 @@
-"""Runners: a runner verifies and times one Solution under one config, in the worker of its handle. The module also has the
-shared buffers for timing and the wall-clock check of latencies.
+"""Runners: a runner verifies and times one Solution under one config, in the worker of its handle.
+
+The module also has the shared buffers for timing and the wall-clock check of latencies.
 """
 
 from __future__ import annotations

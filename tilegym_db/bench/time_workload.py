@@ -249,8 +249,9 @@ class SolutionGroup:
         return WorkloadRun(self.plan, workload, runners, self.cache)
 
     def rest(self) -> None:
-        """Clear the cache after a batch, and end workers that run under a tuned config. Each workload may have another
-        config, so that such workers would pile up.
+        """Clear the cache after a batch, and end workers that run under a tuned config.
+
+        Each workload may have another config, so that such workers would pile up.
         """
         self.cache.clear()
         for runner in self.runners:

@@ -44,8 +44,9 @@ class TimingBudget:
 
     @classmethod
     def screening(cls) -> TimingBudget:
-        """Return a budget that suffices to choose candidates for promotion. It does not resolve differences within the
-        noise between two processes.
+        """Return a budget that suffices to choose candidates for promotion.
+
+        It does not resolve differences within the noise between two processes.
         """
         return cls(block_us=2000.0, half_width=0.01, resolution_us=PROCESS_NOISE_US)
 
@@ -425,8 +426,9 @@ class ClockReading:
 
 
 def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
-    """Return one reading of many samples. The clock of an idle GPU says nothing, so only busy samples count if there are
-    any.
+    """Return one reading of many samples.
+
+    The clock of an idle GPU says nothing, so only busy samples count if there are any.
     """
     taken = list(samples)
     masks = [sample.reasons for sample in taken if sample.reasons is not None]

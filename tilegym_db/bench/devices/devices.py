@@ -66,8 +66,9 @@ def parse_gpus(text: str) -> GpuChoice:
 
 
 def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
-    """Return the requested GPUs among the ``found`` ones; ``gpu`` is the value of ``--gpu``. All are of one kind, as a plan
-    is.
+    """Return the requested GPUs among the ``found`` ones; ``gpu`` is the value of ``--gpu``.
+
+    All are of one kind, as a plan is.
 
     Raises:
         HardwareError: there are too few GPUs, a requested one is missing, or they are of several kinds.

@@ -202,8 +202,9 @@ class WorkQueue:
 
 
 def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
-    """Return items that devices end at about the same time, the largest first. Every planned workload is in exactly one
-    item.
+    """Return items that devices end at about the same time, the largest first.
+
+    Every planned workload is in exactly one item.
 
     The candidates of a Definition are started, compiled and fuzzed again in every item with a part of it. So a Definition
     is divided only if all devices together then end earlier.
@@ -270,8 +271,9 @@ class _Part:
 
 
 def _packed(parts: Sequence[_Part], shares: Sequence[float]) -> list[list[_Part]]:
-    """Pack parts into bags of these shares, the costliest part first, each where it ends earliest. Return the costliest bag
-    first.
+    """Pack parts into bags of these shares, the costliest part first, each where it ends earliest.
+
+    Return the costliest bag first.
     """
     bags: list[list[_Part]] = [[] for _ in shares]
     loads = [0.0] * len(shares)

@@ -129,8 +129,9 @@ def _no_answer(address: str, reason: str) -> str:
 
 
 def _connect(address: str, patience_s: float) -> None:
-    """Connect in a thread with a timeout. Ray itself waits for a minute, and then ends the process, if another program
-    answers.
+    """Connect in a thread with a timeout.
+
+    Ray itself waits for a minute, and then ends the process, if another program answers.
     """
     import ray
     from ray.exceptions import RayError

@@ -75,8 +75,9 @@ def _take_socket() -> Connection:
 
 
 def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
-    """Pass orders on; after the last one, end the main thread. Use a signal only if it is at work, not waiting for an
-    order.
+    """Pass orders on; after the last one, end the main thread.
+
+    Use a signal only if it is at work, not waiting for an order.
 
     On hosts with H200s, a signal did not wake a waiting process, which was then killed after 15 s.
     """

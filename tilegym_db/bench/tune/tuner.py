@@ -333,8 +333,9 @@ class KnownResults:
         )
 
     def history(self, pair: PairKey) -> SearchHistory:
-        """Return the history of one pair. A config that fails on one Workload is not tried on others of the same
-        Definition.
+        """Return the history of one pair.
+
+        A config that fails on one Workload is not tried on others of the same Definition.
         """
         failed = dict(self.failed.get(pair, {}))
         for other in {*self.failed, *self.steps}:
