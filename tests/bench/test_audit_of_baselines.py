@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilegym_db.bench import audit
-from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock, wrong_on_unseen
+from tilegym_db.bench.audit import GPU_CLOCK_ATTEMPTS, audit_clock, check_fresh_contents
 from tilegym_db.bench.runner import WallRun
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
@@ -57,7 +57,7 @@ def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and
     outcome = stock.audited(monkeypatch, UNSEEN_US)
     assert isinstance(outcome, Failure)
     assert (outcome.status, outcome.gate) == ("UNSUPPORTED", None)
-    assert "1.106e+04 us a call on those that it was timed on, 2.81e+04 us on others" in outcome.reason
+    assert "1.106e+04 us per call on the timed contents, 2.81e+04 us on others" in outcome.reason
     assert stock.timed == [(1, 2, 3)]
     assert stock.filled == [GPU_CLOCK_ATTEMPTS]  # contents of no attempt's run
 
@@ -135,7 +135,7 @@ def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it
         {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}
         for number, expected in enumerate(eight_contents)
     ]
-    outcome = wrong_on_unseen(runner, eight_contents, found)
+    outcome = check_fresh_contents(runner, eight_contents, found)
     assert (outcome is not None) == refused
     assert stock.asked == asked
     if outcome is not None:

@@ -15,9 +15,9 @@ import torch
 
 from tilegym_db.bench import local_executor
 from tilegym_db.bench.local_executor import (
-    BATCH_WORKLOADS,
-    COMPILED_WORKLOADS,
     GPU_RUNNER_BYTES,
+    MAX_BATCH_WORKLOADS,
+    MAX_COMPILED_WORKLOADS,
     SUPERVISOR_BYTES,
     Capacity,
     LocalExecutor,
@@ -107,18 +107,18 @@ def test_workers_under_configs_want_room_as_well(plans, configs):
 
 
 def test_where_torch_compile_takes_part_a_batch_has_fewer_workloads(make_catalog, tmp_path):
-    many = tuple({"axes": {"M": rows, "N": 8}} for rows in range(3, 3 + BATCH_WORKLOADS + 1))
+    many = tuple({"axes": {"M": rows, "N": 8}} for rows in range(3, 3 + MAX_BATCH_WORKLOADS + 1))
     make_catalog(tmp_path / "catalog", {"row_scale_kernel": COPY}, many)
     compiled = "import torch\n\n\n@torch.compile\n" + COPY
     make_catalog(tmp_path / "catalog", {"row_times_kernel": compiled}, many, {"name": "row_times"})
     plans = make_plan(Catalog((tmp_path / "catalog",)), cpu_machine(), Options(), ()).definitions
-    capacity = Capacity(runners=16, contents_bytes=1 << 30, workloads=BATCH_WORKLOADS)
+    capacity = Capacity(runners=16, contents_bytes=1 << 30, workloads=MAX_BATCH_WORKLOADS)
     (group,) = make_definition_groups(plans, capacity)
     sizes = [Counter(plan.definition.name for plan, _ in batch) for batch in group.batches]
     assert sizes == [
-        {"row_scale": BATCH_WORKLOADS, "row_times": COMPILED_WORKLOADS},
-        {"row_scale": 1, "row_times": COMPILED_WORKLOADS},
-        {"row_times": BATCH_WORKLOADS + 1 - 2 * COMPILED_WORKLOADS},
+        {"row_scale": MAX_BATCH_WORKLOADS, "row_times": MAX_COMPILED_WORKLOADS},
+        {"row_scale": 1, "row_times": MAX_COMPILED_WORKLOADS},
+        {"row_times": MAX_BATCH_WORKLOADS + 1 - 2 * MAX_COMPILED_WORKLOADS},
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_processor_measures_one_workload_at_a_time_and_a_gpu_as_many_as_it_hol
     here = Capacity.of(cpu_machine(), 64 << 30)
     assert (here.runners, here.contents_bytes, here.workloads) == (1, 0, 1)
     large, small = Capacity.of(H200, 128 << 30), Capacity.of(H200, 12 << 30)
-    assert large.workloads == BATCH_WORKLOADS
+    assert large.workloads == MAX_BATCH_WORKLOADS
     assert large.runners > small.runners >= 1
     assert 0 < large.contents_bytes < H200.memory_bytes
 

@@ -154,9 +154,12 @@ def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_chea
     records = catalog(in_file(tmp_path / "catalog", "all", x=x_of(7), weight=torch.ones(N)))
     (trace,) = [item for item in measured(records, tmp_path / "home", promote=True) if item.tier == "promotion"]
     assert trace.status == "PASSED", trace.reason
-    monkeypatch.setattr("tilegym_db.bench.audit.judge_latency", lambda *_, **__: "claims 1 us, took 9")
-    monkeypatch.setattr("tilegym_db.bench.audit._excuse", lambda *_: "")
+    monkeypatch.setattr("tilegym_db.bench.audit.check_latency", lambda *_, **__: "claims 1 us, took 9")
+    monkeypatch.setattr("tilegym_db.bench.audit._machine_reason", lambda *_: "")
     again = measured(records, tmp_path / "home", promote=True, again=True)
     (refuted,) = [item for item in again if item.tier == "promotion"]
     assert refuted.status == "UNSUPPORTED"
-    assert "its time on what its files hold cannot be checked by drawn contents: claims 1 us, took 9" in refuted.reason
+    assert (
+        "its time on the contents of its files cannot be checked with drawn contents: claims 1 us, took 9"
+        in refuted.reason
+    )

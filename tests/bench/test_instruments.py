@@ -106,7 +106,7 @@ def test_a_tool_that_did_not_get_to_its_end_proves_nothing(two: list[Chosen]):
     report = parse_report(recorded("without_device.txt"))
     assert not report.is_complete
     (first,), left = verdicts_of("memcheck", two, report)
-    assert "did not come to its end: Error: process didn't terminate successfully" in first.problem
+    assert "did not finish: Error: process didn't terminate successfully" in first.problem
     assert not first.is_clean
     assert left == two[1:]
 

@@ -11,7 +11,7 @@ from tilegym_db.bench.benchmark import benchmark, run_plan
 from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.bench.plan import BenchReport, Options, make_plan
 from tilegym_db.bench.run_setup import Observer
-from tilegym_db.bench.time_workload import judge_time
+from tilegym_db.bench.time_workload import check_time
 from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.errors import HardwareError
 from tilegym_db.records.roofline import GpuPeaks
@@ -58,7 +58,7 @@ def catalog(make_catalog, tmp_path):
 
 def judge(catalog, latency_us: float, peaks: GpuPeaks) -> Performance | Failure:
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock").record
-    return judge_time(timed(latency_us), definition, solution, catalog.workloads_for("row_scale")[0], peaks)
+    return check_time(timed(latency_us), definition, solution, catalog.workloads_for("row_scale")[0], peaks)
 
 
 def test_a_time_gets_its_share_of_the_speed_of_light(catalog):

@@ -47,7 +47,7 @@ def test_a_void_session_has_an_exit_status_of_its_own(cli, slower, monkeypatch):
     result = cli("regress", "--against", "HEAD", "--gpu", "cpu", "--json")
     assert result.code == 4
     (reason,) = result.json()["void"]
-    assert "row_scale M=4,N=8, float32: the control took" in reason
+    assert "row_scale M=4,N=8, float32: the control differs from itself by" in reason
     (row,) = result.json()["rows"]
     assert (row["verdict"], row["change"]["threshold"] >= 0.03) == ("regression", True)
 

@@ -98,9 +98,9 @@ V1, V2 = (f"python_row_scale_cpu_float32_M4-N8_v{number}" for number in (1, 2))
     ("changes", "reason"),
     [
         ({"tier": "screen"}, "a screen trace with the status PASSED promotes nothing"),
-        ({"role": "baseline"}, "a baseline is what others are measured against"),
+        ({"role": "baseline"}, "a baseline cannot be promoted"),
         ({"sandbox_level": 1}, "sandbox level 1"),
-        ({"ci_low": 1.09}, "1.10x is asked for"),
+        ({"ci_low": 1.09}, "the lower end must reach 1.10x"),
     ],
 )
 def test_a_trace_that_does_not_clear_the_bar_earns_nothing(
@@ -138,7 +138,7 @@ def test_a_later_failure_revokes_it_and_a_later_pass_gets_the_next_number(make_t
 def test_a_lucky_run_does_not_outlive_the_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
     promoted(make_trace(0, ci_low=2.0), home=home)
     _, reasons = promoted(make_trace(1, ci_low=0.9), home=home)
-    assert "1.10x is asked for" in next(iter(reasons.values()))
+    assert "the lower end must reach 1.10x" in next(iter(reasons.values()))
     assert statuses() == {V1: "not repeated"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from tilegym_db.bench.audit import judge_ownership, kernel_names, own_kernel
+from tilegym_db.bench.audit import check_ownership, kernel_names, own_kernel
 from tilegym_db.records import Solution
 from tilegym_db.sandbox.program import KernelProfiler, Worker, uses_of_events
 from tilegym_db.sandbox.protocol import (
@@ -65,26 +65,26 @@ def test_kernels_of_libraries_and_compilers_are_foreign(name):
 
 def test_a_tenth_of_foreign_time_is_allowed_and_cleared_memory_is_nobodys():
     used = [KernelUse("_norm", 95.0, 7), KernelUse(ATEN, 5.0, 7), KernelUse("Memset (Device)", 500.0, 7)]
-    found = judge_ownership(solution("triton"), SOURCE, used)
+    found = check_ownership(solution("triton"), SOURCE, used)
     assert found.problem is None
     assert found.share == pytest.approx(0.95)
 
 
 def test_a_library_that_does_the_work_is_named():
     used = [KernelUse("_norm", 1.0, 7), KernelUse("nvjet_hsh_128x128", 30.0, 7)]
-    found = judge_ownership(solution("triton"), SOURCE, used)
+    found = check_ownership(solution("triton"), SOURCE, used)
     assert found.problem is not None
     assert "3%" in found.problem
     assert "nvjet_hsh_128x128" in found.problem
 
 
 def test_nothing_on_the_device_is_no_work():
-    assert judge_ownership(solution("cutile"), SOURCE, []).problem == "nothing ran on the device"
+    assert check_ownership(solution("cutile"), SOURCE, []).problem == "nothing ran on the device"
 
 
 def test_python_solutions_may_call_what_they_like_but_only_on_their_stream():
-    assert judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7)]).problem is None
-    found = judge_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7), KernelUse(ATEN, 5.0, 23)])
+    assert check_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7)]).problem is None
+    found = check_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7), KernelUse(ATEN, 5.0, 23)])
     assert found.problem is not None
     assert "2 streams" in found.problem
 
@@ -146,7 +146,7 @@ def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundr
     events = [Event(names[number % 100], 1500, 7) for number in range(100_000)]
     lines = [profiled(events[:number]) for number in (100, 100_000)]
     assert len(lines[1]) < len(lines[0]) + 100 * 10 < MAX_LINE // 10
-    found = judge_ownership(solution("python"), SOURCE, believed(lines[1]))
+    found = check_ownership(solution("python"), SOURCE, believed(lines[1]))
     assert found.problem is None
     assert (found.activities, found.total_us) == (100_000, pytest.approx(150_000))
     assert 0 < len(found.kernels) < 100
@@ -159,12 +159,12 @@ def test_the_longest_profile_of_one_stream_fits_in_a_message():
     assert len(line) < MAX_LINE
     used = believed(line)
     assert used[-1] == KernelUse(OTHERS, 2.0 * MAX_KINDS, 7, 2 * MAX_KINDS)
-    assert judge_ownership(solution("triton"), SOURCE, used).share == 0
+    assert check_ownership(solution("triton"), SOURCE, used).share == 0
 
 
 def test_a_kernel_is_judged_by_all_its_launches():
     own, foreign = [Event("_norm", 90, 7)] * 1000, [Event(ATEN, 11, 7)] * 1000
-    found = judge_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign])))
+    found = check_ownership(solution("triton"), SOURCE, believed(profiled([*own, *foreign])))
     assert found.problem is not None
     assert found.share == pytest.approx(90 / 101)
     assert ATEN in found.problem
@@ -174,21 +174,21 @@ def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
     many = [(f"_norm_K{number}", 1.0, 7) for number in range(MAX_KINDS)]
     used = sum_uses([*many, ("_norm", 5.0, 7), ("_norm", 5.0, 23), ("_norm", 5.0, 7)])
     assert used[MAX_KINDS:] == [KernelUse(OTHERS, 10.0, 7, 2), KernelUse(OTHERS, 5.0, 23, 1)]
-    found = judge_ownership(solution("triton"), SOURCE, used)
+    found = check_ownership(solution("triton"), SOURCE, used)
     assert found.problem is not None
     assert "2 streams" in found.problem
-    assert judge_ownership(solution("triton"), SOURCE, used[:-1]).share == pytest.approx(500 / 510)
+    assert check_ownership(solution("triton"), SOURCE, used[:-1]).share == pytest.approx(500 / 510)
 
 
 @pytest.mark.parametrize("end", ["x" * MAX_NAME, "(" + "int, " * MAX_NAME + ")"])
 def test_a_name_that_was_shortened_is_not_an_own_one(end: str):
     (use,) = sum_uses([("_norm_K" + end, 1.0, 7)])
     assert len(use.name) == MAX_NAME + len(CLIPPED)
-    assert judge_ownership(solution("triton"), SOURCE, [use]).share == 0
+    assert check_ownership(solution("triton"), SOURCE, [use]).share == 0
 
 
 def test_of_many_foreign_kernels_the_first_are_named():
     used = [KernelUse(f"aten_{number}", 1.0, 7, 3) for number in range(100)]
-    problem = judge_ownership(solution("triton"), SOURCE, used).problem
+    problem = check_ownership(solution("triton"), SOURCE, used).problem
     assert problem is not None
     assert "aten_39 and 60 more" in problem

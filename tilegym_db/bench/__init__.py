@@ -1,1 +1,1 @@
-"""The harness: plan what to measure, verify and time it, write a Trace the moment it exists."""
+"""The harness: it plans what to measure, verifies and times it, and writes each Trace as soon as it exists."""

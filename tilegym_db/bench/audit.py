@@ -1,4 +1,7 @@
-"""What the promotion tier looks into beyond outputs: who did the work, and whether the claimed time can be true."""
+"""Audits of the promotion tier beyond outputs: whose kernels did the work, and whether the claimed time can be true.
+
+The audits are the wall clock, fresh contents, and the ownership of kernels.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tilegym_db.bench.runner import BufferPool, Elapsed, Runner, WallRun, alone_us, host_may_be_why, judge_latency
+from tilegym_db.bench.runner import BufferPool, Elapsed, Runner, WallRun, alone_us, check_latency, may_be_host_delay
 from tilegym_db.records import Solution
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
@@ -24,13 +27,15 @@ from tilegym_db.verify.session import MOST_DROPPED
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
 
 BUSY_US = (1_000.0, 4_000.0, 16_000.0)
-"""How long the device may be kept busy before the calls of a wall-clock run, so that launching them hides behind it."""
+"""Times for which the device may be kept busy before the calls of a wall-clock run, so that their launches are hidden."""
 BASELINE_BUSY_US = (*BUSY_US, 32_000.0)
-"""The same of a baseline, which may be a hundred launches a call. What is dispatched to gets no more time to hide work behind."""
-QUEUED = 900
-"""Launches that wait on a device without holding up who launches more: its queue takes 1,024."""
-LEAST_BY_TIME = 4
-"""Calls that are made however long a worker says that launching takes: the fewer there are, the more slack it has."""
+"""The same for a baseline, which may make a hundred launches per call. A kernel gets no longer time, since it could hide
+work there.
+"""
+MAX_QUEUED = 900
+"""Launches that can wait on a device without blocking further launches: its queue holds 1,024."""
+MIN_CALLS_BY_TIME = 4
+"""Minimum number of calls, however long the worker says that a launch takes: with fewer calls the check is weaker."""
 NULL_CALLS = 5
 AUDIT_TIMEOUT_S = 60.0
 
@@ -38,27 +43,28 @@ PROFILED_CALLS = 2
 
 MAX_SPREAD_US = 250.0
 CLOCK_ATTEMPTS, GPU_CLOCK_ATTEMPTS = 5, 8
-"""A busy machine can spoil a run by the wall clock; a Solution that is slow is slow every time. On two H100 of a virtual machine
-one attempt in six was spoilt by its host, for 1 to 20 ms."""
+"""Attempts of the clock audit. A busy machine can disturb a run; a slow Solution is slow every time. On two H100 of a
+virtual machine the host disturbed one attempt in six, for 1 to 20 ms.
+"""
 _MACHINE_SLOW = "the machine became slower while this was measured"
 PAUSE_S = 1.0
-"""After the first attempt for which a CPU may have been too slow; twice that after the second, and so on."""
+"""Seconds of pause after the first attempt for which a CPU may have been too slow; the pause doubles each time."""
 
 
 def audit_ownership(runner: Runner, pool: BufferPool) -> Ownership | Failure:
-    """Profile a few calls and judge whose kernels ran; only on a GPU."""
+    """Profile a few calls and check whose kernels ran; on a GPU only."""
     slots = range(PROFILED_CALLS)
     pool.prepare(slots, poison=False)
     used = runner.profile(slots)
     if isinstance(used, Failure):
         return used
-    found = judge_ownership(runner.solution.record, runner.solution.sources, used)
+    found = check_ownership(runner.solution.record, runner.solution.sources, used)
     return found if found.problem is None else Failure("REJECTED", found.problem, gate="ownership")
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Which slots the short and the long run use: each slot once, three times as many in the long one."""
+    """Slots of the short and the long run. Each slot is used once; the long run has three times as many."""
 
     calls: int
 
@@ -72,19 +78,19 @@ class _Slots:
 
 
 class AuditWorker:
-    """A worker that never loads a Solution, and so has no reason to lie about what it costs to ask for nothing.
+    """A worker that never loads a Solution, so its cost of an empty request can be trusted.
 
-    It is asked right before each wall-clock run: how long the device is kept busy depends on its clock of the moment.
+    It is asked directly before each wall-clock run, since the busy time depends on the current clock of the device.
     """
 
     def __init__(self, device: str, folder: Path) -> None:
-        """Start the process, in the background."""
+        """Start the process in the background."""
         self._device = device
         self._worker = WorkerProcess(device, folder / "audit_worker")
         self._ready = False
 
     def null_us(self, busy_us: float) -> list[float]:
-        """Microseconds from asking to the answer, sorted, of a few requests with no call behind a device kept busy."""
+        """Return the times of a few empty requests behind a busy device, sorted, in microseconds."""
         if not self._ready:
             self._worker.request("prepare", timeout_s=AUDIT_TIMEOUT_S, profile=False)
             self._ready = True
@@ -111,70 +117,73 @@ def audit_clock(
     """Run the Solution on contents it never saw, by this process's clock, and check every output.
 
     Args:
-        runner: what runs it.
-        audit_worker: tells what asking for nothing costs.
-        pool: buffers of the workload, whose contents are overwritten.
-        contents: draws what the Solution never saw.
-        performance: what is claimed.
-        activities: kernels, copies and fills of ``PROFILED_CALLS`` calls; 0 where nobody counted, as on a CPU.
+        runner: the Solution under its config.
+        audit_worker: measures the cost of an empty request.
+        pool: buffers of the workload; their contents are overwritten.
+        contents: draws contents that the Solution never saw.
+        performance: the claimed times.
+        activities: kernels, copies and fills of ``PROFILED_CALLS`` calls; 0 if they were not counted, as on a CPU.
 
     Returns:
-        Microseconds a call, the larger estimate; or why the Solution's time or its outputs cannot be believed.
+        The larger estimate in microseconds per call; or a failure if the time or the outputs cannot be right.
     """
     problem: str | None = None
-    excuses: list[str] = []
+    reasons: list[str] = []
     attempts = CLOCK_ATTEMPTS if runner.device == CPU else GPU_CLOCK_ATTEMPTS
     for attempt in range(attempts):
         outcome = _run(runner, audit_worker, pool, contents, performance, attempt, activities)
         if isinstance(outcome, Failure):
             return outcome
-        problem = judge_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
+        problem = check_latency(performance.latency_us, outcome, on_gpu=runner.device != CPU)
         if problem is None:
             return max(outcome.slope_us, outcome.absolute_us, 0.0)
-        excuse: str | Failure = ""
+        reason: str | Failure = ""
         if runner.device == CPU:
-            excuse = _excuse(runner, pool, performance.latency_us, outcome)
+            reason = _machine_reason(runner, pool, performance.latency_us, outcome)
         elif attempt + 1 == attempts and runner.solution.record.spec.role == "baseline":
-            excuse = _excuse_of_baseline(runner, pool, contents, performance.latency_us, outcome)
-        if isinstance(excuse, Failure):
-            return excuse
-        if excuse:
-            excuses.append(excuse)
+            reason = _contents_reason(runner, pool, contents, performance.latency_us, outcome)
+        if isinstance(reason, Failure):
+            return reason
+        if reason:
+            reasons.append(reason)
             if attempt + 1 < attempts:
-                time.sleep(PAUSE_S * 2 ** (len(excuses) - 1))
-    if excuses:
-        return Failure("UNSUPPORTED", excuses[-1])
+                time.sleep(PAUSE_S * 2 ** (len(reasons) - 1))
+    if reasons:
+        return Failure("UNSUPPORTED", reasons[-1])
     assert problem is not None
-    if contents.is_fixed:  # what is drawn may take longer than what the files hold, and nobody need lie about it
-        return Failure("UNSUPPORTED", f"its time on what its files hold cannot be checked by drawn contents: {problem}")
+    if contents.is_fixed:  # calls on drawn contents may really take longer
+        return Failure(
+            "UNSUPPORTED", f"its time on the contents of its files cannot be checked with drawn contents: {problem}"
+        )
     return Failure("REJECTED", problem, gate="wall clock")
 
 
-def _excuse(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
-    """What about this machine, rather than the Solution, may be why a run on a CPU refuted a claim; empty if nothing is."""
-    if host_may_be_why(claimed_us, run):
-        return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when it does less of that"
+def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
+    """Return the reason why this machine, not the Solution, may have slowed down a run on a CPU; else ""."""
+    if may_be_host_delay(claimed_us, run):
+        return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when the host is less busy"
     now_us = _latency_now(runner, range(pool.slots // 4, pool.slots))
     if isinstance(now_us, Failure):
         return now_us
-    if judge_latency(now_us, run, on_gpu=False) is None:
+    if check_latency(now_us, run, on_gpu=False) is None:
         return (
-            f"{_MACHINE_SLOW}: {claimed_us:.4g} us a call first and {now_us:.4g} us later, by the same clock. Repeat the "
-            "command when it has less to do"
+            f"{_MACHINE_SLOW}: {claimed_us:.4g} us per call first and {now_us:.4g} us later, by the same clock. Repeat the "
+            "command when the machine is less busy"
         )
     return ""
 
 
-def _excuse_of_baseline(
+def _contents_reason(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
-    """Return why the last run on a GPU may have refuted what a baseline says truly; empty if nothing is. A kernel
-    has no excuse.
+    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; else "".
 
-    Code that waits for the device in the midst of a call, to loop over the experts that its contents name, asks for other
-    products at each contents, and the first time for each takes longer. Its worker says so by its own clock, of contents that it
-    has not seen either; one that lies says what it said before. A call that keeps results would own up as well. So nobody passes
-    by this, and what is not dispatched to gains nothing by not being refuted.
+    It is never used for kernels.
+
+    Some code waits for the device within a call, for example to loop over the experts that its contents name. It then calls
+    other products for each contents, and the first call of each takes longer. Its worker measures this on unseen contents
+    with its own clock; a worker with a false clock repeats its first claim. A call that caches results would be slower
+    there as well. So this never turns into a pass, and baselines are not dispatched to.
     """
     unseen = contents.fresh(GPU_CLOCK_ATTEMPTS, 4 * run.calls)
     if len(unseen) < 4 * run.calls:
@@ -183,18 +192,18 @@ def _excuse_of_baseline(
     unseen_us = _latency_now(runner, range(run.calls, 4 * run.calls))
     if isinstance(unseen_us, Failure):
         return unseen_us
-    if judge_latency(unseen_us, run, on_gpu=True) is not None:
+    if check_latency(unseen_us, run, on_gpu=True) is not None:
         return ""
     return (
-        f"its time depends on whether it has seen the contents before, and cannot be checked: {claimed_us:.4g} us a call on "
-        f"those that it was timed on, {unseen_us:.4g} us on others, by the same clock"
+        f"its time depends on whether it has seen the contents before, and cannot be checked: {claimed_us:.4g} us per call on "
+        f"the timed contents, {unseen_us:.4g} us on others, by the same clock"
     )
 
 
 def _latency_now(runner: Runner, slots: range) -> float | Failure:
-    """What a call takes by the worker's clock right after a run that refuted what it said before; the mean, as of that run.
+    """Return the mean time of a call by the worker's clock, directly after a run that contradicted its claim.
 
-    One that lies says the same again. One that does not agrees with the run: then it is the machine that became slower.
+    A worker with a false clock repeats its claim. If the new time agrees with the run, the machine became slower.
     """
     outcome = runner.time_block(slots)
     return outcome if isinstance(outcome, Failure) else fmean(outcome[0])
@@ -221,24 +230,24 @@ def _run(
     elapsed: list[Elapsed] = []
     for part in (slots.short, slots.long):
         outcome = runner.run_calls(part, busy_us)
-        # Whatever the worker says, the outputs must be there now.
+        # The outputs must be complete now, whatever the worker replied.
         found = [read_outputs(pool.buffers, slot, runner.definition) for slot in part]
         if isinstance(outcome, Failure):
             return outcome
-        wrong = wrong_on_unseen(runner, [fresh[slot] for slot in part], found)
+        wrong = check_fresh_contents(runner, [fresh[slot] for slot in part], found)
         if wrong is not None:
             return wrong
         elapsed.append(outcome)
     short, long = elapsed
     on_cpu = runner.device == CPU
-    # On a busy CPU the median request waits its turn, which must not be taken off what the calls took.
+    # Use the fastest request on a CPU: on a busy one the median waits for a processor, and must not be subtracted.
     null_us = null[0] if on_cpu else null[len(null) // 2]
     return WallRun(
         slots.calls,
         short.wall_us,
         long.wall_us,
         null_us,
-        # One null call may meet a hiccup, as one attempt here may; a machine that is busy all the time proves nothing by it.
+        # Leave out the slowest request: one may be disturbed. The limit keeps a busy machine from hiding a slow kernel.
         noise_us=30.0 + min(null[-2] - null[0], MAX_SPREAD_US),
         copies_us=_copying_us(runner, pool),
         alone_us=alone_us(long, null_us, 3 * slots.calls, processors()) if on_cpu else None,
@@ -247,7 +256,7 @@ def _run(
 
 
 def _copying_us(runner: Runner, pool: BufferPool) -> float:
-    """What copying the values of a Solution that returns them may cost at most: a launch each and slow memory."""
+    """Return the maximum cost per call of copying returned outputs: a launch each, and slow memory."""
     if runner.solution.record.spec.destination_passing_style:
         return 0.0
     launch_us, bytes_per_us = (5.0, 2e3) if runner.device == CPU else (4.0, 1.5e6)
@@ -255,48 +264,51 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
 
 
 def hidden_calls(most: int, launches: float, host_us: float, longest_us: float = BUSY_US[-1]) -> int:
-    """Return how many calls the short run has, so that launching those of the long one, three times as many, hides
-    behind busy time.
+    """Return the number of calls of the short run.
 
-    A call of many launches fills the device's queue, and whoever launches then waits; one that takes the host long outlasts
-    the longest busy time. Either would be counted as time of the calls. Three calls of 300 launches are all that the queue takes.
+    The launches of the long run, three times as many, must fit into the busy time.
+
+    A call of many launches fills the device's queue, and further launches then wait. A call with a long host time outlasts
+    the busy time. Either would count as time of the calls. Three calls of 300 launches each fill the queue.
 
     Args:
-        most: calls that there are buffers for.
-        launches: of one call; 0 where nobody counted.
-        host_us: what launching one call takes the host; 0 where it does not matter.
-        longest_us: how long the device may be kept busy.
+        most: maximum number of calls, by the number of buffers.
+        launches: launches per call; 0 if they were not counted.
+        host_us: host time to launch one call, in microseconds; 0 if it does not matter.
+        longest_us: maximum busy time of the device, in microseconds.
 
     Returns:
-        One at least: one call and three have a slope, too. For the host's time alone, four at least.
+        At least 1, which still gives a slope (one call and three). The host's time alone reduces it to 4 at least.
     """
-    by_queue = int(QUEUED / (3 * launches)) if launches else most
+    by_queue = int(MAX_QUEUED / (3 * launches)) if launches else most
     by_time = int((longest_us - 100.0) / 1.5 / (3 * host_us)) if host_us else most
-    return min(most, max(1, min(by_queue, max(LEAST_BY_TIME, by_time))))
+    return min(most, max(1, min(by_queue, max(MIN_CALLS_BY_TIME, by_time))))
 
 
 def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
-    """Return the shortest busy time that launching all the calls hides behind."""
+    """Return the shortest busy time that hides the launches of all calls."""
     return next((busy for busy in busy_times if busy >= 1.5 * host_us + 100.0), busy_times[-1])
 
 
-# ---- unseen ---------------------------------------------------------------------------------------
-# Judges what a Solution gave on contents that it had not seen before, beside what stock code gives there.
+# ---- Fresh contents -------------------------------------------------------------------------------
+# Check outputs on contents that a Solution has not seen before, relative to those of stock code.
 
 
-def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]) -> Failure | None:
-    """Return why the outputs on contents that a Solution had not seen before refute it, or None.
+def check_fresh_contents(
+    runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]
+) -> Failure | None:
+    """Return a failure if the outputs are wrong on contents that the Solution has not seen before, or None.
 
-    Stock code rounds more often than its Definition does, and so fails a few contents: where everything is tiny, or where an
-    output is the small difference of large terms. That proves nothing about it, nor about a kernel that gives what stock code
-    gives there, unless such contents are more than are drawn.
+    Stock code rounds more often than its Definition. So it fails on a few contents, such as tiny values or small
+    differences of large terms. Such contents do not count against stock code, or against a kernel with the same outputs,
+    unless they are too many.
     """
     definition, record = runner.definition, runner.solution.record
     judged = [judge(definition, record, *one) for one in zip(contents, found, strict=True)]
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
     few = len(wrong) <= MOST_DROPPED * len(contents)
     refuting = (
-        number for number in wrong if not (few and _gives_what_stock_gives(runner, contents[number], found[number]))
+        number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number], found[number]))
     )
     worst = next((judged[number] for number in refuting), None)
     if not isinstance(worst, Failure):
@@ -305,10 +317,8 @@ def wrong_on_unseen(runner: Runner, contents: Sequence[Expected], found: Sequenc
     return Failure("REJECTED", reason, "", "fresh contents", None, worst.case, worst.output, worst.verdict)
 
 
-def _gives_what_stock_gives(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
-    """Return True if stock code is refused on these contents too, and these outputs are as near to its own as the gates
-    ask.
-    """
+def _matches_stock_outputs(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
+    """Return True if stock code fails on these contents too, and these outputs match its outputs within tolerance."""
     definition, record, witness = runner.definition, runner.solution.record, runner.verification.witness
     if record.spec.provides == "stock":
         return True
@@ -320,19 +330,19 @@ def _gives_what_stock_gives(runner: Runner, expected: Expected, outputs: Mapping
 
 
 # ---- ownership ------------------------------------------------------------------------------------
-# Whose kernels the device time went to: those that a Solution's own language built, or somebody else's. Pure.
+# Check which kernels used the device time: those of the Solution's own language, or others. Pure.
 
 MIN_OWNED_SHARE = 0.9
-_SHOWN_NAME, _SHOWN = 120, 40
-"""Characters of a name, and names, that a Trace keeps."""
+_MAX_NAME_LENGTH, _MAX_NAMES = 120, 40
+"""Maximum length of a kernel name, and maximum number of names, in a Trace."""
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """What the device time of the calls went to.
+    """Use of the device time by the calls.
 
-    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them; ``kernels`` are the first names, each
-    shortened; ``problem`` is a sentence, or None if all is well.
+    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them. ``kernels`` are the first names,
+    each shortened. ``problem`` is a sentence, or None.
     """
 
     share: float
@@ -342,16 +352,16 @@ class Ownership:
     activities: int = 0
 
 
-# What the three languages mark a kernel with; nothing else of a source becomes one.
+# Decorators that mark a kernel in the three languages.
 _MARKS = ("jit", "kernel", "prim_func")
-# How libraries and PyTorch's own compiler name theirs; a source that takes such a name gains nothing by it.
+# Names of kernels of libraries and of PyTorch's compiler. A function with such a name does not count as own.
 _OF_LIBRARIES = re.compile(
     r"nvjet|cutlass|cublas|cudnn|sm\d+_|ampere_|volta_|gemm[kKS]\w*_|triton_(poi|red|per|tem|mm|for)"
 )
 
 
 def kernel_names(sources: Mapping[str, bytes]) -> set[str]:
-    """Return every function of the Python sources that is marked as a kernel, nested ones included."""
+    """Return the names of all functions in the Python sources that are marked as kernels, nested ones included."""
     trees = (ast.parse(source) for path, source in sources.items() if path.endswith(".py"))
     functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return {
@@ -368,26 +378,26 @@ def _is_mark(decorator: ast.expr) -> bool:
 
 
 def own_kernel(functions: Iterable[str]) -> re.Pattern[str]:
-    """What a kernel is called that was built from one of the functions.
+    """Return a pattern for the names of kernels that are built from one of the functions.
 
-    Triton names a kernel as its function, TileLang appends ``_kernel`` and a number, cuTile ``_K`` and the signature.
-    No library can choose such a name at run time: the names are read from the sources, not from the process.
+    Triton names a kernel like its function, TileLang appends ``_kernel`` and a number, cuTile ``_K`` and the signature. A
+    library cannot choose such a name at run time: the names are read from the sources, not from the process.
     """
     own = "|".join(sorted(map(re.escape, functions))) or "(?!)"
     return re.compile(rf"(void )?({own})(_kernel(_\d+)?|_K\w+)?(\(.*\))?")
 
 
-def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequence[KernelUse]) -> Ownership:
-    """Does a tile Solution do its own work, on the stream it was called on?
+def check_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequence[KernelUse]) -> Ownership:
+    """Check that a tile Solution does its own work, on the stream it was called on.
 
-    Cleared memory (an output, a workspace) is nobody's. A ``python`` Solution may launch whatever PyTorch launches.
+    Memsets (an output, a workspace) are not counted. A ``python`` Solution may launch whatever PyTorch launches.
 
     Args:
-        solution: names the language.
+        solution: its language is checked.
         sources: path -> bytes.
-        used: everything that ran on the device because of the calls.
+        used: all activities of the calls on the device.
     """
-    kernels = tuple(dict.fromkeys(use.name[:_SHOWN_NAME] for use in used))[:_SHOWN]
+    kernels = tuple(dict.fromkeys(use.name[:_MAX_NAME_LENGTH] for use in used))[:_MAX_NAMES]
     total_us, activities = sum(use.us for use in used), sum(use.count for use in used)
     streams = sorted({use.stream for use in used})
     if len(streams) > 1:
@@ -405,11 +415,11 @@ def judge_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequ
     share = owned / total
     if share < MIN_OWNED_SHARE:
         names = (use.name for use in counted if not pattern.fullmatch(use.name.strip()))
-        foreign = tuple(dict.fromkeys(name[:_SHOWN_NAME] for name in names))
-        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+        foreign = tuple(dict.fromkeys(name[:_MAX_NAME_LENGTH] for name in names))
+        more = f" and {len(foreign) - _MAX_NAMES} more" if len(foreign) > _MAX_NAMES else ""
         problem = (
             f"only {share:.0%} of the device time is in kernels that its {solution.spec.language} source defines "
-            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign[:_SHOWN])}{more}"
+            f"(at least {MIN_OWNED_SHARE:.0%} must be); the rest: {', '.join(foreign[:_MAX_NAMES])}{more}"
         )
         return Ownership(share, kernels, total_us, problem)
     return Ownership(share, kernels, total_us, activities=activities)

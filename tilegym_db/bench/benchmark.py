@@ -1,4 +1,8 @@
-"""The two commands of the harness for Python: ``benchmark`` screens Solutions or a function, ``promote`` verifies for good."""
+"""Entry points of the harness for Python: :func:`benchmark` screens Solutions or a function, :func:`promote` verifies them.
+
+A run of one tier goes from the plan to the database. Each trace is journaled as it arrives, so a run can be interrupted and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tilegym_db.bench.devices.pool import Callbacks, DevicePool
 from tilegym_db.bench.local_executor import LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors
 from tilegym_db.bench.plan import BenchReport, Options, Plan, names_of, refuse_omitting
-from tilegym_db.bench.promotions import limits_here, may_lack_confinement, note_of, record_promotions
+from tilegym_db.bench.promotions import may_lack_confinement, record_promotions, sandbox_note, unpromotable_here
 from tilegym_db.bench.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.catalog import Catalog
@@ -62,21 +66,25 @@ def benchmark(
             :func:`~tilegym_db.bench.benchmark.benchmark_function`.
         definition: the operator that a function implements; for a function only.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
-        language: only Solutions in this language; stock code and verified Solutions that may be the fastest come along.
-        workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several, of which one has to match.
-        quick, again: few workloads and few samples; measure pairs anew that have a trace already.
-        promote: afterwards run the promotion tier on what passed, as :func:`promote` does; its traces are in the report.
-        allow_unsandboxed: promote anything on a machine that cannot confine a worker; the traces say so and are never published.
-            Without it, what the package ships is promoted there, for the user of that machine, and nothing else.
-        gpus: measure on several GPUs of this host, all of one kind, each with a process of its own: ``all``, a number
-            (``2``), or indices (``0,2``). By default one GPU, in this process.
-        executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster in place of those of this host; ``gpus`` is
-            then how many of them at most. ``gpu="cpu"`` takes the processors of its nodes.
+        language: only Solutions in this language, with stock code and the verified Solutions that may be the fastest.
+        workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several globs, of which one
+            must match.
+        quick: few workloads and few samples.
+        again: also measure pairs that already have a trace.
+        promote: then run the promotion tier on what passed, as :func:`promote` does; the report contains its traces.
+        allow_unsandboxed: promote every source even if this machine cannot confine a worker; such traces are marked and
+            never published. Without it, such a machine promotes only sources that the package ships, for its own user.
+        gpus: measure on several GPUs of this host, all of one kind, with one process per GPU: ``all``, a number (``2``), or
+            indices (``0,2``). By default one GPU, in this process.
+        executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster instead of this host; ``gpus`` is then the
+            maximum number of devices. ``gpu="cpu"`` uses the processors of its nodes.
         catalog: the records; the shipped ones and the user's overlay by default.
-        store_home, observer: folder of the store, ``$TILEGYM_DB_HOME`` or the user data folder by default; callbacks.
+        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
+        observer: callbacks for progress.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine; or it cannot confine a worker; or no cluster answers.
+        HardwareError: the requested GPU is not the one in this machine, the machine cannot confine a worker, or no cluster
+            answers.
         MissingPackageError: the executor needs a package that is not installed.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
@@ -105,11 +113,11 @@ def promote(
     store_home: Path | None = None,
     observer: Observer | None = None,
 ) -> BenchReport:
-    """Verify Solutions for good: fresh processes, fresh secrets, all fuzz cases and every audit.
+    """Verify Solutions: fresh processes, fresh secrets, all fuzz cases and every audit.
 
-    Only what passes here is verified: ``best``, the resolver and patched models use nothing else. Pairs whose newest screen
-    failed are left out. Whatever is verified already and within a little of the fastest is promoted again beside what is
-    new, so that who is the fastest comes of the same rounds. Arguments and errors are those of :func:`benchmark`.
+    Only Solutions that pass here are verified; ``best``, the resolver and patched models use no others. Pairs whose newest
+    screen failed are left out. Verified Solutions that are nearly the fastest are measured again together with new ones, so
+    that the ranking comes from the same rounds. Arguments and errors are those of :func:`benchmark`.
     """
     options = Options(names_of(names), language, workload, quick, again, "promotion")
     places = (gpu, gpus, catalog, store_home)
@@ -124,18 +132,19 @@ def _candidates(
     *,
     promote: bool,
 ) -> Iterator[tuple[tuple[str, ...], Catalog | None]]:
-    """The names to screen, and the catalog that has them; a function has a name for as long as it is measured."""
+    """Yield the names to screen and their catalog. A function has a name only while it is measured."""
     if not callable(names):
         if definition is not None:
             raise UsageError(
-                "definition= goes with a function; an operator is named first: benchmark('...').",
+                "definition= is only for a function; name an operator as the first argument: benchmark('...').",
                 code="definition_without_function",
             )
         yield names_of(names), catalog
         return
     if definition is None:
         raise UsageError(
-            "a function implements an operator: benchmark(function, definition='...').", code="definition_missing"
+            "name the operator that the function implements: benchmark(function, definition='...').",
+            code="definition_missing",
         )
     if promote:
         raise UsageError(ONLY_SCREENED, code="function_not_promoted")
@@ -144,7 +153,7 @@ def _candidates(
 
 
 # ---- tier run -------------------------------------------------------------------------------------
-# One tier of a bench run from plan to database: resumable, journaled trace by trace, safe to interrupt.
+# One tier of a run, from the plan to the database.
 
 POLICIES: Mapping[Literal["screen", "promotion"], TierPolicy] = {"screen": SCREEN, "promotion": PROMOTION}
 
@@ -161,10 +170,10 @@ def run_tiers(
     then_promote: bool = False,
     executor: str | None = None,
 ) -> BenchReport:
-    """Return the tier asked for, then the promotion of what passed it, as one report; ``confined``: no promotion
-    without a sandbox.
+    """Run the requested tier, then the promotion of what passed if ``then_promote``; return one report.
 
-    Arguments and errors are those of :func:`~tilegym_db.bench.benchmark.benchmark`.
+    With ``confined``, nothing is promoted without a sandbox. Other arguments and errors are those of
+    :func:`~tilegym_db.bench.benchmark.benchmark`.
     """
     watch = observer or Observer()
     confined = confined and (then_promote or options.tier == "promotion")
@@ -179,23 +188,24 @@ def run_tiers(
             promotion = replace(options, tier="promotion")
             report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
     if limits is not None:
-        report.notes.append(note_of(setup.machine, limits))
+        report.notes.append(sandbox_note(setup.machine, limits))
     return report
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
-    """What may not be promoted here since workers cannot be confined, and why; None if they can.
+    """Return the Solutions that may not be promoted here because workers cannot be confined, with reasons; None if they can
+    be.
 
-    Where there are supervisors, each tries its own, and refuses its work where it fails; only a kernel without Landlock is known
-    of before, and of this machine, not of a cluster's nodes.
+    Supervisors check the sandbox themselves and refuse their work if it fails. Only a kernel without Landlock is known in
+    advance, for this host but not for the nodes of a cluster.
     """
     if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
-    return limits_here(setup.machine, setup.catalog, options.names)
+    return unpromotable_here(setup.machine, setup.catalog, options.names)
 
 
 def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-    """What a run needs; where this process measures itself, it is ready to have workers."""
+    """Return the setup of a run. If this process measures, also prepare it to start workers."""
     setup = RunSetup.on(pool, gpu, catalog, store_home)
     if pool is None:
         prepare_workers(setup.machine.device)
@@ -211,7 +221,7 @@ def _run(
     *,
     confined: bool,
 ) -> BenchReport:
-    """Return one tier: plan, run, and ingest what came of it."""
+    """Run one tier: plan it, measure, and ingest the traces."""
     machine, policy = setup.machine, POLICIES[options.tier]
     with setup.store() as store:
         done = done_keys(store, machine.gpu, policy.tier)
@@ -250,7 +260,10 @@ def _screen_failure(status: str) -> str:
 
 
 def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:
-    """What a trace is given to: the journal first, so that nobody is told of one that is not kept."""
+    """Return a callback that takes each trace.
+
+    It writes to the journal first, so that only traces that are kept are reported.
+    """
 
     def keep(trace: Trace) -> None:
         journal.append(trace)
@@ -270,9 +283,9 @@ def _run_on(
     known: GpuPeaks | None,
     confined: bool,
 ) -> tuple[BenchReport, GpuPeaks | None]:
-    """:func:`run_plan` on several devices, and what they can do: as known, or as one of them measured first."""
+    """Run a plan on several devices; return the report and their peaks, as known or as the first device measured them."""
     report = BenchReport(new_run_id(setup.machine.gpu), setup.machine, plan)
-    own = known if pool.site is None else None  # of this host; each device of others is calibrated where it is
+    own = known if pool.site is None else None  # peaks of this host; devices of other hosts are calibrated there
     peaks = [own] if own is not None else []
     session = Session(
         "measure", report.run_id, setup.machine.gpu, secrets.randbits(62), setup.home, budget, policy,
@@ -301,7 +314,7 @@ def run_plan(
     observer: Observer,
     peaks: GpuPeaks | None = None,
 ) -> BenchReport:
-    """Run a plan and journal its traces; the caller ingests them. No database is open while workers run."""
+    """Run a plan and journal its traces; the caller ingests them. The database is closed while workers run."""
     run_id = new_run_id(machine.gpu)
     context = RunContext(run_id, machine, secrets.randbits(62))
     report = BenchReport(run_id, machine, plan)
@@ -316,23 +329,23 @@ def run_plan(
 
 
 # ---- cross check ----------------------------------------------------------------------------------
-# Whether the two clocks of a promotion agree: CUDA events, which decide, and CUPTI, which listens. Pure.
+# Compare the two clocks of a promotion: CUDA events, which decide, and CUPTI.
 #
-# Events enclose the launch as well, so that a call of one kernel takes them as much longer as an empty kernel takes
-# at all: 3 to 4 us, by the host (``docs/decisions/timing.md``, 0022). Nothing is compared where a call launches
-# several kernels, since events count the gaps between them.
+# Events include the launch: a call of one kernel takes longer by the time of an empty kernel, 3 to 4 us, depending on the
+# host (``docs/decisions/timing.md``, 0022). Calls that launch several kernels are not compared, since events also count the gaps
+# between them.
 
-AGREE_US, AGREE_SHARE = 2.0, 0.05
-"""They agree within the larger of both: CUPTI sees two calls of each Solution, at the clocks of that moment."""
-ENOUGH = 10
-"""Fewer calls say nothing of a clock."""
-SUSPECT_SHARE = 0.2
-"""Where a larger share disagrees, a clock is wrong; single calls that do are of kernels whose time varies."""
+MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE = 2.0, 0.05
+"""Two clocks agree within the larger of the two. CUPTI sees only two calls of each Solution, at the current clocks."""
+MIN_COMPARED = 10
+"""Minimum number of calls for a statement about a clock."""
+MAX_DISAGREEING_SHARE = 0.2
+"""If a larger share of calls disagrees, a clock is wrong. Single calls disagree if the time of their kernel varies."""
 
 
 @dataclass(frozen=True)
 class TwoClocks:
-    """How many calls of one kernel were timed by both clocks, and on how many of them both agree."""
+    """The number of calls of one kernel that both clocks timed, and the number of those on which they agree."""
 
     compared: int
     agree: int
@@ -340,22 +353,22 @@ class TwoClocks:
 
     @property
     def problem(self) -> str | None:
-        """Why the times of the run are not to be trusted, or None."""
-        if self.compared < ENOUGH or self.compared - self.agree <= SUSPECT_SHARE * self.compared:
+        """The reason not to trust the times of the run, or None."""
+        if self.compared < MIN_COMPARED or self.compared - self.agree <= MAX_DISAGREEING_SHARE * self.compared:
             return None
         return (
-            f"CUDA events and CUPTI agree on {self.agree} of {self.compared} calls of one kernel only (within {AGREE_US:g} us or "
-            f"{AGREE_SHARE:.0%}, less the {self.launch_us:.3g} us that an empty kernel takes): what these times say is "
-            "uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
+            f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within "
+            f"{MAX_DIFFERENCE_US:g} us or {MAX_DIFFERENCE_SHARE:.0%}, less the {self.launch_us:.3g} us of an empty kernel), so "
+            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
         )
 
 
 def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
-    """Hold the events' time of every promoted call of one kernel against CUPTI's.
+    """Compare the time of each promoted call of one kernel by CUDA events with its time by CUPTI.
 
     Args:
-        traces: of one run.
-        peaks: of the device that they were measured on; its launch must have been timed by the same clock.
+        traces: those of one run.
+        peaks: those of the device that was measured; its launch must have been timed by the same clock.
     """
     compared = agree = 0
     for trace in traces:
@@ -366,12 +379,12 @@ def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
             continue
         compared += 1
         difference_us = measured.latency_us - peaks.launch_us.value - audit.profiled_us
-        agree += abs(difference_us) <= max(AGREE_US, AGREE_SHARE * measured.latency_us)
+        agree += abs(difference_us) <= max(MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE * measured.latency_us)
     return TwoClocks(compared, agree, peaks.launch_us.value)
 
 
-# ---- of function ----------------------------------------------------------------------------------
-# Measures a function of a notebook or a script: as a Solution of its own for this one run, in the screen tier.
+# ---- A function of a notebook or script -----------------------------------------------------------
+# Screen a function as a temporary Solution.
 
 
 def benchmark_function(
@@ -383,25 +396,24 @@ def benchmark_function(
     catalog: Catalog | None = None,
     **options: Any,
 ) -> BenchReport:
-    """Verify and time a function against a Definition, beside stock code, without adding it to any catalog.
+    """Verify and time a function against a Definition, together with stock code, without adding it to a catalog.
 
-    The function is written with what it uses into a file of its own, which runs in a worker as every Solution does. Its
-    traces are of the screen tier: they say what was measured, and never make it served. To keep it, save the file and run
-    ``tilegym-db add-solution``.
+    The function and the definitions that it uses are written to a file, which runs in a worker like every Solution. Its
+    traces are of the screen tier, so it is never served. To keep it, save the file and run ``tilegym-db add-solution``.
 
     Args:
-        function: called as the Definition's reference is, with or without its outputs as last arguments.
+        function: called like the Definition's reference, with or without its outputs as last arguments.
         definition: the name of the operator.
-        dtypes: dtype variable -> what the function supports; by default all that the Definition has.
-        layouts: tensor -> the layout that the function needs, where that is not ``contiguous``.
+        dtypes: dtype variable -> the dtypes that the function supports; by default all of the Definition.
+        layouts: tensor -> the layout that the function needs, if not ``contiguous``.
         catalog: the records; the shipped ones and the user's by default.
         options: as for :func:`~tilegym_db.bench.benchmark.benchmark`, but not ``promote``.
 
     Raises:
-        UsageError: the function's source is not known, it uses what cannot be written into a file, or its parameters are not
-            those of the Definition.
+        UsageError: the function's source is unknown, it uses objects that cannot be written to a file, or its parameters
+            differ from those of the Definition.
         NotFoundError: no such Definition.
-        RecordError: ``dtypes`` or ``layouts`` are none of the Definition's.
+        RecordError: the Definition has no such ``dtypes`` or ``layouts``.
     """
     if "promote" in options:
         raise UsageError(ONLY_SCREENED, code="function_not_promoted")
@@ -410,10 +422,9 @@ def benchmark_function(
 
 
 # ---- function solution ----------------------------------------------------------------------------
-# A function of a notebook or a script as a Solution of its own, for as long as it is measured.
 
 FILE = "kernel.py"
-ONLY_SCREENED = "a function is only screened: what is promoted needs a name. Try: tilegym-db add-solution FILE"
+ONLY_SCREENED = "a function can only be screened; promotion needs a named Solution. Try: tilegym-db add-solution FILE"
 
 
 @contextlib.contextmanager
@@ -424,8 +435,9 @@ def catalog_with_function(
     dtypes: Mapping[str, Sequence[str]] | None = None,
     layouts: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, Catalog]]:
-    """The name that a function has as a Solution, and a catalog with it in it; arguments and errors are those of
-    :func:`~tilegym_db.bench.benchmark.benchmark_function`.
+    """Yield the name of a function as a Solution, and a catalog that contains it while the block runs.
+
+    Arguments and errors are those of :func:`~tilegym_db.bench.benchmark.benchmark_function`.
     """
     catalog = catalog or Catalog.default()
     record = catalog.definition(definition)
@@ -444,7 +456,7 @@ def _solution_of(
     dtypes: Mapping[str, Sequence[str]],
     layouts: Mapping[str, str],
 ) -> Solution:
-    """Return the record of a function, named after its source; :class:`UsageError` where its parameters do not fit."""
+    """Return the record of a function, named after its source. Raise :class:`UsageError` if its parameters do not fit."""
     language = language_of(source.decode())
     writes = next(iter(definition.outputs)) in inspect.signature(function).parameters
     spec = {

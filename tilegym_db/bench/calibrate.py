@@ -1,8 +1,8 @@
-"""Measures what this GPU can do: a large copy, a large read, large matrix products, and the price of a launch.
+"""Measurement of the peaks of this GPU: a large copy, a large read, large matrix products, and the cost of a launch.
 
-The rates are timed with the clock that Solutions are timed with, and behind the same flush of the L2, so that whatever
-either adds is on both sides of a speed-of-light ratio. Each is the best of several calls, sizes and places in memory
-(where a block lies decides up to a tenth, ``docs/decisions/timing.md``, 0007): a peak is not a typical value.
+The rates use the same clock and the same L2 flush as Solutions, so that their overheads cancel in a speed-of-light ratio.
+Each rate is the best of several calls, sizes and places in memory, since a peak is not a typical value. The place of a
+block decides up to a tenth of its rate (``docs/decisions/timing.md``, 0007).
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 
 # ---- peak calls -----------------------------------------------------------------------------------
-# The calls that a GPU's peaks are reached with: copies, reads, matrix products of the library, and a kernel that is
-# empty.
+# Calls that reach the peaks of a GPU: copies, reads, matrix products of the library, and an empty kernel.
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class PeakCall:
-    """One way to reach a peak: a call that does ``amount`` (bytes or flops) each time."""
+    """A call that may reach a peak; it processes ``amount`` (bytes or flops) each time."""
 
     how: str
     amount: float
@@ -44,7 +43,7 @@ class PeakCall:
 
 
 def empty_kernel() -> None:
-    """Launch a kernel of one thread that finds its time is up."""
+    """Launch a kernel of one thread that waits for zero cycles."""
     import torch
 
     busy_wait: Any = torch.cuda._sleep
@@ -62,7 +61,7 @@ def copy_candidates(source: torch.Tensor, target: torch.Tensor, size: int) -> It
 
 
 def read_candidates(source: torch.Tensor) -> Iterator[PeakCall]:
-    """Yield two kernels that read the whole of a float32 tensor and write next to nothing."""
+    """Yield two kernels that read a whole float32 tensor and write almost nothing."""
     size = source.numel() * 4
     columns = 4096
     matrix = source[: source.numel() // columns * columns].view(-1, columns)
@@ -72,8 +71,9 @@ def read_candidates(source: torch.Tensor) -> Iterator[PeakCall]:
 
 
 def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> Iterator[PeakCall]:
-    """Yield one library product ``[M, K] x [N, K]^T`` on random data (zeros draw less power and run faster), cold and
-    warm.
+    """Yield one library product ``[M, K] x [N, K]^T``, with a cold and a warm L2.
+
+    The data is random: zeros draw less power and run faster.
     """
     import torch
 
@@ -101,7 +101,7 @@ def product_candidates(dtype: str, shape: tuple[int, int, int], device: str) -> 
 
 @contextlib.contextmanager
 def float32_precision(precision: str) -> Iterator[None]:
-    """Set PyTorch's process-wide choice between TF32 and full float32 products, and put it back afterwards."""
+    """Set PyTorch's process-wide choice between TF32 and full float32 products, and restore it afterwards."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -117,31 +117,31 @@ BLOCK_US = 10_000.0
 MAX_BLOCK = 20
 PLACES = 4
 COPY_BYTES = (GIB, 2 * GIB)
-"""Of each operand. So large, because a share of what is written stays in the L2, and must not count for much."""
+"""Bytes per operand. They are large because part of the written data stays in the L2, which must not count for much."""
 COPY_SHARE_OF_MEMORY = 32
 PRODUCTS = ((4096, 4096, 4096), (4096, 4096, 14336), (8192, 8192, 8192))
 SLOW_PRODUCTS = PRODUCTS[:1]
-"""Without tensor cores the larger ones take tens of milliseconds, and are no faster."""
+"""Shapes without tensor cores: larger ones take tens of milliseconds and are not faster."""
 
 Block = Callable[[Callable[[], Any], int], list[float]]
-"""Makes that many calls and returns microseconds, one value a sample."""
+"""A function that makes the given number of calls and returns microseconds, one value per sample."""
 
 
 @dataclass(frozen=True)
 class StopWatch:
-    """How blocks of calls are timed: ``cold`` behind a flush of the L2 each, ``warm`` back to back."""
+    """Timers of blocks of calls: ``cold`` flushes the L2 before each call, ``warm`` runs the calls back to back."""
 
     cold: Block
     warm: Block
 
 
 def calibrate(machine: Machine) -> GpuPeaks:
-    """Measure the peaks of a GPU; takes a few seconds and a quarter of its memory, and holds its timing lock.
+    """Measure the peaks of a GPU. This takes a few seconds and a quarter of its memory, and holds its timing lock.
 
     Raises:
-        HardwareError: there is no GPU, it slowed down meanwhile or is short of memory, or its driver does not say
-            what it is.
-        RecordError: what was measured is more than the device can do.
+        HardwareError: there is no GPU, it slowed down during calibration, it lacks memory, or its driver does not state its
+            limits.
+        RecordError: a measured peak is more than the device can reach.
     """
     if not machine.is_gpu:
         raise HardwareError(
@@ -157,7 +157,7 @@ def calibrate(machine: Machine) -> GpuPeaks:
             measured = _measure(machine)
     except torch.OutOfMemoryError as error:
         raise HardwareError(
-            f"{machine.gpu_name} has too little free memory to be calibrated: {error}. End what else runs on it.",
+            f"{machine.gpu_name} has too little free memory to be calibrated: {error}. End the other programs on it.",
             code="gpu_memory_short",
         ) from None
     reading = clocks.reading()
@@ -182,12 +182,12 @@ def calibrate(machine: Machine) -> GpuPeaks:
 
 
 def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPeaks | None:
-    """This machine's peaks: as known, else measured now and stored under ``home``; None on a CPU.
+    """Return this machine's peaks: the known ones, else measure them now and store them under ``home``; None on a CPU.
 
     Args:
-        machine: what is measured on.
-        known: measured here before, with this device and driver. What was published is another machine's, and no time
-            measured here is judged by it.
+        machine: the machine that measures.
+        known: peaks measured here before, with this device and driver. Published peaks are those of another machine; times
+            measured here are not compared with them.
         home: folder of the store.
 
     Raises:
@@ -201,17 +201,18 @@ def current_peaks(machine: Machine, known: GpuPeaks | None, home: Path) -> GpuPe
 
 
 def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tuple[GpuPeaks | None, list[str]]:
-    """As :func:`current_peaks`, with a remark where a GPU could not be calibrated: that stops no measurement."""
+    """Return :func:`current_peaks` and no remark; or None and a remark if the GPU could not be calibrated.
+
+    A failed calibration does not stop the measurement.
+    """
     try:
         return current_peaks(machine, known, home), []
-    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # whatever the driver refuses
+    except (HardwareError, RecordError, RuntimeError, OSError) as error:  # any error of the driver
         return None, [f"the traces have no speed of light and no physics floor: {error}"]
 
 
 def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
-    """Return the highest rate (amount a second) among the candidates, which take turns, so that a drift meets all of
-    them.
-    """
+    """Return the highest rate (amount per second) of the candidates. They take turns, so that drift affects all of them."""
     blocks = [_calls_a_block(candidate, watch) for candidate in candidates]
     rates: list[list[float]] = [[] for _ in candidates]
     for _ in range(rounds):
@@ -223,7 +224,7 @@ def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = RO
 
 
 def _calls_a_block(candidate: PeakCall, watch: StopWatch) -> int:
-    """Return how many calls make a block; also the warm-up, in which libraries choose and load their kernels."""
+    """Return the number of calls per block. This also warms up: libraries choose and load their kernels."""
     watch.cold(candidate.call, 2)
     once_us = max(median(watch.cold(candidate.call, 3)), 1.0)
     return max(2, min(MAX_BLOCK, int(BLOCK_US / once_us)))
@@ -241,11 +242,11 @@ def _measure(machine: Machine) -> dict[str, Any]:
         "launch_us": _launch(watch, "an empty kernel", empty_kernel),
         "no_launch_us": _launch(watch, "no kernel at all", lambda: None),
         "flops": _products(machine, watch),
-        **_memory(machine, watch),  # last, since it gives the allocator's memory back
+        **_memory(machine, watch),  # last, since it frees the memory of the allocator
     }
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurements -------------------------------------------------------------------------------------------------
 
 
 def _launch(watch: StopWatch, how: str, call: Callable[[], Any]) -> Measured:
@@ -254,7 +255,7 @@ def _launch(watch: StopWatch, how: str, call: Callable[[], Any]) -> Measured:
 
 
 def _memory(machine: Machine, watch: StopWatch) -> dict[str, Measured]:
-    """``copy_bytes_per_s`` and ``read_bytes_per_s``, over several allocations at once."""
+    """Return ``copy_bytes_per_s`` and ``read_bytes_per_s``, measured over several allocations."""
     import torch
 
     sizes = sorted({min(size, machine.memory_bytes // COPY_SHARE_OF_MEMORY) for size in COPY_BYTES})
@@ -279,7 +280,7 @@ def _products(machine: Machine, watch: StopWatch) -> dict[str, Measured]:
     return found
 
 
-# Product dtype -> shapes, and the compute capability from which there are instructions for it.
+# Product dtype -> shapes, and the minimum compute capability that has instructions for it.
 _PRODUCT_PLAN: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[int, int]]] = {
     "bfloat16": (PRODUCTS, (8, 0)),
     "float16": (PRODUCTS, (7, 0)),
@@ -307,7 +308,7 @@ def _device_stop_watch(device: str) -> StopWatch:
     def warm(call: Callable[[], Any], calls: int) -> list[float]:
         start, end = new_event(enable_timing=True), new_event(enable_timing=True)
         torch.cuda.synchronize(device)
-        timer.occupy(50.0 * calls)  # the host queues every call meanwhile, so that none waits for it
+        timer.occupy(50.0 * calls)  # keep the device busy until the host has queued every call
         start.record()
         for _ in range(calls):
             call()
@@ -318,7 +319,7 @@ def _device_stop_watch(device: str) -> StopWatch:
     return StopWatch(cold, warm)
 
 
-# CUdevice_attribute: what the driver says that the device can do at most.
+# CUdevice_attribute: limits of the device as the driver states them.
 _ATTRIBUTES: dict[str, tuple[int, float]] = {
     "max_sm_mhz": (13, 1e-3),
     "sm_count": (16, 1),
@@ -336,7 +337,7 @@ def _driver_facts(index: int) -> dict[str, Any]:
         value = ctypes.c_int()
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, index) != 0 or value.value <= 0:
             raise HardwareError(
-                f"the driver does not state {name} of GPU {index}; its peaks cannot be judged.",
+                f"the driver does not state {name} of GPU {index}; its peaks cannot be checked.",
                 code="gpu_limits_unknown",
             )
         facts[name] = value.value * factor

@@ -1,4 +1,4 @@
-"""Runs plans on this machine: verify runners side by side, time them one workload at a time, emit traces."""
+"""Execution of plans on this machine: verify runners in parallel, time them one workload at a time, emit traces."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Starting = Callable[[str], None]
 
 @dataclass
 class LocalExecutor:
-    """One device of this machine.
+    """Executor for one device of this machine.
 
     Args:
         context: run id, machine and secret seed.
-        folder: scratch folder of the run; workers get folders of their own below it.
+        folder: scratch folder of the run; each worker gets a folder below it.
         budget: how long to time.
-        policy: what a pass takes.
-        emit: called with every trace the moment it exists.
-        starting: called with a short description of what is about to happen.
-        peaks: what this device can do; None if that is not known, and then no time has a speed of light or a floor.
-        after_timing: called after every workload with its workload and candidates, whose rounds are the raw times.
-        capacity: what is measured at a time; by default what this machine has room for.
-        concluded: called when every trace of a workload has been emitted.
+        policy: requirements of the tier.
+        emit: called with every trace as soon as it exists.
+        starting: called with a short description of the next step.
+        peaks: measured peaks of this device. None if unknown; then times have no speed of light and no physics floor.
+        after_timing: called after each workload with the workload and its candidates; their rounds are the raw times.
+        capacity: how much runs at a time; by default what this machine has room for.
+        concluded: called when all traces of a workload have been emitted.
     """
 
     context: RunContext
@@ -64,7 +64,7 @@ class LocalExecutor:
     concluded: Callable[[Workload], None] = field(default=lambda workload: None)
 
     def run(self, plans: Sequence[DefinitionPlan]) -> None:
-        """Everything that the plans ask for: group by group, and in each batch by batch. Workers end with their group."""
+        """Carry out the plans, group by group and batch by batch. Workers end with their group."""
         capacity = self.capacity or Capacity.of(self.context.machine, available_memory())
         with ExitStack() as stack:
             audit_worker = None
@@ -111,11 +111,12 @@ class LocalExecutor:
     def _run_batch(
         self, batch: Batch, groups: dict[str, SolutionGroup], timing: WorkloadTiming, *, alone: bool = False
     ) -> list[Batch]:
-        """Verify everything side by side, then time one workload after the other while no other work is under way.
+        """Verify all runners in parallel, then time one workload after the other while the machine does no other work.
 
         Returns:
-            The workloads for which a runner had no memory beside the other workers, each as a batch of its own: not concluded,
-            and to be done again when those have ended. With ``alone`` there is no such other worker, and none comes back.
+            The workloads for which a runner ran out of memory because of the other workers, each as its own batch. They are
+                not concluded; run them again after those workers have ended. With ``alone`` there are no such workers, and
+                the list is empty.
         """
         workload_runs = [groups[plan.definition.name].workload_run(workload) for plan, workload in batch]
         several = len(workload_runs) > 1
@@ -127,10 +128,10 @@ class LocalExecutor:
         with self.context.phases(VERIFY):
             verify_batch(workload_runs, self.context)
         if self.context.machine.is_gpu:
-            torch.cuda.empty_cache()  # what comparing took is for the workers to use
+            torch.cuda.empty_cache()  # leave the memory of the comparisons to the workers
         without_memory: list[Batch] = []
         while workload_runs:
-            workload_run = workload_runs.pop(0)  # its contents are given back when it has been timed
+            workload_run = workload_runs.pop(0)  # its contents are freed when it has been timed
             if workload_run.lacked_memory and not alone:
                 without_memory.append(((workload_run.plan, workload_run.workload),))
                 continue
@@ -142,7 +143,7 @@ class LocalExecutor:
         return without_memory
 
     def _make_room(self, groups: dict[str, SolutionGroup], waiting: Collection[str]) -> None:
-        """Where little memory is left, end the workers of Definitions of which nothing waits to be timed in this batch."""
+        """End the workers of Definitions that have nothing left to time in this batch, if little memory is left."""
         if not self.context.machine.is_gpu:
             return
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.context.machine.device)
@@ -160,19 +161,19 @@ class LocalExecutor:
         interpret: bool = False,
         profiled: bool = True,
     ) -> Runner:
-        """Return a runner of this machine, not started yet; broken where the static scan refuses its source.
+        """Return a runner for this machine, not started yet. It is broken if the static scan refuses its source.
 
         Args:
-            definition: what it computes.
-            solution: its source.
+            definition: the operator.
+        solution: the source.
             config: a value per tunable; empty for the source's own defaults.
-            interpret: run it in its language's interpreter.
-            profiled: whether its time may be audited.
+            interpret: run it in the interpreter of its language.
+        profiled: if true, its time can be audited.
         """
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)
         hard = [str(finding) for finding in scan.hard_findings(findings)]
-        compiles = solution.uses_torch_compile  # on a CPU nothing else takes long for a new shape
+        compiles = solution.uses_torch_compile  # on a CPU, only this is slow for a new shape
         handle = WorkerHandle(
             definition,
             solution,
@@ -192,17 +193,17 @@ class LocalExecutor:
 
 
 # ---- verify batch ---------------------------------------------------------------------------------
-# Verifies the workload runs of a batch side by side: every runner in its own worker, while contents are drawn.
+# Verify the workload runs of a batch in parallel: each runner in its worker, while contents are drawn.
 
 
 def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> None:
-    """Every runner through its workloads, in its own worker, while the GPU work of verification interleaves.
+    """Verify each runner on its workloads, in its own worker, while the GPU work of verification interleaves.
 
-    Runners wait for compilers most of the time; more of them at once than there are cores would only run into each
-    other's deadlines. Cores that are left over when most are done start helpers for those that are not.
+    Runners wait for compilers most of the time. There are never more of them at once than cores, so that they do not exceed
+    each other's timeouts. When most are done, free cores start helpers for the others.
 
     Raises:
-        HardwareError: a worker was lost, and the device does not work any more.
+        HardwareError: a worker was lost, and the device does not work anymore.
     """
     tasks: dict[int, tuple[Runner, list[WorkloadRun]]] = {}
     for workload_run in workload_runs:
@@ -228,7 +229,7 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
             lost = [task.result() for task in running]
         except BaseException:
             for runner, _ in tasks.values():
-                runner.verification.abort()  # or the pool would wait for a call that hangs
+                runner.verification.abort()  # else the pool would wait for a call that hangs
             verifying.shutdown(wait=False, cancel_futures=True)
             drawing.shutdown(wait=False, cancel_futures=True)
             raise
@@ -239,7 +240,7 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
 def _verify_runner(
     runner: Runner, workload_runs: Sequence[WorkloadRun], context: RunContext, processors: Processors
 ) -> bool:
-    """Return the outcome of every workload into its workload run; true where a worker was lost on the way."""
+    """Store the outcome of each workload in its workload run; return true if a worker was lost."""
     lost = False
     verification = runner.verification
     supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
@@ -251,7 +252,7 @@ def _verify_runner(
             if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
                 lost = True
     finally:
-        verification.ahead = ShapesAhead()  # contents are given back when they have been timed
+        verification.ahead = ShapesAhead()  # contents are freed when they have been timed
         processors.done(alone=not verification.may_have_helpers)
     return lost
 
@@ -274,7 +275,10 @@ def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunCont
 
 
 def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
-    """Return the first workload of every Definition, then the second: nobody waits for all contents of another."""
+    """Return the first workload of every Definition, then the second, and so on.
+
+    No Definition waits for all contents of another.
+    """
     by_definition: dict[str, list[WorkloadRun]] = {}
     for workload_run in workload_runs:
         by_definition.setdefault(workload_run.plan.definition.name, []).append(workload_run)
@@ -284,8 +288,8 @@ def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:
 def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | Failure:
     definition = workload_run.plan.definition
     roots = workload_run.plan.roots
-    own = ExpectedCache(definition, context.machine.device, roots=roots)  # given back with the contents
-    # An exception would be kept with the memory of everything that its frames refer to.
+    own = ExpectedCache(definition, context.machine.device, roots=roots)  # freed with the contents
+    # Return a failure: a stored exception would keep the memory of all objects in its frames.
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
         with context.phases(DRAW):
@@ -299,8 +303,10 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
 
 
 def _expected_length(runner: Runner) -> int:
-    """Sorts runners by how long they take to verify, on an H200: kernels in TileLang 150 s, what torch.compile compiles a minute,
-    other kernels 40 s, and last what compiles nothing.
+    """Return a sort key: runners that take longest to verify come first.
+
+    On an H200, TileLang kernels take 150 s, ``torch.compile`` a minute and other kernels 40 s. Code that compiles nothing
+    is last.
     """
     spec = runner.solution.record.spec
     if spec.role == "kernel" and spec.language == "tilelang":
@@ -311,32 +317,35 @@ def _expected_length(runner: Runner) -> int:
 
 
 # ---- batches --------------------------------------------------------------------------------------
-# Groups what is planned into batches: what is verified side by side, and then timed one by one on a quiet device.
-# Pure.
+# Group planned workloads into batches. The workloads of a batch are verified in parallel and then timed one by one. Pure.
 
-BATCH_WORKLOADS = 12
-"""Of one Definition in one batch. The last kernel of a batch compiles alone, so that a few large batches end before many small
-ones; but nothing is known of a workload before its batch has been verified."""
-COMPILED_WORKLOADS = 6
-"""The same where torch.compile takes part. It keeps eight graphs of a function: in a screen of one dtype, those of the fuzz cases
-and of so many workloads, so that what is compiled while verifying is still there when it is timed. And where workers live under
-the configs of workloads, of which there are as many."""
+MAX_BATCH_WORKLOADS = 12
+"""Maximum number of workloads of one Definition in one batch. The last kernel of a batch compiles alone, so a few large
+batches end before many small ones. But no result of a workload is known before its batch is verified.
+"""
+MAX_COMPILED_WORKLOADS = 6
+"""The same limit if ``torch.compile`` takes part, or if workers run under configs of single workloads. ``torch.compile``
+keeps eight graphs per function: in a screen of one dtype, this fits the fuzz cases and so many workloads. So the graphs
+compiled during verification still exist when they are timed.
+"""
 GPU_RUNNER_BYTES, HOST_RUNNER_BYTES = 2 << 30, 3 << 30
-"""What a worker holds while it waits: its CUDA context, its kernels and what its compiler has imported."""
+"""Memory that a waiting worker holds: its CUDA context, its kernels and the imports of its compiler."""
 SUPERVISOR_BYTES = 6 << 30
-"""What the measuring process holds: its CUDA context, oracles and comparisons in fp64, and the worker that audits the clock."""
+"""Memory that the measuring process holds: its CUDA context, fp64 oracles and comparisons, and the worker of the clock
+audit.
+"""
 MEMORY_SHARE = 3
 """One part in so many of the device's memory is for contents and outputs that wait to be timed."""
 ORACLE_SIZE = 4
-"""An oracle's output in fp64 takes at most so many times the memory of the output of a kernel in 16 bits."""
+"""Maximum size of an fp64 oracle output relative to the output of a 16-bit kernel."""
 
 Batch = tuple[tuple[DefinitionPlan, Workload], ...]
-"""Workloads that are verified together, in the order in which they are timed."""
+"""Workloads that are verified together, in the order of timing."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a machine has room for at a time: workers, bytes of contents, and workloads of one Definition."""
+    """Limits of a machine for what runs at a time: workers, bytes of contents, and workloads of one Definition."""
 
     runners: int
     contents_bytes: int
@@ -344,28 +353,28 @@ class Capacity:
 
     @classmethod
     def of(cls, machine: Machine, host_bytes: int) -> Capacity:
-        """Of this machine; ``host_bytes`` is its main memory.
+        """Return the capacity of a machine; ``host_bytes`` is its main memory.
 
-        A CPU is measured one workload at a time: there is nothing to gain, and every trace comes as soon as it can.
+        A CPU measures one workload at a time: more would gain nothing, and so each trace comes as soon as possible.
         """
         if not machine.is_gpu:
             return cls(runners=1, contents_bytes=0, workloads=1)
         contents_bytes = machine.memory_bytes // MEMORY_SHARE
         left_bytes = machine.memory_bytes - contents_bytes - pool_bytes(machine) - SUPERVISOR_BYTES
         runners = min(left_bytes // GPU_RUNNER_BYTES, host_bytes // HOST_RUNNER_BYTES)
-        return cls(max(runners, 1), contents_bytes, BATCH_WORKLOADS)
+        return cls(max(runners, 1), contents_bytes, MAX_BATCH_WORKLOADS)
 
 
 @dataclass(frozen=True)
 class DefinitionGroup:
-    """Definitions whose workers live at the same time, and the batches that they go through."""
+    """Definitions whose workers live at the same time, and the batches of their workloads."""
 
     plans: tuple[DefinitionPlan, ...]
     batches: tuple[Batch, ...]
 
 
 def make_definition_groups(plans: Sequence[DefinitionPlan], capacity: Capacity) -> list[DefinitionGroup]:
-    """Return every workload that something is planned for in exactly one batch, those of one plan in their order.
+    """Put every planned workload into exactly one batch; the workloads of one plan keep their order.
 
     A group has at least one Definition and a batch at least one workload, whatever the capacity.
     """
@@ -403,14 +412,14 @@ def _batches(plans: Sequence[DefinitionPlan], capacity: Capacity) -> Iterator[Ba
 
 
 def _workers(plan: DefinitionPlan, capacity: Capacity) -> int:
-    """Return how many live at a time: one for each Solution, and those under a config of one batch."""
+    """Return the maximum number of concurrent workers: one per Solution, and those under the configs of one batch."""
     return len(plan.timed) + len(plan.interpreted) + _at_a_time(plan, capacity) * _configured(plan)
 
 
 def _at_a_time(plan: DefinitionPlan, capacity: Capacity) -> int:
-    """Return how many of its workloads go into one batch at most."""
+    """Return the maximum number of workloads of the plan in one batch."""
     compiled = any(solution.uses_torch_compile for solution in plan.timed)
-    return min(capacity.workloads, COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
+    return min(capacity.workloads, MAX_COMPILED_WORKLOADS) if compiled or _configured(plan) else capacity.workloads
 
 
 def _configured(plan: DefinitionPlan) -> int:
@@ -418,7 +427,9 @@ def _configured(plan: DefinitionPlan) -> int:
 
 
 def _contents_bytes(plan: DefinitionPlan, workload: Workload) -> int:
-    """At most so much is kept of a workload until it is timed: every content set, and every runner's outputs for it."""
+    """Return an upper bound of the bytes kept for a workload until it is timed: all content sets, and the outputs of all
+    runners.
+    """
     runners = len(plan.timed) + len(plan.interpreted) + plan.configured(workload)
     case = Case.of_workload(plan.definition, workload, distribution=CONTENT_SETS[0], seed=0)
     slot = plan_slot(plan.definition, case)

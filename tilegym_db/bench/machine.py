@@ -1,4 +1,4 @@
-"""What this machine is: its GPU as the driver says, software versions, and the check that a label is true."""
+"""Machines: the device to measure on with its software versions, the check of its label and health, and its timing lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from tilegym_db.bench.devices.devices import choose_gpus, parse_gpus
-from tilegym_db.bench.devices.ray_address import most_devices, names_cluster, parse_executor, require_ray
+from tilegym_db.bench.devices.ray_address import max_devices, names_cluster, parse_executor, require_ray
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
@@ -22,7 +22,7 @@ from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
 LIBRARIES = (
     *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),
-    # What baselines call. FlashInfer's norms are other kernels where the last one is not installed.
+    # Libraries that baselines call. Without the last one, FlashInfer's norms use other kernels.
     *("liger-kernel", "flashinfer-python", "nvidia-cutlass-dsl"),
 )
 
@@ -49,7 +49,7 @@ class Machine:
 
 
 def library_versions() -> dict[str, str]:
-    """Installed versions of what a measurement depends on."""
+    """Return the installed versions of the packages that influence a measurement."""
     versions = {}
     for name in LIBRARIES:
         try:
@@ -68,7 +68,7 @@ def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | N
         find: returns the GPU of an index, or None; asks PyTorch by default.
 
     Raises:
-        HardwareError: the GPU asked for is unknown, or is not the one that the driver reports.
+        HardwareError: the requested GPU is unknown, or is not the one that the driver reports.
     """
     wanted = None if asked == "auto" else parse_gpu(asked)
     if wanted == CPU:
@@ -89,19 +89,20 @@ _NO_GPU = (
 
 
 def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None = None) -> None:
-    """Refuse at once, without PyTorch, a GPU that is unknown or that the driver says is not here; ``gpus`` is ``--gpus``.
+    """Raise early, without PyTorch, if a requested GPU is unknown or absent according to the driver; ``gpus`` is
+    ``--gpus``.
 
-    Says nothing about what is left: only :func:`select_machine` knows whether PyTorch can use it. Of a cluster, which
-    ``executor`` names, only what needs no connection to it.
+    Success proves nothing more: only :func:`select_machine` knows if PyTorch can use the GPU. For a cluster, which
+    ``executor`` names, only checks that need no connection are made.
 
     Raises:
         HardwareError: as :func:`select_machine`.
-        UsageError: ``gpus`` is no way to name some, or ``executor`` none to name a cluster.
+        UsageError: ``gpus`` or ``executor`` is malformed.
         MissingPackageError: the executor needs a package that is not installed.
     """
     if executor is not None and names_cluster(executor):
         parse_executor(executor)
-        most_devices(gpus)
+        max_devices(gpus)
         require_ray()
         if asked != "auto":
             parse_gpu(asked)
@@ -119,7 +120,7 @@ def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None 
 
 
 def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
-    """Raise :class:`HardwareError` where there are device names, and none of them is of the GPU that was asked for."""
+    """Raise :class:`HardwareError` if there are device names, but none is of the requested GPU."""
     slugs = [gpu_slug(name) for name in names]
     if slugs and not any(same_gpu(wanted, slug) for slug in slugs):
         raise HardwareError(
@@ -130,12 +131,12 @@ def _refuse_other(asked: str, wanted: str, names: Sequence[str]) -> None:
 
 
 def cpu_machine() -> Machine:
-    """This machine's processor."""
+    """Return this machine's CPU."""
     return Machine("cpu", CPU, cpu_name(), libs=library_versions(), host=platform.node())
 
 
 def cpu_name() -> str:
-    """Return the processor as the kernel names it."""
+    """Return the name of the processor from the kernel."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -167,10 +168,10 @@ def _cuda_machine(index: int) -> Machine | None:
 
 
 def require_healthy(machine: Machine) -> None:
-    """A canary on the GPU, after a worker was lost: a kernel whose result is known.
+    """Run a kernel with a known result on the GPU, to be called after a worker was lost.
 
     Raises:
-        HardwareError: the device no longer answers, or answers wrongly; nothing measured after this could be believed.
+        HardwareError: the device does not answer, or its result is wrong; later measurements could not be trusted.
     """
     import torch
 
@@ -192,7 +193,10 @@ def require_healthy(machine: Machine) -> None:
 
 @contextmanager
 def leaving_processors(machine: Machine) -> Iterator[None]:
-    """On a CPU, one thread for this process's own maths: workers need the others, and threads that spin make them wait."""
+    """Limit the CPU maths of this process to one thread while it measures a CPU.
+
+    Workers need the other processors, and spinning threads would make them wait.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -205,17 +209,17 @@ def leaving_processors(machine: Machine) -> Iterator[None]:
 
 
 # ---- device lock ----------------------------------------------------------------------------------
-# One timing at a time per device, across processes: a lock file named after the GPU's UUID.
+# Lock of a device for timing, across processes: a lock file named after the GPU's UUID.
 
-ANYBODY = 0o666
-"""Mode of the lock file: the users of a machine share its GPUs."""
+LOCK_MODE = 0o666
+"""Mode of the lock file: all users of a machine share its GPUs."""
 
 
 @contextlib.contextmanager
 def timing_lock(device: str) -> Iterator[None]:
-    """Hold the device for timing; waits for whoever holds it. The lock dies with its process."""
+    """Hold the device for timing; wait until it is free. The lock ends with its process."""
     path = Path(tempfile.gettempdir()) / f"tilegym-db-timing-{_identity(device)}.lock"
-    with FileLock(path, mode=ANYBODY, thread_local=False):
+    with FileLock(path, mode=LOCK_MODE, thread_local=False):
         yield
 
 
@@ -228,12 +232,12 @@ def _identity(device: str) -> str:
 
 
 # ---- site -----------------------------------------------------------------------------------------
-# Where the devices of a pool are, as far as planning has to know it.
+# The devices of a pool, as far as planning needs to know them.
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What cannot be used somewhere, and why: languages, and Solutions (by name) that declare a package."""
+    """Languages and Solutions (by name) that cannot be used at a site, with reasons."""
 
     languages: Mapping[str, str]
     solutions: Mapping[str, str]
@@ -241,7 +245,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Site:
-    """Devices of other hosts: one of them, whose kind and libraries all have, and what is missing there for Solutions."""
+    """Devices of other hosts: one of them, whose kind and libraries all share, and a check for missing requirements."""
 
     machine: Machine
     missing: Callable[[Iterable[SolutionFiles]], Missing]

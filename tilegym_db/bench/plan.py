@@ -1,4 +1,4 @@
-"""What a bench run measures: what was asked for, and the plan that came of it. Made by :mod:`.planning`."""
+"""Plans of bench runs: the options of the user, the plan made from them, and the summary and report of a run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ DoneKey = tuple[str, str, str, str]
 """A :data:`PairKey` and the id of a config."""
 
 LikelyFastest = Mapping[tuple[str, str], Sequence[tuple[str, Config]]]
-"""(definition digest, workload uuid) -> the verified Solutions that may be the fastest there, each under the config that made
-it so; the first is the current best, which is."""
+"""(definition digest, workload uuid) -> the verified Solutions that may be the fastest there, each with its config. The
+first one is the current best.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. ``workload`` is a glob over uuid, tags and axes key, or several of them."""
+    """Options of the user. ``workload`` is one glob over uuid, tags and axes key, or several."""
 
     names: tuple[str, ...] = ()
     language: str | None = None
@@ -47,14 +48,14 @@ class Options:
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names that were asked for; one may be given without a tuple around it."""
+    """Return the requested names as a tuple; a single name may be a string."""
     check_kind(names, Iterable, "names are those of solutions or definitions: a text, or several")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """One thing that is not measured, and why."""
+    """One thing that is not measured, and the reason."""
 
     solution: str
     workload: str
@@ -63,12 +64,12 @@ class Skipped:
 
 @dataclass
 class DefinitionPlan:
-    """The Solutions and Workloads of one Definition, and which pairs to run.
+    """The Solutions and Workloads of one Definition, and the pairs to run.
 
-    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in their languages' interpreters. ``pairs``
-    (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
-    ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again beside what is new there, which has to beat
-    the first of them, the current best. Files that hold inputs of Workloads lie below one of ``roots``.
+    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the interpreters of their languages.
+    ``pairs`` (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
+    ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again with new candidates, which have to beat
+    the first of them, the current best. ``roots`` are the folders that contain the input files of Workloads.
     """
 
     definition: Definition
@@ -81,23 +82,23 @@ class DefinitionPlan:
     roots: tuple[Path, ...] = ()
 
     def configs_of(self, solution: SolutionFiles) -> list[Config]:
-        """Return every config that the Solution is planned under, the source's own defaults first."""
+        """Return all planned configs of the Solution, the source's own defaults first."""
         planned = [(name, config) for (name, _), config in self.tuned.items()]
         again = itertools.chain.from_iterable(self.likely_fastest.values())
         found = [config for name, config in (*planned, *again) if name == solution.name]
         return list({config_id(config): config for config in ({}, *found)}.values())
 
     def configured(self, workload: Workload) -> int:
-        """Return how many take part in the Workload under a config that is not their source's own."""
+        """Return the number of candidates of the Workload that run under a config other than their own defaults."""
         again = self.likely_fastest.get(workload.uuid, ())
         return len({(name, config_id(config)) for name, config in (*self.tuned_on(workload), *again) if config})
 
     def tuned_on(self, workload: Workload) -> list[tuple[str, Config]]:
-        """Return the Solutions that are planned for the Workload under the config that tune found, and that config."""
+        """Return the Solutions planned for the Workload under the config that tune found, with that config."""
         return [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
 
     def candidates(self) -> list[tuple[SolutionFiles, Config]]:
-        """Return every Solution that takes part in anything, under each config that it is planned under."""
+        """Return every Solution that takes part in a Workload, once per planned config."""
         return [
             (solution, config)
             for solution in (*self.timed, *self.interpreted)
@@ -106,11 +107,11 @@ class DefinitionPlan:
         ]
 
     def is_wanted(self, workload: Workload) -> bool:
-        """Return True if something is planned for the Workload, under whatever config."""
+        """Return True if something is planned for the Workload, under any config."""
         return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
 
     def restricted_to(self, uuids: Collection[str]) -> DefinitionPlan:
-        """What is planned for these workloads. It keeps all workloads, since fuzz cases are chosen by them."""
+        """Return the plan for some workloads. It keeps the list of all workloads, since fuzz cases depend on it."""
         return replace(
             self,
             pairs={pair for pair in self.pairs if pair[1] in uuids},
@@ -119,11 +120,14 @@ class DefinitionPlan:
         )
 
     def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """Return True for what is to be beaten on the Workload."""
+        """Return True for the Solution and config to beat on the Workload."""
         return self.likely_fastest.get(workload.uuid, [])[:1] == [(solution.name, config)]
 
     def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
-        """Return True if this is planned, or something planned is compared with it: stock code, and the likely fastest."""
+        """Return True if the Solution is planned here, or if planned Solutions are compared with it.
+
+        These are stock code and the likely fastest.
+        """
         if (solution.name, config) in self.likely_fastest.get(workload.uuid, ()):
             return True
         if config:
@@ -135,16 +139,16 @@ class DefinitionPlan:
 
 @dataclass
 class Plan:
-    """Everything one run does."""
+    """The work of one run."""
 
     definitions: list[DefinitionPlan] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Of each Definition whose reference does not return: why. Nothing can be measured against it."""
+    """Reasons for Definitions whose reference does not return. Nothing can be measured against such a reference."""
 
     @property
     def pair_count(self) -> int:
-        """How many (solution, workload) pairs will get a trace; one with a tuned config counts once more for it."""
+        """The number of (solution, workload) pairs that get a trace; each tuned config counts as one more."""
         return sum(
             item.takes_part(solution, workload, config)
             for item in self.definitions
@@ -155,9 +159,9 @@ class Plan:
 
 
 # ---- planning -------------------------------------------------------------------------------------
-# Chooses what a bench run measures. Pure: catalog and options in, a plan with reasons for everything left out.
+# Select what a bench run measures. Pure: catalog and options in, a plan with reasons for all omissions out.
 
-# What one workload may cost on a CPU before it is left to GPUs: about a tenth of a second a call on two cores.
+# Larger workloads are not run on a CPU: this is about a tenth of a second per call on two cores.
 CPU_MAX_FLOPS = 4e9
 CPU_MAX_BYTES = 64e6
 INTERPRETER_MAX_ELEMENTS = 1 << 15
@@ -166,14 +170,14 @@ ALREADY_MEASURED = "already measured (--again repeats it)"
 
 
 @dataclass(frozen=True)
-class Lacks:
-    """What is missing here: by language, and by Solution where a package that it declares is."""
+class Unavailable:
+    """Missing requirements on this machine, by language, and by Solution for packages that it declares."""
 
     languages: Mapping[str, str]
     solutions: Mapping[str, str]
 
     def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
-        """What keeps a Solution from running here, or None."""
+        """Return the reason why a Solution cannot run here, or None."""
         language = self.languages.get(solution.record.spec.language) if its_language else None
         return language or self.solutions.get(solution.name)
 
@@ -189,31 +193,31 @@ def make_plan(
     likely_fastest: LikelyFastest | None = None,
     unmet: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Select pairs of Solution and Workload, each under the default config and under the one that tune found for it.
+    """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
 
     Args:
         catalog: the records.
-        machine: where it will run; decides which languages can be timed and which sizes are sensible.
+        machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
         options: names (of Definitions or Solutions), language, workload glob, quick, again.
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
         unusable: language -> what is missing for it here, and the command that installs it.
-        excluded: pairs, keyed as ``done``, that are not to be run, with the reason.
+        excluded: reasons for pairs that must not run, with keys as in ``done``.
         tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
-        likely_fastest: who may be the fastest on this GPU of all that are verified. Whatever is asked for, they are measured
-            again where something else is that may be faster: times of different runs are no comparison. A screen, which
-            changes nothing of who is the fastest, takes the current best alone, and a quick run nobody.
-        unmet: name of a Solution -> which package that it declares is missing here, and the command that installs it.
+        likely_fastest: verified Solutions that may be the fastest on this GPU. They are always measured again with new
+            candidates, because times of different runs are not comparable. A screen does not change the ranking, so it only
+            measures the current best again; a quick run measures none of them.
+        unmet: name of a Solution -> a declared package that is missing here, and the command that installs it.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: an unknown language, a glob that fits no workload, or nothing at all to run.
+        UsageError: the language is unknown, a glob matches no workload, or there is nothing to run.
     """
     if options.language is not None and options.language not in LANGUAGES:
         raise UsageError(
             f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
         )
     plan = Plan()
-    lacks = Lacks(unusable or {}, unmet or {})
+    lacks = Unavailable(unusable or {}, unmet or {})
     matched = False
     for definition, solutions in _selected(catalog, options):
         item = DefinitionPlan(definition, roots=catalog.roots)
@@ -232,7 +236,7 @@ def make_plan(
 
 
 def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
-    """Raise :class:`UsageError` where a Solution that omits an output is asked for by name, to be promoted."""
+    """Raise :class:`UsageError` if a name to promote is a Solution that omits an output."""
     for name in names:
         found = catalog.solutions.get(name)
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
@@ -261,14 +265,14 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             chosen.setdefault(name, set()).update(s.name for s in catalog.solutions_for(name))
         elif name in solutions:
             definition = solutions[name].record.definition
-            # The stock code comes along: without it there is nothing to be faster than.
+            # Add the stock code: a speedup is relative to it.
             stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
             chosen.setdefault(definition, set()).update({name} | stock)
         else:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, [*definitions, *solutions])
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     selected = []
     for name, names in sorted(chosen.items()):
@@ -290,7 +294,7 @@ def _workloads(
         if options.workload is not None and not _matches(workload, options.workload):
             continue
         if not machine.is_gpu and options.workload is None and not fits_a_cpu(definition, workload):
-            reason = "too large for a CPU (name it with --workload to run it all the same)"
+            reason = "too large for a CPU (name it with --workload to run it anyway)"
             plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
             continue
         chosen.append(workload)
@@ -300,13 +304,13 @@ def _workloads(
 
 
 def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
-    """Return True if a CPU measures a Workload in sensible time."""
+    """Return True if a CPU can measure a Workload in reasonable time."""
     flops, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
     return flops <= CPU_MAX_FLOPS and size <= CPU_MAX_BYTES
 
 
 def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
-    """Return a few per kind: on a CPU one tiny (the interpreter's) and one modest, on a GPU one decode and one prefill."""
+    """Return a few workloads: on a CPU one tiny (for the interpreter) and one modest, on a GPU one decode and one prefill."""
     kinds = ("stage:decode", "stage:prefill") if machine.is_gpu else ("tiny", "cpu")
     chosen: list[Workload] = []
     for kind in kinds:
@@ -325,7 +329,7 @@ def _place(
     solution: SolutionFiles,
     machine: Machine,
     options: Options,
-    lacks: Lacks,
+    lacks: Unavailable,
     plan: Plan,
 ) -> None:
     language = solution.record.spec.language
@@ -342,9 +346,10 @@ def _place(
         plan.skipped.append(Skipped(solution.name, "*", reason))
 
 
-def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Lacks) -> str | None:
-    """Return why a Solution cannot be timed on this machine, or None. What it lacks comes first, where installing it
-    would help.
+def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) -> str | None:
+    """Return the reason why a Solution cannot be timed on this machine, or None.
+
+    Missing packages come first if installing them would help.
     """
     language = solution.record.spec.language
     if machine.is_gpu or language == "python":
@@ -383,13 +388,13 @@ def _add_likely_fastest(
     item: DefinitionPlan,
     catalog: Catalog,
     machine: Machine,
-    lacks: Lacks,
+    lacks: Unavailable,
     excluded: Collection[DoneKey],
     likely_fastest: LikelyFastest,
     most: int | None,
     plan: Plan,
 ) -> None:
-    """Wherever something is planned that may be faster than the current best, they take part who can."""
+    """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
     for workload in item.workloads:
         invited = list(likely_fastest.get((item.definition.digest, workload.uuid), ()))[:most]
         if not invited or all(pair == invited[0] for pair in _new_candidates(item, workload)):
@@ -410,7 +415,7 @@ def _add_likely_fastest(
 
 
 def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
-    """What is planned there to be timed, but for stock code."""
+    """Return the candidates that are planned to be timed on a Workload, without stock code."""
     names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
     pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
     return [(name, config) for name, config in pairs + item.tuned_on(workload) if name in names]
@@ -429,16 +434,16 @@ def _elements(definition: Definition, workload: Workload) -> int:
 
 
 # ---- summary --------------------------------------------------------------------------------------
-# What a run found, one row per Solution. Pure.
+# Summary of a run: one row per Solution. Pure.
 
 
 @dataclass(frozen=True)
 class SummaryRow:
     """One Solution in one run.
 
-    ``speedup``: geometric mean of the ratios against stock code. ``over_best``: the same against what was fastest and verified
-    before this run, over the workloads where something was. ``note``: the first failure's reason, or why nothing ran.
-    ``sol_ratio``: geometric mean of the shares of the speed of light; None if the device has none.
+    ``speedup``: geometric mean of the ratios against stock code. ``over_best``: the same against the fastest verified
+    Solution before this run, over the workloads that had one. ``note``: the reason of the first failure, or why nothing
+    ran. ``sol_ratio``: geometric mean of the shares of the speed of light; None if the device's is unknown.
     """
 
     solution: str
@@ -452,7 +457,7 @@ class SummaryRow:
 
 
 def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
-    """Rows in the order in which Solutions first appear; workloads that a Solution excludes do not count."""
+    """Return one row per Solution, in order of first appearance; workloads that a Solution excludes do not count."""
     grouped: dict[str, list[Trace]] = {}
     for trace in traces:
         grouped.setdefault(trace.solution, []).append(trace)
@@ -483,17 +488,17 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
 
 
 def _mean(ratios: Sequence[float]) -> float | None:
-    """Geometric; None of none."""
+    """Return the geometric mean, or None for no ratios."""
     return geometric_mean(ratios) if ratios else None
 
 
 # ---- bench report ---------------------------------------------------------------------------------
-# What a bench run found, as its caller gets it.
+# The report that the caller of a bench run gets.
 
 
 @dataclass
 class BenchReport:
-    """What a run did. ``interrupted`` is true after Ctrl-C; what was measured before it is kept."""
+    """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier measurements are kept."""
 
     run_id: str
     machine: Machine
@@ -501,18 +506,18 @@ class BenchReport:
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
-    """What its traces lack, or why they may be wrong."""
+    """Gaps in its traces, or reasons to doubt them."""
     unfinished: list[str] = field(default_factory=list)
-    """What could not be measured because device after device was lost with it, and how."""
+    """Work that was given up because devices were lost, with reasons."""
     devices: Counter[str] = field(default_factory=Counter)
-    """How many traces each device measured, where there are several."""
+    """Number of traces per device, if there are several."""
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Where the time of each of them went, by the names of :mod:`tilegym_db.verify.phases`."""
+    """Seconds per device and phase; the phases are those of :mod:`tilegym_db.verify.phases`."""
     promotions: list[Promotion] = field(default_factory=list)
-    """Those that its traces earned, and those of the same sources that stood before."""
+    """Promotions that its traces earned, and earlier ones of the same sources."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
-        """This run and the one after it on the same machine, as one report named after the later."""
+        """Return one report of this run and a later one on the same machine, named after the later one."""
         traces = [*self.traces, *later.traces]
         notes = list(dict.fromkeys([*self.notes, *later.notes]))
         unfinished = [*self.unfinished, *later.unfinished]
@@ -527,11 +532,11 @@ class BenchReport:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many traces ended with each status."""
+        """The number of traces per status."""
         return Counter(trace.status for trace in self.traces)
 
     def _repr_html_(self) -> str:
-        """Return one row per Solution, as the command prints it; the caption names the device and the tiers."""
+        """Return a table with one row per Solution, as the command prints it; the caption names the device and the tiers."""
         tiers = " and ".join(dict.fromkeys(trace.tier for trace in self.traces)) or "nothing new"
         rows = [
             (row.solution, row.language, f"{row.passed}/{row.total}", row.speedup, row.sol_ratio, row.note)

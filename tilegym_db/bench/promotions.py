@@ -1,4 +1,4 @@
-"""Which passes of the promotion tier earn a promotion id, and the records of those that do."""
+"""Promotions: the rules by which a pass of the promotion tier earns a promotion id, and the records of those that do."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from tilegym_db.store.loop import append, journaled, loop_lock, promotion_rows, 
 from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")
-"""What a comparison is with that counts; the current best is another kernel."""
+"""Kinds of baselines that count in a comparison. The current best is another kernel and does not count."""
 
-Absent = Mapping[str, float]
+BaselineLatencies = Mapping[str, float]
 """Verified baseline -> latency in microseconds on the same workload."""
 
 
 @dataclass(frozen=True)
 class PromotionClaim:
-    """The baseline that a trace beats by the bar, or why it earns nothing."""
+    """The baseline that a trace beats by the minimum speedup, or the reason why it earns nothing."""
 
     baseline: Comparison | None
     reason: str = ""
 
 
 def claim_of(
-    trace: Trace, verified: Absent, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
+    trace: Trace, verified: BaselineLatencies, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
 ) -> PromotionClaim:
-    """Whether a trace earns a promotion id.
+    """Return the promotion that a trace claims, or the reason why it earns nothing.
 
     Args:
-        trace: of any tier and verdict.
-        verified: the baselines that are verified on its workload and GPU. One that took no part in the rounds is not passed
-            over: times of other rounds are no comparison, but enough to ask for one.
-        min_speedup: what the lower end of the interval has to reach.
-        is_shipped: its source is one that the package ships; asked where its worker was not confined alone.
+        trace: a trace of any tier and status.
+        verified: the baselines that are verified on its workload and GPU. If a fast one took no part in the rounds, the
+            claim is refused until both are measured together.
+        min_speedup: minimum of the lower end of the interval.
+        is_shipped: true if the package ships its source; used only if the worker was not confined.
     """
     if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
         return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
     if trace.role != "kernel":
-        return PromotionClaim(None, "a baseline is what others are measured against")
+        return PromotionClaim(None, "a baseline cannot be promoted: others are measured against it")
     unconfined = why_not_believed(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
     if unconfined is not None:
         return PromotionClaim(None, unconfined)
@@ -65,7 +65,7 @@ def claim_of(
     if best.ci_low < min_speedup:
         interval = f"99% interval {best.ci_low:.3f} to {best.ci_high:.3f}"
         return PromotionClaim(
-            None, f"{best.ratio:.3f}x over {best.other} ({interval}), and {min_speedup:.2f}x is asked for"
+            None, f"{best.ratio:.3f}x over {best.other} ({interval}), but the lower end must reach {min_speedup:.2f}x"
         )
     taken = {item.other for item in against}
     for name, latency_us in sorted(verified.items()):
@@ -81,16 +81,16 @@ def claim_of(
 def record_promotions(
     store: Store, traces: Collection[Trace], home: Path, min_speedup: float = MIN_SPEEDUP
 ) -> tuple[list[Promotion], dict[str, str]]:
-    """Write a Promotion for every trace that earns one and whose source has none that stands.
+    """Write a Promotion for every trace that earns one and whose source has none yet.
 
     Args:
-        store: with the traces in it.
-        traces: of one run.
+        store: the store that contains the traces.
+        traces: those of one run.
         home: folder of the journals.
-        min_speedup: a bar above :data:`MIN_SPEEDUP`.
+        min_speedup: a minimum above :data:`MIN_SPEEDUP`.
 
     Returns:
-        The promotions of these traces, also those that stood before; and for each kernel's trace without one, why.
+        The promotions of these traces, including earlier ones; and the reason for each trace of a kernel without one.
     """
     promoted: list[Promotion] = []
     reasons: dict[str, str] = {}
@@ -121,7 +121,7 @@ def record_promotions(
 
 
 def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Promotion]:
-    """Return those in the journal, and those that shipped traces of some Definitions have earned."""
+    """Return the promotions in the journal, and those that shipped traces of some Definitions have earned."""
     found = journaled(Promotion, home)
     ids = {one.id for one in found}
     earned = [row for row in rows if row["definition"] in definitions and row["id"] not in ids]
@@ -159,45 +159,42 @@ def _promotion(trace: Trace, baseline: Comparison, known: Sequence[Promotion]) -
 
 
 def _prefix(trace: Trace) -> str:
-    """``triton_rms_norm_h200_bfloat16_M4096-N4096``."""
+    """Return the start of an id: ``triton_rms_norm_h200_bfloat16_M4096-N4096``."""
     dtypes = "-".join(dict.fromkeys(trace.dtypes[name] for name in sorted(trace.dtypes))) or "any"
     shape = "-".join(f"{name}{size}" for name, size in sorted(trace.axes.items())) or "scalar"
     return "_".join((trace.language, trace.definition, trace.gpu, dtypes, re.sub(r"[^A-Za-z0-9_.-]", "", shape)[:120]))
 
 
-# ---- confined -------------------------------------------------------------------------------------
-# What may be promoted where workers cannot be confined: sources that the package ships, for the user of that machine
-# alone.
+# ---- Missing confinement --------------------------------------------------------------------------
+# Rules for a machine that cannot confine workers: it promotes only sources that the package ships, for its own user.
 
 
 def may_lack_confinement() -> bool:
-    """Return True if the kernel says at once that it cannot confine a worker; what else could fail is found out by
-    trying.
-    """
+    """Return True if the kernel states that it cannot confine a worker. Other obstacles show only in a trial."""
     return landlock_version() < MINIMAL_VERSION
 
 
 def require_sandbox(machine: Machine) -> None:
-    """Return where workers for this device can be confined as a promotion asks for.
+    """Check that workers for this device can be confined as a promotion requires.
 
     Raises:
-        HardwareError: they cannot; the message says what the kernel refused.
+        HardwareError: they cannot; the message states what the kernel refused.
     """
     sandbox = best_level(machine.device)
     if sandbox.level < MIN_SANDBOX_LEVEL:
         raise _too_weak(sandbox, "")
 
 
-def limits_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
-    """Name of a Solution -> why it may not be promoted on this machine; None if workers are confined.
+def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
+    """Return the Solutions that may not be promoted on this machine, with reasons; None if workers are confined.
 
     Args:
-        machine: where it would run.
+        machine: the machine to measure on.
         catalog: the records.
-        names: Definitions or Solutions that are to be promoted; empty means all.
+        names: Definitions or Solutions to promote; empty means all.
 
     Raises:
-        HardwareError: that leaves no kernel of those; the message says what the kernel of this machine refused.
+        HardwareError: none of them may be promoted; the message states what the kernel of this machine refused.
     """
     sandbox = best_level(machine.device)
     if sandbox.level >= MIN_SANDBOX_LEVEL:
@@ -210,7 +207,7 @@ def limits_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> d
     refused = refused_unconfined(sandbox.level, concerned, digests, shipped_keys(definitions))
     kernels = [files.name for files in asked if files.record.spec.role == "kernel"]
     if refused and all(name in refused for name in kernels):
-        of = "" if not kernels else f" No source of {', '.join(sorted(kernels)[:5])} is one that the package ships."
+        of = "" if not kernels else f" The package ships no source of {', '.join(sorted(kernels)[:5])}."
         raise _too_weak(sandbox, of)
     return refused
 
@@ -218,7 +215,10 @@ def limits_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> d
 def refused_unconfined(
     level: int, solutions: Iterable[SolutionFiles], digests: Mapping[str, str], shipped: Collection[str]
 ) -> dict[str, str]:
-    """Name -> why a source may not be promoted at a level. Pure; ``digests`` are those of the Definitions."""
+    """Return the Solutions that may not be promoted at a sandbox level, with reasons. Pure.
+
+    ``digests`` are those of the Definitions, by name.
+    """
     reasons = {
         files.name: why_not_believed(
             level,
@@ -230,13 +230,13 @@ def refused_unconfined(
     return {name: f"not promoted: {reason}" for name, reason in reasons.items() if reason is not None}
 
 
-def note_of(machine: Machine, refused: Collection[str]) -> str:
-    """What a report says of a promotion without confinement."""
+def sandbox_note(machine: Machine, refused: Collection[str]) -> str:
+    """Return the note of a report about a promotion without confinement."""
     sandbox = best_level(machine.device)
     left = f" Left out: {len(refused)} sources that it does not ship." if refused else ""
     return (
         f"workers cannot be confined here (sandbox level {sandbox.level}: {'; '.join(sandbox.reasons)}). Sources that the "
-        f"package ships are promoted all the same: they may serve you on this machine, and are not shared.{left}"
+        f"package ships are still promoted: they may serve you on this machine, and are not shared.{left}"
     )
 
 

@@ -1,7 +1,8 @@
-"""Old versions of Solutions against those of today, both timed now on this machine, in the same rounds.
+"""Regression check: old versions of Solutions against those of today, timed now on this machine in the same rounds.
 
-What was measured earlier is no evidence: drivers, clocks and libraries change. So the old source is fetched from git, verified
-and timed beside the new one, and beside a control (stock code, entered twice) that says how far to trust it. Nothing is stored.
+Earlier measurements are not comparable: drivers, clocks and libraries change. So the old source is fetched from git,
+verified and timed together with the new one. A control (stock code, entered twice) measures the noise of the session.
+Nothing is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.bench.devices.devices import MeasuringDevice
-from tilegym_db.bench.devices.messages import Concluded, Session
+from tilegym_db.bench.devices.messages import Session, WorkloadDone
 from tilegym_db.bench.devices.places import open_pool
 from tilegym_db.bench.devices.pool import Callbacks, DevicePool
 from tilegym_db.bench.local_executor import LocalExecutor
@@ -35,7 +36,7 @@ from tilegym_db.store.queries import solutions_of_run
 from tilegym_db.verify.worker_handle import SCREEN
 
 BEFORE, CONTROL = ".before", ".control"
-"""Suffixes of the names under which an old version, and the control's second self, take part."""
+"""Suffixes of the names of an old version, and of the second copy of the control."""
 
 
 def regress(
@@ -52,7 +53,7 @@ def regress(
     gpus: str | Sequence[MeasuringDevice] | None = None,
     executor: str | None = None,
 ) -> RegressionReport:
-    """Measure every Solution whose source changed since ``against``, old and new interleaved.
+    """Measure every Solution whose source changed since ``against``, with old and new versions interleaved.
 
     Args:
         against: a run of the store, or a git revision of the catalog.
@@ -60,16 +61,16 @@ def regress(
         gpu: as for :func:`tilegym_db.benchmark`.
         workload: glob over uuid, tags and axes key.
         quick: few workloads and few samples.
-        bars: what counts as a change; by default those of the device.
+        bars: thresholds of a change; by default those of the device.
         catalog: today's records.
-        store_home: folder of the store, where ``against`` is looked for first.
+        store_home: folder of the store, which is searched first for ``against``.
         observer: callbacks for progress.
         gpus, executor: as for :func:`tilegym_db.benchmark`; both versions and the control are always on one GPU.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine.
-        NotFoundError: a name that is neither a Definition nor a Solution; or ``against`` is neither run nor revision.
-        UsageError: no git, or no repository around the catalog.
+        HardwareError: the requested GPU is not the one in this machine.
+        NotFoundError: a name is neither a Definition nor a Solution, or ``against`` is neither a run nor a revision.
+        UsageError: git is not installed, or the catalog is not in a repository.
     """
     watch = observer or Observer()
     with open_pool(executor, gpus, gpu, watch.starting) as pool:
@@ -87,7 +88,10 @@ def _regress(
     observer: Observer,
     pool: DevicePool | None,
 ) -> RegressionReport:
-    """Return the tier of the options keeps kernels out that the device could only interpret."""
+    """Find the changed Solutions and compare their versions.
+
+    The tier of the options excludes kernels that the device could only interpret.
+    """
     chosen = _chosen(setup.catalog, names)
     with setup.store() as store:
         measured = solutions_of_run(store, against)
@@ -108,7 +112,7 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
             catalog.refuse_broken(name)
             hint = did_you_mean(name, known)
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     return [s for s in catalog.solutions.values() if not names or {s.name, s.record.definition} & set(names)]
 
@@ -118,7 +122,7 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
 
 @dataclass
 class _Comparison:
-    """One session: a catalog of its own with both versions of everything, and the rounds that were timed."""
+    """One session: a temporary catalog with both versions of all Solutions, and their timed rounds."""
 
     setup: RunSetup
     report: RegressionReport
@@ -163,7 +167,7 @@ class _Comparison:
         context, gpu = setup.context("regress"), setup.machine.gpu
         session = Session("measure", context.run_id, gpu, context.seed, setup.home, budget, SCREEN, keeps_rounds=True)
 
-        def conclude(message: Concluded) -> None:
+        def conclude(message: WorkloadDone) -> None:
             self.rounds.update({(name, message.uuid): rounds for name, rounds in message.rounds.items()})
 
         callbacks = Callbacks(self._keep_trace, self.observer.at_work, concluded=conclude)
@@ -173,7 +177,7 @@ class _Comparison:
         self.report.notes += [*outcome.notes, *outcome.unfinished]
 
     def _write(self, root: Path, records: Catalog, pairs: Sequence[Pair]) -> list[Pair]:
-        """Both versions, the controls, and what they need; returns the pairs whose old version is still valid."""
+        """Write both versions, the controls, and their records; return the pairs whose old version is still valid."""
         valid = []
         for name in {pair.new.record.definition: None for pair in pairs}:
             definition = records.definition(name)
@@ -219,11 +223,11 @@ class _Comparison:
                 self.rounds[candidate.runner.name, workload.uuid] = candidate.rounds
 
     def _conclude(self, definition: Definition, workload: Workload, pairs: Sequence[Pair]) -> None:
-        """A row for each pair of one Workload, and why the session is void where its control says so."""
+        """Add a row for each pair of one Workload, and a reason to void the session if its control asks for it."""
         where = ", ".join(text for text in (axes_key(workload.axes), *workload.dtypes.values()) if text)
         control = self._control_of(workload)
         if isinstance(control, Control):
-            reason = voiding(control, self.bars)
+            reason = void_reason(control, self.bars)
             if reason is not None:
                 self.report.void.append(f"{definition.name} {where}: the control {reason}")
         for pair in pairs:
@@ -257,13 +261,13 @@ class _Comparison:
 
 
 def _control(catalog: Catalog, definition: str) -> SolutionFiles:
-    """Return the stock code, which every Definition is measured with; where one has none, its first PyTorch code."""
+    """Return the control of a Definition: its stock code, else its first PyTorch code."""
     solutions = catalog.solutions_for(definition)
     stock = stock_of(solutions)
     plain = [s for s in solutions if s.record.spec.language == "python"]
     if stock is None and not plain:
         raise UsageError(
-            f"{definition} has no stock code and no other PyTorch code, so there is nothing to control with.",
+            f"{definition} has no stock code and no other PyTorch code, so there is no control for it.",
             code="control_missing",
         )
     return stock or plain[0]
@@ -276,7 +280,7 @@ def _folder(root: Path, definition: Definition, name: str) -> Path:
 def _write_solution(
     root: Path, definition: Definition, name: str, record: Solution, sources: Mapping[str, bytes]
 ) -> None:
-    """A Solution under another name: its digest, which covers definition, spec and sources, stays the same."""
+    """Write a Solution under another name. Its digest covers definition, spec and sources, so it stays the same."""
     folder = _folder(root, definition, name)
     for path, content in sources.items():
         _write(folder / path, content)
@@ -289,25 +293,24 @@ def _write(path: Path, content: bytes) -> None:
 
 
 # ---- regression -----------------------------------------------------------------------------------
-# Whether a new version of a Solution is slower than the old one, from rounds in which both were timed. Pure.
+# Decide if a new version of a Solution is slower than the old one, from rounds in which both were timed. Pure.
 #
-# A control, one and the same source entered twice, is timed in the same rounds. Its two times should agree: how much
-# they scatter is what a difference must exceed, and where they differ by more than a little, nothing of the session
-# counts.
+# A control, the same source entered twice, is timed in the same rounds, and its two times should agree. A difference must
+# exceed their scatter. If the two times differ too much, the whole session is void.
 
 ChangeVerdict = Literal["regression", "improvement", "same"]
 RowVerdict = Literal[ChangeVerdict, "broken", "unchanged", "not comparable"]
 FINDINGS: tuple[RowVerdict, ...] = ("regression", "broken")
-"""What is a reason to stop."""
+"""Verdicts that are a reason to stop."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What counts. Shares have no unit.
+    """Thresholds of a change. Shares have no unit.
 
-    ``threshold``: a smaller change is none. ``control_mads``: nor is one within so many median absolute deviations of the
-    control's ratios. ``floor_us``: nor is one of fewer microseconds. ``control_shift``: a control that differs from itself
-    by more voids the session.
+    A smaller change than ``threshold`` does not count, nor one within ``control_mads`` median absolute deviations of the
+    control's ratios, nor one below ``floor_us`` microseconds. If the control differs from itself by more than
+    ``control_shift``, the session is void.
     """
 
     threshold: float = 0.03
@@ -316,18 +319,18 @@ class Bars:
     control_shift: float = 0.02
 
 
-# Processes on one CPU differ by some percent for good: where their memory lies, which core they are on.
+# Processes on one CPU always differ by some percent, by the place of their memory and their core.
 _BARS = {CPU: Bars(threshold=0.1, control_shift=0.1)}
 
 
 def bars_for(gpu: str) -> Bars:
-    """Return the bars for a device, by its slug."""
+    """Return the thresholds for a device, by its slug."""
     return _BARS.get(gpu, Bars())
 
 
 @dataclass(frozen=True)
 class Control:
-    """How one source compares with itself: its ratio (1 in a perfect world), the scatter of it, and microseconds apart."""
+    """Comparison of one source with itself: the ratio (ideally 1), its scatter, and the difference in microseconds."""
 
     ratio: Interval
     mad: float
@@ -335,13 +338,13 @@ class Control:
 
     @property
     def shift(self) -> float:
-        """By how much one of the two was slower; no unit."""
+        """The share by which one of the two was slower; no unit."""
         return max(self.ratio.median, 1 / self.ratio.median) - 1
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of a Solution. ``change`` is the share by which it takes longer now (below 0: less)."""
+    """The change of a Solution. ``change`` is the share by which it takes longer now (below 0: less)."""
 
     verdict: ChangeVerdict
     old_us: float
@@ -353,9 +356,9 @@ class Change:
 
 @dataclass(frozen=True)
 class RegressionRow:
-    """One Solution on one Workload, or on none where its versions were not timed.
+    """One Solution on one Workload, or without a Workload if its versions were not timed.
 
-    ``broken``: the old version passes here and the new one does not. ``commit``: where the old one is from.
+    ``broken``: the old version passes here and the new one does not. ``commit``: the commit of the old version.
     """
 
     solution: str
@@ -369,18 +372,18 @@ class RegressionRow:
 
 @dataclass
 class RegressionReport:
-    """What ``against`` and today's versions came to. Where ``void`` says why, no time in it can be believed."""
+    """Comparison of the versions of ``against`` with those of today. If ``void`` has reasons, its times cannot be trusted."""
 
     against: str
     machine: Machine
     rows: list[RegressionRow] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was lost on the way, where several devices measured."""
+    """Losses during the run, if several devices measured."""
 
     @property
     def findings(self) -> list[RegressionRow]:
-        """The rows that are a reason to stop: what fails now, and, where times can be believed, what takes longer."""
+        """The rows that are a reason to stop: Solutions that fail now or, unless the session is void, take longer."""
         counted = ("broken",) if self.void else FINDINGS
         return [row for row in self.rows if row.verdict in counted]
 
@@ -393,24 +396,21 @@ def compare_control(one: Sequence[float], other: Sequence[float]) -> Control:
     return Control(paired_ratio(one, other), mad, abs(median(one) - median(other)))
 
 
-def voiding(control: Control, bars: Bars) -> str | None:
-    """Return why a control says that this session cannot be believed, or None."""
+def void_reason(control: Control, bars: Bars) -> str | None:
+    """Return the reason why a control makes this session void, or None."""
     if control.shift <= bars.control_shift or control.apart_us <= bars.floor_us:
         return None
-    return (
-        f"took {control.shift:.1%} longer the one time than the other ({control.apart_us:.3g} us), "
-        f"where at most {bars.control_shift:.0%} is allowed"
-    )
+    return f"differs from itself by {control.shift:.1%} ({control.apart_us:.3g} us); at most {bars.control_shift:.0%} is allowed"
 
 
 def compare_versions(old: Sequence[float], new: Sequence[float], control: Control, bars: Bars) -> Change:
-    """Decide on one Solution and one Workload.
+    """Compare the two versions of one Solution on one Workload.
 
     Args:
-        old: block medians of the old version, one a round, microseconds.
-        new: of the new version, in the same rounds.
-        control: of the same rounds.
-        bars: what counts.
+        old: block medians of the old version, one per round, in microseconds.
+        new: those of the new version, in the same rounds.
+        control: the control in the same rounds.
+        bars: thresholds of a change.
     """
     ratio = paired_ratio(new, old)
     old_us, new_us = median(old), median(new)
@@ -432,12 +432,12 @@ def compare_versions(old: Sequence[float], new: Sequence[float], control: Contro
 
 
 # ---- against --------------------------------------------------------------------------------------
-# Which earlier version each Solution is measured against: that of a git revision, or that of a run of the store.
+# Choice of the old version of each Solution: that of a git revision, or that of a run of the store.
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A Solution of today and what it is measured against."""
+    """A Solution of today and its old version."""
 
     new: SolutionFiles
     old: Version
@@ -445,7 +445,7 @@ class Pair:
 
 @dataclass
 class Pairs:
-    """What is to be measured, and a row with the reason for each Solution that is not."""
+    """The pairs to measure, and a row with the reason for each other Solution."""
 
     changed: list[Pair] = field(default_factory=list)
     others: list[RegressionRow] = field(default_factory=list)
@@ -456,10 +456,10 @@ class Pairs:
 
 
 def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
-    """What changed since a git revision.
+    """Return the pairs of Solutions that changed since a git revision.
 
     Raises:
-        NotFoundError: no catalog of the chosen Solutions has such a revision.
+        NotFoundError: no catalog of the chosen Solutions has the revision.
     """
     histories, pairs, unknown = _Histories(), Pairs(), []
     for solution in chosen:
@@ -485,7 +485,7 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
             pairs.changed.append(Pair(solution, old))
     if unknown and len(unknown) == len(chosen):
         raise NotFoundError(
-            f"'{revision}' is no run of the store, and {'; '.join(sorted(set(unknown)))}. Runs that there are: "
+            f"'{revision}' is not a run of the store, and {'; '.join(sorted(set(unknown)))}. List the runs: "
             'tilegym-db sql "SELECT DISTINCT run_id FROM traces"',
             code="run_unknown",
         )
@@ -493,16 +493,16 @@ def pairs_of_revision(revision: str, chosen: Sequence[SolutionFiles]) -> Pairs:
 
 
 def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[SolutionFiles]) -> Pairs:
-    """What changed since a run that measured these Solutions (name -> digest).
+    """Return the pairs of Solutions that changed since a run. ``measured`` are the Solutions of the run (name -> digest).
 
     Raises:
-        NotFoundError: the run measured none of the chosen ones.
+        NotFoundError: the run measured none of the chosen Solutions.
     """
     histories, pairs = _Histories(), Pairs()
     concerned = [solution for solution in chosen if solution.name in measured]
     if not concerned:
         raise NotFoundError(
-            f"run {run_id} measured none of the solutions asked for, but: {', '.join(measured)}.",
+            f"run {run_id} measured none of the requested solutions. It measured: {', '.join(measured)}.",
             code="run_without_solutions",
         )
     for solution in concerned:
@@ -516,7 +516,9 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
             pairs.leave_out(solution, "not comparable", str(error))
             continue
         if old is None:
-            reason = f"the source of that run (digest {digest[:12]}) is in no commit, so it cannot be measured again"
+            reason = (
+                f"the source of that run (digest {digest[:12]}) is not in any commit, so it cannot be measured again"
+            )
             pairs.leave_out(solution, "not comparable", reason)
         else:
             pairs.changed.append(Pair(solution, old))
@@ -524,7 +526,7 @@ def pairs_of_run(run_id: str, measured: Mapping[str, str], chosen: Sequence[Solu
 
 
 class _Histories:
-    """One :class:`SourceHistory` for each root of the catalog."""
+    """One :class:`SourceHistory` per root of the catalog."""
 
     def __init__(self) -> None:
         self._known: dict[Path, SourceHistory] = {}
@@ -537,14 +539,14 @@ class _Histories:
 
 
 # ---- history --------------------------------------------------------------------------------------
-# Earlier versions of a Solution, from the git history of the catalog that holds it. Read-only.
+# Earlier versions of a Solution, from the git history of its catalog. Read-only.
 
 TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
 class Version:
-    """A Solution as a commit has it."""
+    """A Solution as of a commit."""
 
     record: Solution
     sources: Mapping[str, bytes] = field(repr=False)
@@ -552,32 +554,32 @@ class Version:
 
     @cached_property
     def digest(self) -> str:
-        """As :attr:`tilegym_db.catalog.SolutionFiles.digest`."""
+        """The digest, as in :attr:`tilegym_db.catalog.SolutionFiles.digest`."""
         return self.record.digest(self.sources)
 
 
 class SourceHistory:
-    """The git repository around one root of the catalog."""
+    """The git repository of one root of the catalog."""
 
     def __init__(self, root: Path) -> None:
-        """``root`` holds ``solutions/``; it may be any folder of its repository.
+        """Open the repository. ``root`` contains ``solutions/``; it may be any folder of the repository.
 
         Raises:
-            UsageError: git is not installed, or the folder is in no repository.
+            UsageError: git is not installed, or the folder is not in a repository.
         """
         self.root = root
         self._git("rev-parse", "--git-dir", why=f"{root} has no history to compare with")
 
     def commit(self, revision: str) -> str | None:
-        """Return the id of the commit that a revision (a branch, a tag, ``HEAD~3``, ...) names, or None."""
+        """Return the commit id of a revision (a branch, a tag, ``HEAD~3``, ...), or None."""
         found = self._try("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
         return None if found is None else found.decode().strip()
 
     def at(self, commit: str, solution: SolutionFiles) -> Version | None:
-        """Return the version that a commit has, or None if it has no Solution of that name and Definition.
+        """Return the version in a commit, or None if the commit has no Solution with that name and Definition.
 
         Raises:
-            RecordError: it has one that today's package cannot read; says why.
+            RecordError: today's package cannot read that version.
         """
         for place, name in _places(solution):
             text = self._blob(commit, f"{place}/{name}")
@@ -597,14 +599,12 @@ class SourceHistory:
         return Version(record, sources, commit)
 
     def with_digest(self, solution: SolutionFiles, digest: str) -> Version | None:
-        """Return the version whose digest it is, newest commit first; None if no commit has it: it was never
-        committed.
-        """
+        """Return the version with a digest, from the newest commit; None if it was never committed."""
         for commit in self._commits(solution):
             try:
                 version = self.at(commit, solution)
             except RecordError:
-                continue  # what today's package cannot read has no digest that it could have recorded
+                continue  # a version that today's package cannot read cannot have this digest
             if version is not None and version.digest == digest:
                 return version
         return None
@@ -628,13 +628,15 @@ class SourceHistory:
         return answer.stdout
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        # Inside a git hook, variables name another repository than the one around the folder.
+        # In a git hook, environment variables may point to another repository.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         command = ["git", "-C", str(self.root), *arguments]
         try:
             return subprocess.run(command, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
         except FileNotFoundError:
-            raise UsageError("old versions are read from git, and git is not installed.", code="git_absent") from None
+            raise UsageError(
+                "old versions are read from git, and git is not installed. Install git.", code="git_absent"
+            ) from None
         except subprocess.TimeoutExpired:
             raise UsageError(
                 f"git did not answer within {TIMEOUT_S} s: {' '.join(command)}", code="git_timeout"
@@ -642,7 +644,9 @@ class SourceHistory:
 
 
 def _places(solution: SolutionFiles) -> list[tuple[str, str]]:
-    """Folder and file of its record, below the root: where it is, and the folder of its own that it had before its family's."""
+    """Return the possible folders and file names of its record, below the root: the current ones, and those without a
+    family.
+    """
     folder = solution.folder.resolve().relative_to(solution.root).as_posix()
     record = solution.record
     own = f"{'/'.join(folder.split('/')[:2])}/{record.definition}/{record.name}"

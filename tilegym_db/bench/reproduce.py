@@ -1,4 +1,4 @@
-"""One Solution at one case, alone: what a failure report tells its author to run."""
+"""Reproduction of a failure: verify one Solution on one case, as a failure report suggests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came of it: the worst figures of a pass, or the failure; where neither, the case proves nothing."""
+    """The result of a case: the worst errors of a pass, or the failure.
+
+    If both are None, the reference fails on the case itself.
+    """
 
     case: Case
     verdict: Verdict | None = None
@@ -48,26 +51,25 @@ def reproduce(
     gpu: str = "auto",
     catalog: Catalog | None = None,
 ) -> Reproduction:
-    """Verify one case of one Solution in a worker of its own, with every gate on outputs.
+    """Verify one case of one Solution in a separate worker, with every gate on outputs.
 
     Args:
         solution: its name.
-        axes: size of every axis that the Definition leaves open.
+        axes: size of every variable axis.
         dtypes: dtype variable -> dtype.
         scalars: input name -> number.
         layouts: tensor -> layout as Workloads spell it; a tensor not named is contiguous.
-        contents: the distribution that inputs are drawn from; with ``:typical`` behind it, ids and lengths are spread as they
-            mostly are in a model.
-        seed: of the drawing. The same seed draws other numbers on another kind of device.
-        offset: elements by which every tensor is moved off its alignment.
+        contents: the distribution of the inputs; with the suffix ``:typical``, ids and lengths are spread as in most models.
+        seed: seed of the inputs. The same seed gives other numbers on another kind of device.
+        offset: number of elements by which every tensor is moved off its alignment.
         config: a value per tunable.
         gpu: as for :func:`tilegym_db.benchmark`.
         catalog: the records.
 
     Raises:
         NotFoundError: no such Solution.
-        RecordError: the case is not one of the Definition, or its reference does not return.
-        UsageError: unknown contents, or a tensor that the Definition does not have.
+        RecordError: the case does not fit the Definition, or its reference does not return.
+        UsageError: the contents or a tensor are unknown.
     """
     records = catalog or Catalog.default()
     files = records.solution(solution)
@@ -91,12 +93,9 @@ def reproduce(
 
 
 def _checked(definition: Definition, case: Case) -> Case:
-    """Return a case with every axis and dtype bound; raises as :func:`reproduce` does where it is none of the
-    Definition.
-    """
-    _check_contents(definition, case.distribution, case.call.scalars)
-    axes, dtypes = definition.bind_axes(case.call.axes), definition.bind_dtypes(case.call.dtypes)
-    bound = replace(case, call=replace(case.call, axes=axes, dtypes=dtypes))
+    """Return a case with all axes and dtypes bound. Raise as :func:`reproduce` does if it does not fit the Definition."""
+    _check_contents(definition, case.distribution, case.scalars)
+    bound = replace(case, axes=definition.bind_axes(case.axes), dtypes=definition.bind_dtypes(case.dtypes))
     _check_layouts(definition, bound)
     return bound
 

@@ -1,4 +1,7 @@
-"""What ``benchmark``, ``promote``, ``tune`` and ``regress`` share: machine, records and store, and who watches."""
+"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer.
+
+The second part builds Traces.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +46,20 @@ from tilegym_db.verify.verifier import Failure
 
 @dataclass
 class Observer:
-    """What a caller may watch: the plan before it starts, each step, each trace."""
+    """Callbacks for progress: the plan before it starts, each step, each trace."""
 
     planned: Callable[[Plan, Machine], None] = lambda plan, machine: None
     starting: Callable[[str], None] = lambda what: None
     traced: Callable[[Trace], None] = lambda trace: None
     at_work: Callable[[str, str], None] = lambda device, what: None
-    """Where several devices measure: which one, and what it does now."""
+    """Called with a device and its current step, if several devices measure."""
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Where runs take place, what of, and where their traces go. ``home`` is the folder of the store.
+    """Machine, catalog and store of a run. ``home`` is the folder of the store.
 
-    ``site`` is where the machine is, unless it is this one.
+    ``site`` describes the devices if they are on other hosts.
     """
 
     machine: Machine
@@ -66,16 +69,16 @@ class RunSetup:
 
     @classmethod
     def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-        """From the arguments of a public function.
+        """Return the setup for the arguments of a public function.
 
         Raises:
-            HardwareError: the GPU asked for is not the one in this machine.
+            HardwareError: the requested GPU is not the one in this machine.
         """
         return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
 
     @classmethod
     def on(cls, pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
-        """As :meth:`of`; where there is a pool, with the first of its devices as machine, since all are of one kind."""
+        """Return the setup as :meth:`of` does; with a pool, the machine is its first device, since all are of one kind."""
         if pool is None:
             return cls.of(gpu, catalog, store_home)
         first = pool.devices[0]
@@ -84,17 +87,17 @@ class RunSetup:
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
-        """The store, with everything in it that was journaled. No worker may run while it is open.
+        """Yield the store after ingesting the journals. No worker may run while it is open.
 
         Raises:
-            StoreError: it cannot be used.
+            StoreError: the store cannot be used.
         """
         with open_store(self.home, catalog=self.catalog) as store:
             ingest_journals(store)
             yield store
 
     def ingest(self) -> None:
-        """Take what was journaled into the store."""
+        """Ingest the journals into the store."""
         with self.store():
             pass
 
@@ -107,12 +110,14 @@ class RunSetup:
         likely_fastest: LikelyFastest | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> Plan:
-        """What the options ask for, with the languages and packages that are there; arguments and errors are those of
-        :func:`~tilegym_db.bench.plan.make_plan`. ``refused`` is name of a Solution -> why it may not run there.
+        """Return the plan for the options, with the languages and packages installed here.
+
+        Arguments and errors are those of :func:`~tilegym_db.bench.plan.make_plan`. ``refused`` maps the name of a Solution
+        to the reason why it may not run.
 
         Raises:
-            RecordError: the reference of a Definition that was asked for by name does not return; where all were asked for,
-                that Definition is left out.
+            RecordError: the reference of a Definition requested by name does not return. If no names were given, that
+                Definition is left out.
         """
         lacks = self._missing()
         unmet = {**lacks.solutions, **(refused or {})}
@@ -128,8 +133,9 @@ class RunSetup:
         return Missing(unusable_languages(), unmet_dependencies(solutions))
 
     def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
-        """Return the plan without Definitions whose reference would end or hold up this process, which computes with it
-        from here on.
+        """Return the plan without Definitions whose reference does not return.
+
+        This process computes with the references from here on, and such a reference would end or block it.
         """
         kept = []
         for item in plan.definitions:
@@ -143,17 +149,20 @@ class RunSetup:
         return replace(plan, definitions=kept)
 
     def context(self, run_id: str = "", command: str | None = None) -> RunContext:
-        """Return a run with a secret seed of its own; by default with an id of its own too."""
+        """Return the context of a run with a new secret seed and, by default, a new run id."""
         return RunContext(run_id or new_run_id(self.machine.gpu), self.machine, secrets.randbits(62), command=command)
 
 
 def timing_budget(options: Options) -> TimingBudget:
-    """Return how long a verdict is timed: little for a quick run."""
+    """Return the timing budget of a verdict; it is small for a quick run."""
     return TimingBudget.quick() if options.quick else TimingBudget()
 
 
 def unusable_languages() -> dict[str, str]:
-    """Language -> why its Solutions cannot run here and what to install. A trace would blame them for it."""
+    """Return the languages that cannot be used here, with the reason and the fix.
+
+    Their Solutions are not run, since a failed trace would blame them.
+    """
     statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
     return {
         language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
@@ -163,18 +172,18 @@ def unusable_languages() -> dict[str, str]:
 
 
 def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
-    """Name of a Solution -> the package that it declares and that is missing or too old here, and how to get it."""
+    """Return the Solutions whose declared package is missing or too old here, with the fix, by name."""
     return lacking_dependencies({files.name: files.record.spec.dependencies for files in solutions})
 
 
 def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """As :func:`unmet_dependencies`, for what Solutions declare, by name."""
+    """Return the same as :func:`unmet_dependencies` for declared dependencies by name of a Solution."""
     lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
     return {name: f"needs {text}" for name, text in lacking.items() if text is not None}
 
 
 # ---- tracing --------------------------------------------------------------------------------------
-# Builds Traces: provenance of the run, verdict of one pair, timing where there is one.
+# Construction of Traces: the provenance of the run, the verdict on one pair, and its times if there are any.
 
 OWN_CONTENTS = "the workload's own"
 TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "untimed": "bench", "interpreter": "bench"}
@@ -182,10 +191,10 @@ TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "un
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every trace of one run shares. ``seed`` is secret until the run's traces state it.
+    """The data that all traces of a run share. ``seed`` is secret until the run's traces state it.
 
-    ``command`` is the subcommand that shows a failure of a workload as a whole again, where it is not the tier's own. Where the
-    run's time goes is added up in ``phases``.
+    ``command`` is the subcommand that reproduces a failure of a whole workload, if it is not the tier's own. ``phases``
+    sums up the time of the run.
     """
 
     run_id: str
@@ -225,7 +234,7 @@ class RunContext:
         tier: Tier,
         config: Config,
     ) -> FailurePoint | None:
-        """Where a Solution failed: at one case, or on the workload as a whole. None if nothing was judged."""
+        """Return the point of failure: one case, or the workload as a whole. None if nothing was checked."""
         words = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
         command = shlex.join([*words, "--workload", workload.uuid, "--again"])
         if failure.case is not None:
@@ -259,7 +268,7 @@ class RunContext:
         config: Config,
         sandbox_level: int,
     ) -> Trace:
-        """Return the trace of a pair that passed; without performance in a tier that takes no time."""
+        """Return the trace of a pair that passed; ``performance`` is None in a tier without timing."""
         verdict = {
             "status": "PASSED",
             "correctness": correctness,
@@ -329,8 +338,8 @@ def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
 def fuzz_cases_of(
     cases: list[str], dropped: list[str], seed: int, scalars: Mapping[str, tuple[float, float]] | None = None
 ) -> FuzzCases:
-    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions; scalars by
-    range.
+    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions; scalars as
+    ranges.
     """
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
     return FuzzCases(
@@ -360,8 +369,8 @@ def _point_of_case(
 
 
 def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
-    """Return the command that verifies this one case again, alone. Seeds draw other numbers on another kind of device."""
-    variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
+    """Return the command that verifies this one case again. Seeds give other numbers on another kind of device."""
+    variable = {name: size for name, size in case.axes.items() if name in definition.var_axes}
     words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
     for option, values in (
         ("--axes", variable),

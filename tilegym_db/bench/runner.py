@@ -1,4 +1,7 @@
-"""A runner: one Solution under one config as the harness verifies and times it, in the worker of its handle."""
+"""Runners: a runner verifies and times one Solution under one config, in the worker of its handle.
+
+The module also has the shared buffers for timing and the wall-clock check of latencies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tilegym_db.verify.worker_handle import WorkerHandle
 
 @dataclass
 class Runner:
-    """Verification and timing of one Solution share one handle, so that what is timed is what was verified.
+    """A Solution under one config. Verification and timing share one handle, so that the timed code is the verified code.
 
     ``sm`` is the machine's compute capability as Solutions declare it; ``notes`` are soft findings of the static scan.
     """
@@ -34,22 +37,22 @@ class Runner:
     _has_been_timed: bool = False
 
     def __post_init__(self) -> None:
-        """Nothing is verified yet."""
+        """Create the verification."""
         self.verification = Verification(self.handle)
 
     @property
     def name(self) -> str:
-        """The Solution's name, with the config where it has one: one Solution may run under several."""
+        """The Solution's name, with the config if there is one: a Solution may run under several."""
         return name_with_config(self.solution.name, self.config)
 
     @property
     def definition(self) -> Definition:
-        """What it computes."""
+        """The operator that the Solution implements."""
         return self.handle.definition
 
     @property
     def solution(self) -> SolutionFiles:
-        """What is verified and timed."""
+        """The Solution that is verified and timed."""
         return self.handle.solution
 
     @property
@@ -63,8 +66,8 @@ class Runner:
         return self.handle.device
 
     def unsupported(self, workload: Workload) -> str | None:
-        """Return why the Solution's declared limits exclude this workload, or None."""
-        # On a CPU a tile language runs in its interpreter, whatever its targets are.
+        """Return the reason why the Solution's declared limits exclude this workload, or None."""
+        # On a CPU, tile languages run in their interpreters, whatever their targets.
         target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
         return self.solution.record.unsupported(
             self.definition.bind_axes(workload.axes),
@@ -76,20 +79,20 @@ class Runner:
     # -- timing -------------------------------------------------------------------------------------------------------
 
     def enter(self, pool: BufferPool) -> Failure | None:
-        """Map the memory that all runners are timed in; in a fresh worker where the one that was verified is lost."""
+        """Map the shared memory for timing. If the verified worker was lost, start a fresh one first."""
         if self.handle.is_given_up:
             return self.handle.broken
         self._has_been_timed = False
         return self.handle.load() or self.handle.attach(pool.buffers, pool.contents[0].case)
 
     def leave(self) -> None:
-        """Let go of the pool."""
+        """Unmap the pool."""
         self.handle.detach()
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
-        """(device, host) microseconds of one call on each slot, in order, by the worker's clocks."""
+        """Return the (device, host) microseconds of one call on each slot, in order, by the worker's clocks."""
         limits = self.handle.limits
-        # A fresh worker compiles now, as does one whose compiler keeps a few shapes only.
+        # A fresh worker compiles now, and so does a worker whose compiler caches only a few shapes.
         timeout_s = limits.call_s if self._has_been_timed else limits.first_call_s
         reply = self.handle.ask("time", timeout_s, slots=list(slots))
         if isinstance(reply, Failure):
@@ -101,7 +104,9 @@ class Runner:
         return device, host  # type: ignore[return-value]
 
     def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        """Return the timed calls must have left in their slots what the verified calls gave on the same contents."""
+        """Return a failure if the timed calls left other outputs in their slots than the verified calls on the same
+        contents.
+        """
         record = self.solution.record
         for slot in slots:
             found = read_outputs(pool.buffers, slot, self.definition)
@@ -116,10 +121,10 @@ class Runner:
                 return Failure("REJECTED", reason, gate="timed output", case=pool.contents[number].case)
         return None
 
-    # -- the audits of a promotion ------------------------------------------------------------------------------------
+    # -- audits of a promotion ----------------------------------------------------------------------------------------
 
     def run_calls(self, slots: Sequence[int], busy_us: float) -> Elapsed | Failure:
-        """What it took from asking for one call on each slot to the answer that all is done, by this process's clock."""
+        """Return the time from the request for one call on each slot to the reply, by this process's clock."""
         worker = self.handle.worker
         assert worker is not None
         stolen_before, before = stolen_us(), worker.processor_use()
@@ -133,7 +138,7 @@ class Runner:
         return Elapsed(wall_us, after[0] - before[0], after[1] - before[1], max(stolen, default=0.0))
 
     def profile(self, slots: Sequence[int]) -> list[KernelUse] | Failure:
-        """What ran on the device because of one call on each slot."""
+        """Return the device activities of one call on each slot."""
         reply = self.handle.ask("profile", self.handle.limits.call_s, slots=list(slots))
         if isinstance(reply, Failure):
             return reply
@@ -153,31 +158,33 @@ def _are_times(value: object, count: int) -> bool:
 
 
 # ---- buffer pool ----------------------------------------------------------------------------------
-# The shared memory in which all Solutions of one workload are timed, each in its turn.
+# Shared memory in which all Solutions of one workload are timed, one after the other.
 #
-# They all work on the very same bytes: where a block of memory lies decides up to a tenth of what a memory-bound
-# kernel takes, so kernels that are compared must not lie in different places (``docs/decisions/timing.md``, 0007).
+# All of them work on the same bytes: the place of a block in memory decides up to a tenth of the time of a memory-bound
+# kernel (``docs/decisions/timing.md``, 0007).
 
 MIN_SLOTS, MAX_SLOTS, MAX_SLOTS_ON_CPU = 4, 32, 16
-"""Calls go round over this many addresses, so that none is asked for twice in a row; a CPU takes long to fill them."""
+"""Limits of the number of slots. Calls rotate over the slots, so that no address is used twice in a row. A CPU has fewer,
+since filling them takes long.
+"""
 
 
 CPU_BYTES, MAX_GPU_BYTES = 256 << 20, 4 << 30
 
 
 def pool_bytes(machine: Machine) -> int:
-    """At most so much of a machine's device is for the pool of one workload."""
+    """Return the maximum size of the pool of one workload on a machine's device, in bytes."""
     return min(MAX_GPU_BYTES, machine.memory_bytes // 32) if machine.is_gpu else CPU_BYTES
 
 
 class BufferPool:
-    """Shared buffers whose slots hold the content sets of a workload in turn. Close it when every runner has detached."""
+    """Shared buffers whose slots hold the content sets of a workload in turn. Close it after every runner has detached."""
 
     def __init__(self, definition: Definition, contents: Sequence[Expected], device: str, buffer_bytes: int) -> None:
-        """Allocate as many slots as fit in ``buffer_bytes``, within bounds, and fill them.
+        """Allocate as many slots as fit in ``buffer_bytes``, within limits, and fill them.
 
         Raises:
-            StoreError: there is not that much memory.
+            StoreError: there is too little memory.
         """
         self.definition = definition
         self.contents = contents
@@ -190,31 +197,32 @@ class BufferPool:
 
     @property
     def slots(self) -> int:
-        """How many calls can be made on addresses of their own."""
+        """The number of slots; each has its own addresses."""
         return self.buffers.slots
 
     def content_of(self, slot: int) -> int:
-        """Index of the content set that a slot holds."""
+        """Return the index of the content set in a slot."""
         return (slot + self._rotation) % len(self.contents)
 
     def fill(self) -> None:
-        """Other contents than before and random garbage in every slot.
+        """Refill every slot with other contents than before, and the outputs with random garbage.
 
-        An output that is remembered by its address is then a wrong one.
+        A kernel that returns an output cached by address is then wrong.
         """
         self._rotation += 1
         self.fill_with(self.contents[self.content_of(slot)] for slot in range(self.slots))
 
     def fill_with(self, contents: Iterable[Expected]) -> None:
-        """The given contents, slot by slot, and random garbage in the outputs; returns when they have arrived."""
+        """Fill the slots with the given contents, and the outputs with random garbage; return when the data has arrived."""
         for slot, expected in enumerate(contents):
             fill_slot(self.buffers, slot, self.definition, expected, None)
         self.buffers.settle()
 
     def prepare(self, slots: Iterable[int], *, poison: bool, byte: int | None = None) -> None:
-        """Before a block: what the last one overwrote in place, as it was; with ``poison``, garbage in the outputs.
+        """Prepare slots for a block: restore the inputs that were overwritten in place, and with ``poison`` fill the
+        outputs with garbage.
 
-        Garbage is random, or that ``byte`` over and over, which takes no time.
+        The garbage is random, or repeats ``byte``, which takes almost no time.
         """
         if not poison and not self.definition.in_place:
             return
@@ -229,48 +237,44 @@ class BufferPool:
         self.buffers.settle()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.buffers.close()
 
 
 # ---- wall clock -----------------------------------------------------------------------------------
-# Bounds a claimed latency by the harness's own clock. Pure: times in, an estimate and a reason out.
+# Check a claimed latency with the harness's own clock. Pure.
 #
-# A worker reports device times, and a worker may lie. What it cannot change is how long the harness waits between
-# asking for calls and having their outputs, on contents that the Solution has never seen. Two estimates of one call's
-# time come from that:
+# A worker reports device times, and these can be false. A worker cannot change how long the harness waits between a request
+# and its outputs, on contents that the Solution has never seen. Two estimates of one call's time follow from that wait:
 #
-# * the slope between a short and a long run, which everything constant (asking, waking up, the null kernel) drops out
-# of; * the long run alone, less what the same request with no call costs.
+# 1. The slope between a short and a long run. All constant costs (request, wake-up, empty kernel) cancel.
+# 2. The long run alone, less the time of an empty request. A Solution that is slow on purpose in the short run reduces the
+# slope, but not this estimate.
 #
-# A Solution that dawdles in the short run makes the slope small, but not the second; neither can be made small by
-# more waiting.
+# Other programs on the machine increase both estimates. So on a CPU, a claim is rejected only if the time that the run
+# would have taken alone contradicts it as well. That time is the larger of two values from the kernel's counters: the
+# processor time of the worker and its children, and the wait less the time in which ready threads had no processor.
+# Sleeping increases the second, spinning the first.
 #
-# Other programs on the machine make both large. So on a CPU a claim is refuted only if it is refuted by what the run
-# would have taken alone, too: the processor time of the worker and of all that it started, or the wait less the time
-# for which something that was ready to run did not get a processor. The kernel counts both. Sleeping adds to the
-# second, spinning to the first.
-#
-# In a virtual machine, what has a processor may still wait while the host runs something else on it. The kernel knows
-# what the machine lost that way, but not who waited. So it excuses nobody: where it may be why a claim looks false,
-# nothing can be said.
+# In a virtual machine, the host may run something else while a thread has a processor. The kernel counts this time for the
+# machine, but not per process. If it may explain why a claim looks false, the check has no result.
 
 GPU_FACTOR, GPU_FLOOR_US = 1.35, 4.0
-"""Calls one after another, with a warm L2, may cost this much more than one alone: launch gaps between kernels."""
+"""Calls in sequence with a warm L2 may take this much longer than one call: there are launch gaps between kernels."""
 
 GPU_CONSTANT_US = 600.0
-"""What a run of honest launches was seen to cost beyond the null request, whatever the number of calls, on an H200."""
+"""Maximum cost of a run beyond the empty request, for any number of calls, as observed on an H200."""
 
 CPU_FACTOR, CPU_FLOOR_US = 2.0, 60.0
-"""A processor shared with others is noisier, and there are no launches to be hidden."""
+"""Limits for a CPU. A shared processor is noisier, and there are no launches to hide."""
 
 
 class Elapsed(NamedTuple):
-    """What one run took, in microseconds.
+    """The times of one run, in microseconds.
 
-    ``wall_us`` by the harness's clock, ``processor_us`` of processor time, all processes together, and ``queued_us`` for
-    which their threads, and the harness's, were ready to run and got no processor. ``stolen_us`` is how long the host of a
-    virtual machine ran something else on that of its processors which lost most.
+    ``wall_us`` is by the harness's clock. ``processor_us`` is the processor time of all processes together. ``queued_us``
+    is the time in which their threads, or the harness's, were ready but had no processor. ``stolen_us`` is the time that
+    the host of a virtual machine took from the processor that lost most.
     """
 
     wall_us: float
@@ -280,17 +284,17 @@ class Elapsed(NamedTuple):
 
     @property
     def unstolen(self) -> Elapsed:
-        """The same run with what the host took counted as time in a queue."""
+        """The same run, with the time that the host took counted as time in a queue."""
         return self._replace(queued_us=self.queued_us + self.stolen_us)
 
 
 @dataclass(frozen=True)
 class WallRun:
-    """Two runs by the harness's clock, in microseconds: ``calls`` calls, then three times as many.
+    """Two runs by the harness's clock, in microseconds: one of ``calls`` calls, and one of three times as many.
 
-    ``null_us`` is the same request with no call, ``noise_us`` how far such requests lie apart, ``copies_us`` what the
-    worker may spend on each call beside it, copying what it returned. On a CPU, ``alone_us`` is the least that one call of
-    the long run can have taken had the machine been idle, and ``unstolen_us`` the same had its host been idle, too.
+    ``null_us`` is the time of an empty request, ``noise_us`` the spread of such requests. ``copies_us`` is the time per
+    call that the worker may spend on copying returned outputs. On a CPU, ``alone_us`` is the minimum time of one call in
+    the long run on an idle machine. ``unstolen_us`` is the same time with an idle host, too.
     """
 
     calls: int
@@ -304,34 +308,34 @@ class WallRun:
 
     @property
     def slope_us(self) -> float:
-        """One call, from the difference of the runs."""
+        """Time of one call, from the difference of the runs."""
         return (self.long_us - self.short_us) / (2 * self.calls)
 
     @property
     def absolute_us(self) -> float:
-        """One call, from the long run less the null request."""
+        """Time of one call, from the long run less the empty request."""
         return (self.long_us - self.null_us) / (3 * self.calls)
 
 
 def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
-    """Return the least that one call of a run on a CPU can have taken if nothing else had kept its threads waiting.
+    """Return the minimum time of one call of a run on a CPU, had nothing else kept its threads waiting, in microseconds.
 
     Args:
         run: all calls together.
-        null_us: the same request with no call.
-        calls: how many.
-        processors: how many may have worked on one call at once.
+        null_us: the time of an empty request.
+        calls: the number of calls.
+        processors: the maximum number of processors that worked on one call.
     """
     return max(run.processor_us / processors, run.wall_us - run.queued_us - null_us) / calls
 
 
-def host_may_be_why(latency_us: float, run: WallRun) -> bool:
-    """Return True if a run on a CPU refutes a claim only if the host of this virtual machine did not slow it down."""
-    return judge_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
+def may_be_host_delay(latency_us: float, run: WallRun) -> bool:
+    """Return True if a claim on a CPU only looks false unless the host of this virtual machine slowed the run down."""
+    return check_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
 
 
-def judge_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
-    """Return why the claimed latency cannot be true, or None if the harness's clock allows it."""
+def check_latency(latency_us: float, run: WallRun, *, on_gpu: bool) -> str | None:
+    """Return the reason why the claimed latency cannot be true, or None if the harness's clock allows it."""
     factor, floor_us = (GPU_FACTOR, GPU_FLOOR_US) if on_gpu else (CPU_FACTOR, CPU_FLOOR_US)
     credible = factor * latency_us + floor_us + run.copies_us
     if run.alone_us is not None and run.alone_us <= credible:

@@ -1,4 +1,4 @@
-"""Times what passed a Workload, audits the times where the tier asks for it, and writes a Trace of everybody."""
+"""Timing of the Solutions that passed verification on a Workload: audits of their times, and a Trace for each Solution."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ Emit = Callable[[Trace], None]
 AfterTiming = Callable[[Workload, Sequence[TimedCandidate[Runner]]], None]
 
 CLOCK_INTERVAL_S = 0.02
-"""Shorter than a round, so that each is seen while the device works: one that idles does not say that it is hot."""
+"""Seconds between two clock samples. It is shorter than a round, so that each round is sampled while the device works; the
+clock of an idle device says nothing.
+"""
 
 
 @dataclass
 class WorkloadTiming:
-    """How the workloads of a run are timed and concluded; one after the other, on a quiet device.
+    """Timing and conclusion of the workloads of a run, one after the other, on a quiet device.
 
     Args:
         context: run id, machine and secret seed.
         budget: how long to time.
-        emit: called with every trace the moment it exists.
-        after_timing: called after every workload with its workload and candidates, whose rounds are the raw times.
-        peaks: what this device can do; None if that is not known.
-        audit_worker: what asking a worker costs; None if the tier audits nothing.
+        emit: called with every trace as soon as it exists.
+        after_timing: called after each workload with the workload and its candidates; their rounds are the raw times.
+        peaks: measured peaks of this device; None if unknown.
+        audit_worker: measures the cost of an empty request; None if the tier has no audits.
     """
 
     context: RunContext
@@ -54,7 +56,7 @@ class WorkloadTiming:
     audit_worker: AuditWorker | None
 
     def conclude(self, workload_run: WorkloadRun) -> None:
-        """A trace of every runner: of the failure that verification found, of the pass, or of what timing found."""
+        """Emit a trace for each runner: its failure in verification, its pass, or its failure in timing."""
         candidates: list[TimedCandidate[Runner]] = []
         for runner in workload_run.runners:
             outcome, level = workload_run.outcomes[runner.name]
@@ -86,7 +88,7 @@ class WorkloadTiming:
             pool = BufferPool(workload_run.plan.definition, contents.sets, device, buffer_bytes)
         except CANNOT_VERIFY as error:
             for candidate in candidates:
-                self._lose(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
+                self._fail(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
             return
         try:
             for candidate in candidates:
@@ -116,13 +118,13 @@ class WorkloadTiming:
         runner = candidate.runner
         if not isinstance(result, Failure) and self.peaks is not None:
             definition, workload = workload_run.plan.definition, workload_run.workload
-            result = judge_time(result, definition, runner.solution.record, workload, self.peaks)
+            result = check_time(result, definition, runner.solution.record, workload, self.peaks)
         audit: Audit | Failure | None = None
         if not isinstance(result, Failure) and self.audit_worker is not None:
             audit = self._audit(runner, self.audit_worker, pool, contents, result)
         failure = result if isinstance(result, Failure) else audit
         if isinstance(failure, Failure):
-            self._lose(workload_run, runner, failure)
+            self._fail(workload_run, runner, failure)
         else:
             assert not isinstance(result, Failure)
             self._emit_pass(workload_run, candidate, contents, result, failure)
@@ -135,7 +137,7 @@ class WorkloadTiming:
         contents: WorkloadContents,
         performance: Performance,
     ) -> Audit | Failure:
-        """Who did the work, then whether the time can be true: the second overwrites the pool's contents."""
+        """Check whose kernels ran, then whether the time is plausible. The second check overwrites the pool's contents."""
         owned: Ownership | None = None
         if self.context.machine.is_gpu:
             pool.fill()
@@ -144,9 +146,9 @@ class WorkloadTiming:
                 return found
             owned = found
         try:
-            worn = audit_long_run(runner, pool, performance, self.context.seed)
-            if worn is not None:
-                return worn
+            changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
+            if changed_inputs is not None:
+                return changed_inputs
             activities = 0 if owned is None else owned.activities
             wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
@@ -166,8 +168,8 @@ class WorkloadTiming:
 
     # -- traces -------------------------------------------------------------------------------------------------------
 
-    def _lose(self, workload_run: WorkloadRun, runner: Runner, failure: Failure) -> None:
-        """What is to be done after a failure while timing."""
+    def _fail(self, workload_run: WorkloadRun, runner: Runner, failure: Failure) -> None:
+        """Clean up after a failure during timing and emit its trace."""
         level = runner.handle.sandbox_level
         if runner.handle.after_failure(failure):
             require_healthy(self.context.machine)
@@ -208,12 +210,12 @@ class WorkloadTiming:
 
 
 # ---- workload run ---------------------------------------------------------------------------------
-# One Workload on its way from contents to traces, and the runners of one Definition that take part in it.
+# The state of one Workload between its contents and its traces, and the runners of one Definition.
 
 
 @dataclass
 class WorkloadRun:
-    """One workload on its way through a batch: who takes part, what they are fed with, and how each was verified."""
+    """One workload in a batch: its runners, their contents, and the outcome of each verification."""
 
     plan: DefinitionPlan
     workload: Workload
@@ -221,11 +223,11 @@ class WorkloadRun:
     cache: ExpectedCache
     contents: Future[WorkloadContents | Failure] | None = None
     outcomes: dict[str, tuple[Verified | Failure, int]] = field(default_factory=dict)
-    """Runner name -> its outcome, and the level at which its worker was confined."""
+    """Runner name -> its outcome, and the sandbox level of its worker."""
 
     @property
     def lacked_memory(self) -> bool:
-        """True if the GPU had no memory left for one of them while others were verified beside it."""
+        """True if the GPU ran out of memory for a runner while others were verified in parallel."""
         return any(isinstance(outcome, Failure) and outcome.no_memory for outcome, _ in self.outcomes.values())
 
     def __str__(self) -> str:
@@ -234,51 +236,54 @@ class WorkloadRun:
 
 @dataclass
 class SolutionGroup:
-    """Everyone who is measured for one Definition, and the oracle's answers that they share."""
+    """All runners of one Definition, and the cache of oracle outputs that they share."""
 
     plan: DefinitionPlan
     cache: ExpectedCache
     runners: list[Runner] = field(default_factory=list)
 
     def workload_run(self, workload: Workload) -> WorkloadRun:
-        """Return those of them that are planned for a workload."""
+        """Return the run of a workload with the runners that are planned for it."""
         takes_part = self.plan.takes_part
         runners = [runner for runner in self.runners if takes_part(runner.solution, workload, runner.config)]
         return WorkloadRun(self.plan, workload, runners, self.cache)
 
     def rest(self) -> None:
-        """After a batch. Every workload may have a config of its own: the workers of those must not pile up."""
+        """Clear the cache after a batch, and end workers that run under a tuned config.
+
+        Each workload may have another config, so that such workers would pile up.
+        """
         self.cache.clear()
         for runner in self.runners:
             if runner.config:
                 runner.handle.close()
 
     def close_workers(self) -> None:
-        """End every worker, so that the device has all of its memory; the next that is needed starts again."""
+        """End every worker to free the memory of the device. A worker starts again when it is needed."""
         self.cache.clear()
         for runner in self.runners:
             runner.handle.close()
 
 
 # ---- physics --------------------------------------------------------------------------------------
-# Holds a measured time against what the GPU can do: its share of the speed of light, or why it cannot be true. Pure.
+# Compare a measured time with the peaks of the GPU: compute its share of the speed of light, or reject it.
 
 GATE = "physics floor"
 
 
-def judge_time(
+def check_time(
     performance: Performance, definition: Definition, solution: Solution, workload: Workload, peaks: GpuPeaks
 ) -> Performance | Failure:
-    """Return the performance with ``sol_us`` and ``sol_ratio``, or a rejection where nothing could be that fast.
+    """Return the performance with ``sol_us`` and ``sol_ratio``, or a rejection if no implementation could be that fast.
 
-    A Definition without a cost has no speed of light, and its times stay as they are.
+    A Definition without a cost has no speed of light; its performance is returned unchanged.
 
     Args:
         performance: as the interleaved timing measured it.
         definition: states the work that every implementation must do.
-        solution: whose time it is.
+        solution: the one that was timed.
         workload: sizes and dtypes.
-        peaks: of the GPU that it was measured on.
+        peaks: those of the GPU that it was measured on.
     """
     light = speed_of_light(
         definition,
@@ -297,24 +302,24 @@ def judge_time(
 
 
 # ---- long run -------------------------------------------------------------------------------------
-# Thousands of calls before the clock is audited: a model calls a kernel for days, and that is what is judged.
+# Thousands of calls before the clock audit. A model calls a kernel for days, so the kernel must stay correct.
 
 LONG_RUN_CALLS = 4000
 LONG_RUN_S = 0.6
-"""Cheap calls only: one that takes longer is repeated less often."""
+"""Seconds of a long run. A slow call is repeated less often."""
 
 
 def long_run_calls(performance: Performance, seed: int) -> int:
-    """Return how often a call is repeated: a secret number, so that nobody can count up to it."""
+    """Return how often to repeat a call. The number is secret, so that a kernel cannot count up to it."""
     call_us = max(performance.latency_us, performance.host_us or 0.0)
     most = max(8, min(LONG_RUN_CALLS, int(LONG_RUN_S * 1e6 / call_us)))
     return random.Random(seed).randint(most // 2, most)
 
 
 def audit_long_run(runner: Runner, pool: BufferPool, performance: Performance, seed: int) -> Failure | None:
-    """Repeat the call on a few slots, while this process looks at the inputs: nobody may borrow them, not even for a moment.
+    """Repeat the call on a few slots while this process watches the inputs, which must not change even for a moment.
 
-    What the calls leave is not judged here: the clock's audit, which follows in the same process, judges fresh contents.
+    The outputs are not checked here. The clock audit follows in the same process and checks outputs on fresh contents.
     """
     slots = range(min(2, pool.slots))
     pool.prepare(slots, poison=True)
@@ -331,7 +336,7 @@ def audit_long_run(runner: Runner, pool: BufferPool, performance: Performance, s
 
 
 class _InputWatch(threading.Thread):
-    """Reads the inputs of some slots, over and over, in a thread of the harness."""
+    """Thread of the harness that compares the inputs of some slots with their copies, over and over."""
 
     def __init__(self, pool: BufferPool, slots: range) -> None:
         super().__init__(daemon=True)
@@ -351,6 +356,6 @@ class _InputWatch(threading.Thread):
             self._done.wait(0.001)
 
     def stop(self) -> None:
-        """Wait for the last look."""
+        """Stop, after the current comparison has ended."""
         self._done.set()
         self.join()

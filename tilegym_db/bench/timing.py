@@ -1,7 +1,8 @@
-"""Times verified runners against each other: blocks in random order, round after round, until the medians settle.
+"""Interleaved timing of verified runners: blocks in random order, round after round, until the medians settle.
 
-Every runner has its own worker, so none can touch another's clock or memory; being timed in the same rounds, any two of
-them can be compared by the ratios of their block medians, which cancels the drift that both see.
+Every runner has its own worker, so runners cannot change each other's clock or memory. All runners are timed in the same
+rounds. So two of them can be compared by the ratios of their block medians, which cancels common drift. The module also has
+the statistics and the sampling of GPU clocks.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tilegym_db.verify.session import Verified
 from tilegym_db.verify.verifier import Failure
 
 CHECKED_ROUNDS = 2
-"""How many secretly chosen rounds are checked, besides the one after the contents change."""
+"""Number of secretly chosen rounds whose outputs are checked, in addition to the one after the contents change."""
 
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """How long to measure. Times in seconds of wall clock for one workload, all runners together."""
+    """Limits of a measurement. ``budget_s`` is wall-clock time for one workload and all its runners."""
 
     min_rounds: int = 12
     max_rounds: int = 40
@@ -39,47 +40,50 @@ class TimingBudget:
     budget_s: float = 4.0
     half_width: float = 0.005
     resolution_us: float = 0.1
-    """Below this, an interval is as narrow as the clocks allow."""
+    """An interval below this width is as narrow as the clocks allow."""
 
     @classmethod
     def screening(cls) -> TimingBudget:
-        """Enough to say what is worth a promotion: what lies within the noise between two processes is not told apart."""
+        """Return a budget that suffices to choose candidates for promotion.
+
+        It does not resolve differences within the noise between two processes.
+        """
         return cls(block_us=2000.0, half_width=0.01, resolution_us=PROCESS_NOISE_US)
 
     @classmethod
     def quick(cls) -> TimingBudget:
-        """Enough to show the machinery, with wider intervals."""
+        """Return a small budget with wider intervals, for a first look."""
         return cls(min_rounds=8, max_rounds=10, min_samples=8, max_block=4, budget_s=1.5)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one block of calls took, in microseconds a call: on the device, and on the host from call to return."""
+    """Times of one block of calls, in microseconds per call: on the device, and on the host from call to return."""
 
     device: list[float]
     host: list[float]
 
 
 class TimedRunner(Protocol):
-    """What can be timed: a :class:`~tilegym_db.bench.runner.Runner`, or one config of one that is timed under several."""
+    """Interface of a timed object: a :class:`~tilegym_db.bench.runner.Runner`, or one of several configs of a runner."""
 
     @property
     def name(self) -> str:
-        """Unlike that of any other in the same timing."""
+        """Name, unique within one timing."""
 
     @property
     def solution(self) -> SolutionFiles:
-        """What is timed."""
+        """The Solution that is timed."""
 
     @property
     def device(self) -> str:
         """``cpu`` or ``cuda:<n>``."""
 
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
-        """(device, host) microseconds of one call on each slot, in order."""
+        """Return the (device, host) microseconds of one call on each slot, in order."""
 
     def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
-        """Return why what the timed calls left in their slots is not what the verified calls gave, or None if it is."""
+        """Return a failure if the outputs of the timed calls differ from those of the verified calls, or None."""
 
 
 P = TypeVar("P", bound=TimedRunner)
@@ -87,11 +91,11 @@ P = TypeVar("P", bound=TimedRunner)
 
 @dataclass
 class TimedCandidate(Generic[P]):
-    """One runner in one interleaved timing, with what its calls took in microseconds.
+    """One runner in one interleaved timing, with the times of its calls in microseconds.
 
-    ``rounds`` are the medians of its blocks, one a round: calls of one block follow each other and resemble each other,
-    so it is the rounds that say how sure a time is. ``samples`` and ``host`` are all calls of all rounds. ``current_best`` marks
-    what the others have to beat.
+    ``rounds`` are the medians of its blocks, one per round. Calls of one block are correlated, so the confidence interval
+    comes from the rounds. ``samples`` and ``host`` are all calls of all rounds. ``current_best`` marks the candidate to
+    beat.
     """
 
     runner: P
@@ -104,7 +108,7 @@ class TimedCandidate(Generic[P]):
     current_best: bool = False
 
     def keep(self, block: Block) -> None:
-        """Count a block in."""
+        """Add the times of a block."""
         self.rounds.append(median(block.device))
         self.samples += block.device
         self.host += block.host
@@ -116,7 +120,7 @@ class TimedCandidate(Generic[P]):
         return Interval(middle, min(interval.low, middle), max(interval.high, middle))
 
     def order(self, slots: int, generator: random.Random) -> list[int]:
-        """Return a random sequence of slots for the next block, so that no call sees the addresses of the one before."""
+        """Return a random sequence of slots for the next block. No two calls in a row use the same addresses."""
         sequence = [generator.randrange(slots)]
         while len(sequence) < self.block:
             sequence.append((sequence[-1] + 1 + generator.randrange(max(slots - 1, 1))) % slots)
@@ -130,24 +134,24 @@ def time_interleaved(
     seed: int,
     clocks: ClockWatch | None = None,
 ) -> dict[str, Performance | Failure]:
-    """Time every candidate; runner name -> performance with comparisons against each baseline, or why it failed.
+    """Time every candidate. Return per runner name its performance with comparisons against each baseline, or its failure.
 
-    A round during which heat or power delivery slowed the device counts for nobody, or its runners would no longer be
-    paired; the checks of its blocks count all the same.
+    If heat or power delivery slowed the device in a round, the round counts for no runner, since its times would not be
+    paired. The output checks of its blocks still count.
 
     Args:
-        candidates: each has entered the pool, or carries the failure to do so.
-        pool: where all of them are timed.
-        budget: how long.
-        seed: secret of this run; decides the order of everything, and which blocks are checked.
-        clocks: watches the device; without it, nothing is known of its clocks.
+        candidates: each has entered the pool, or has a failure.
+        pool: the buffers in which all of them are timed.
+        budget: limits of the measurement.
+        seed: secret of this run; it decides all orders, and which blocks are checked.
+        clocks: samples the clocks of the device; without it they are unknown.
     """
     generator = random.Random(seed)
     begun = time.monotonic()
     for candidate in candidates:
         if candidate.failure is None:
             _warm_up(candidate, pool, budget, generator)
-    # Work that is done once per address and then skipped leaves stale memory after a refill that it cannot foresee.
+    # Refill at a secret round: a kernel that caches work per address then leaves stale outputs.
     refill = generator.randrange(1, budget.min_rounds)
     checked = {refill, *generator.sample(range(budget.min_rounds), CHECKED_ROUNDS)}
     kept = 0
@@ -174,12 +178,12 @@ def time_interleaved(
 def _too_slow_a_device(kept: int, budget: TimingBudget, clock: ClockReading) -> str:
     return (
         f"the device slowed down ({', '.join(clock.slowdowns)}) in {budget.max_rounds - kept} of {budget.max_rounds} "
-        "rounds, so no time of it can be believed. Let it cool down, and repeat the command with --again"
+        "rounds, so its times cannot be trusted. Let it cool down, and repeat the command with --again"
     )
 
 
 def _warm_up(candidate: TimedCandidate[Any], pool: BufferPool, budget: TimingBudget, generator: random.Random) -> None:
-    """Two untimed blocks; the second tells how many calls make a block of the wanted length."""
+    """Run two untimed blocks; the second one decides how many calls make a block of the wanted length."""
     for _ in range(2):
         candidate.block = 3
         order = candidate.order(pool.slots, generator)
@@ -201,9 +205,7 @@ def _time_round(
     *,
     checked: bool,
 ) -> bool:
-    """Return one block of every candidate, in the order given; False if the device slowed down, so that none was
-    kept.
-    """
+    """Time one block of every candidate, in the given order. Return False if the device slowed down and no block was kept."""
     begun = time.monotonic()
     blocks = [(candidate, _time_block(candidate, pool, generator, checked=checked)) for candidate in running]
     if clocks is not None:
@@ -219,9 +221,9 @@ def _time_round(
 def _time_block(
     candidate: TimedCandidate[Any], pool: BufferPool, generator: random.Random, *, checked: bool
 ) -> Block | None:
-    """Return one block; None if the candidate failed."""
+    """Time one block; return None if the candidate failed."""
     order = candidate.order(pool.slots, generator)
-    # Other runners write to the same outputs: a block that finds their results there could leave them.
+    # Overwrite the outputs: all runners share them, and a block could leave correct results of another runner.
     pool.prepare(order, poison=True, byte=None if checked else generator.randrange(256))
     outcome = candidate.runner.time_block(order)
     if isinstance(outcome, Failure):
@@ -268,7 +270,7 @@ def _performance(
 
 
 def _stands_for(candidate: TimedCandidate[Any]) -> list[str]:
-    """What others are compared with it as: the code that it provides, if any, and what they have to beat."""
+    """Return the roles of a candidate in comparisons: its kind of baseline, if any, and ``incumbent`` for the current best."""
     provides = candidate.runner.solution.record.spec.provides
     return [*([provides] if provides is not None else []), *(["incumbent"] if candidate.current_best else [])]
 
@@ -287,11 +289,11 @@ def _compare(candidate: TimedCandidate[Any], other: TimedCandidate[Any], provide
 
 
 # ---- statistics -----------------------------------------------------------------------------------
-# Medians with exact confidence intervals, and ratios from interleaved rounds. Pure Python, no distribution assumed.
+# Medians with exact confidence intervals, and ratios from interleaved rounds. Pure Python; no distribution is assumed.
 #
 # The interval of a median comes from order statistics: with n samples, the k-th smallest and k-th largest enclose the
-# median with probability 1 - 2 P(Binomial(n, 1/2) < k). Unlike a bootstrap it needs no random numbers and is exact
-# for any distribution (``docs/decisions/timing.md``, 0002).
+# median with probability 1 - 2 P(Binomial(n, 1/2) < k). Unlike a bootstrap it needs no random numbers, and it is exact for
+# any distribution (``docs/decisions/timing.md``, 0002).
 
 Verdict = Literal["faster", "slower", "tie"]
 
@@ -300,7 +302,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Interval:
-    """A median with the bounds of its confidence interval, in the samples' own unit."""
+    """A median with its confidence interval, in the unit of the samples."""
 
     median: float
     low: float
@@ -321,7 +323,7 @@ def median(samples: Sequence[float]) -> float:
 
 @lru_cache(maxsize=4096)
 def _rank(count: int) -> int:
-    """Return how many samples may be left out on each side at :data:`CONFIDENCE`; 0 keeps the extremes."""
+    """Return how many samples to drop on each side at :data:`CONFIDENCE`; 0 keeps the extremes."""
     total = 0.0
     for k in range(count // 2 + 1):
         total += math.comb(count, k) * 0.5**count if count < 1000 else 0.0
@@ -329,7 +331,7 @@ def _rank(count: int) -> int:
             break
         if 2 * total > 1 - CONFIDENCE:
             return max(k - 1, 0)
-    # The normal approximation of the binomial; exact enough from a thousand samples on.
+    # Use the normal approximation of the binomial; it is accurate enough from a thousand samples on.
     return max(int(count / 2 - 2.5758 * math.sqrt(count) / 2) - 1, 0)
 
 
@@ -347,25 +349,28 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def paired_ratio(this: Sequence[float], other: Sequence[float]) -> Interval:
-    """``other / this`` over interleaved rounds (above 1: ``this`` is faster), with its 99% interval.
+    """Return ``other / this`` over interleaved rounds (above 1: ``this`` is faster), with its 99% interval.
 
     Args:
         this: one time per round.
-        other: the other's time in the same rounds; pairing cancels drift that both see.
+        other: the other's time in the same rounds; pairing cancels common drift.
     """
     logs = median_interval([math.log(b / a) for a, b in zip(this, other, strict=True)])
     return Interval(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))
 
 
 def verdict_of(ratio: Interval, noise: float = 0.0) -> Verdict:
-    """What a ratio of times proves: ``faster`` or ``slower`` where the whole interval is beyond the noise, else a ``tie``.
+    """Return ``faster`` or ``slower`` if the whole interval of a ratio is beyond the noise, else ``tie``.
+
+    At a tie, the current holder of the place keeps it. The verdict of the reversed ratio is the reverse.
 
     Args:
-        ratio: ``other / this`` with its interval, as :func:`paired_ratio` gives it; above 1, this is faster.
-        noise: relative differences up to this count for nothing, however sure they are: what pairing does not cancel
-            (0.02 where a kernel replaces stock code, more in a session whose control kernels moved).
+        ratio: ``other / this`` with its interval, as :func:`paired_ratio` returns it; above 1, this is faster.
+        noise: relative differences up to this are ignored, even if they are certain. It covers errors that pairing does not
+            cancel: 0.02 if a kernel replaces stock code, more in a session whose control kernels moved.
 
-    A tie is no draw of lots: whoever held the place before keeps it. The verdict of the reversed ratio is the reverse.
+    Raises:
+        ValueError: ``noise`` is negative.
     """
     if noise < 0:
         raise ValueError(f"noise is a relative difference >= 0, not {noise}")
@@ -375,17 +380,17 @@ def verdict_of(ratio: Interval, noise: float = 0.0) -> Verdict:
 
 
 # ---- clocks ---------------------------------------------------------------------------------------
-# What the GPU's clocks did while something was measured. Read-only: no setting is ever changed.
+# The GPU's clocks during a measurement. Read-only: settings are never changed.
 #
-# NVIDIA's management library tells it, through NVIDIA's own bindings (nvidia-ml-py): one call takes microseconds.
-# PyTorch's ``torch.cuda.clock_rate`` goes through the same bindings, starts the library anew for each value, and
-# knows no reasons.
+# The data comes from NVIDIA's management library, through NVIDIA's own bindings (nvidia-ml-py); one call takes
+# microseconds. PyTorch's ``torch.cuda.clock_rate`` uses the same bindings, but starts the library for each value and gives
+# no reasons.
 
-# nvmlClocksEventReasons: bit -> name, and whether it means that the GPU runs slower than it should.
+# nvmlClocksEventReasons: bit -> name, and true if the GPU runs slower than it should.
 EVENT_REASONS: dict[int, tuple[str, bool]] = {
     0x1: ("gpu idle", False),
     0x2: ("application clocks setting", False),
-    0x4: ("software power cap", False),  # normal for large matrix products: that is what the GPU can sustain
+    0x4: ("software power cap", False),  # normal for large matrix products: the limit that the GPU can sustain
     0x8: ("hardware slowdown", True),
     0x10: ("sync boost", False),
     0x20: ("software thermal slowdown", True),
@@ -398,7 +403,7 @@ IDLE = 0x1
 
 @dataclass(frozen=True)
 class ClockSample:
-    """The state at one moment of ``time.monotonic()``; None is what the driver would not say."""
+    """The state at one value of ``time.monotonic()``. None means that the driver gave no value."""
 
     at: float
     sm_mhz: int | None
@@ -407,7 +412,7 @@ class ClockSample:
 
 @dataclass(frozen=True)
 class ClockReading:
-    """A stretch of time: median SM clock, whether heat or power delivery slowed the GPU, and every reason seen."""
+    """A period of time: the median SM clock, true if heat or power delivery slowed the GPU, and all reasons seen."""
 
     sm_mhz: int | None = None
     throttled: bool | None = None
@@ -415,14 +420,15 @@ class ClockReading:
 
     @property
     def slowdowns(self) -> tuple[str, ...]:
-        """Those of the reasons that mean heat or power delivery."""
+        """The reasons that mean heat or power delivery."""
         slowing = {name for name, slows in EVENT_REASONS.values() if slows}
         return tuple(reason for reason in self.reasons if reason in slowing)
 
 
 def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
-    """Return one reading of many samples. While the GPU idles its clock says nothing, so busy moments count where there
-    are any.
+    """Return one reading of many samples.
+
+    The clock of an idle GPU says nothing, so only busy samples count if there are any.
     """
     taken = list(samples)
     masks = [sample.reasons for sample in taken if sample.reasons is not None]
@@ -440,38 +446,36 @@ def summarise_clocks(samples: Iterable[ClockSample]) -> ClockReading:
 
 
 class Nvml:
-    """The management library, started. What the driver does not tell is None."""
+    """The management library, started. Values that the driver does not give are None."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
 
     @classmethod
     def open(cls) -> Self | None:
-        """Return the library, started; None if there is no driver, or one that does not answer."""
+        """Start the library and return it; None if there is no driver, or it does not answer."""
         library = started_library()
         return None if library is None else cls(library)
 
     def close(self) -> None:
-        """Every successful :meth:`open` is owed one."""
+        """Shut the library down, once per successful :meth:`open`."""
         self._library.nvmlShutdown()
 
     def device(self, uuid: str) -> Any:
-        """Return a handle by the UUID that CUDA gives, since the two libraries number devices differently; None for no
-        device.
-        """
+        """Return a handle for the UUID that CUDA gives; None for no device. The two libraries number devices differently."""
         names = (prefix + uuid.removeprefix(prefix) for prefix in ("GPU-", "MIG-"))
-        handles = (self._told(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
+        handles = (self._value_of(self._library.nvmlDeviceGetHandleByUUID, name) for name in names)
         return next((handle for handle in handles if handle is not None), None)
 
     def sample(self, device: Any) -> ClockSample:
-        """Return the SM clock and the reasons why it is not higher, now."""
-        clock = self._told(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
-        reasons = self._told(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
-        if reasons is None:  # the name of the same before driver 535; the meaning of the bits did not change
-            reasons = self._told(self._library.nvmlDeviceGetCurrentClocksThrottleReasons, device)
+        """Return the current SM clock, and the reasons why it is not higher."""
+        clock = self._value_of(self._library.nvmlDeviceGetClockInfo, device, self._library.NVML_CLOCK_SM)
+        reasons = self._value_of(self._library.nvmlDeviceGetCurrentClocksEventReasons, device)
+        if reasons is None:  # the old name before driver 535; the meaning of the bits did not change
+            reasons = self._value_of(self._library.nvmlDeviceGetCurrentClocksThrottleReasons, device)
         return ClockSample(time.monotonic(), clock, reasons)
 
-    def _told(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _value_of(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except self._library.NVMLError:
@@ -479,14 +483,14 @@ class Nvml:
 
 
 class ClockWatch:
-    """Samples the clocks of one device in a thread of this process while the ``with`` block runs.
+    """Thread that samples the clocks of one device while the ``with`` block runs.
 
-    Use it in the process that supervises, not in the one that times: there, nothing but the driver is shared with the
-    calls that are measured. On a CPU, or where no driver answers, every reading is empty.
+    Use it in the supervising process, not in the timed one: it then shares only the driver with the measured calls. On a
+    CPU, or if no driver answers, every reading is empty.
     """
 
     def __init__(self, device: str, interval_s: float = 0.1, uuid: str | None = None) -> None:
-        """``device`` is torch's name of it: ``cuda:0``, or ``cpu``; PyTorch says its ``uuid`` if it is not given."""
+        """Watch ``device``, torch's name of it: ``cuda:0``, or ``cpu``. By default PyTorch gives the ``uuid``."""
         self._uuid = uuid or _uuid_of(device)
         self._interval_s = interval_s
         self._nvml: Nvml | None = None
@@ -515,11 +519,11 @@ class ClockWatch:
             self._nvml.close()
 
     def reading(self, since: float | None = None) -> ClockReading:
-        """What was seen so far, or since a moment of ``time.monotonic()``. Also answers after the block has ended."""
+        """Return the reading so far, or since a value of ``time.monotonic()``. This also works after the block has ended."""
         return summarise_clocks(sample for sample in tuple(self._samples) if since is None or sample.at >= since)
 
     def look(self) -> None:
-        """Take a sample now, inside the ``with`` block: what is shorter than the interval would else go unseen."""
+        """Take a sample now, inside the ``with`` block. A period shorter than the interval might have no sample otherwise."""
         if self._nvml is not None and self._handle is not None:
             self._samples.append(self._nvml.sample(self._handle))
 

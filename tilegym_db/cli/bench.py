@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilegym_db.bench.plan import BenchReport, SummaryRow
     from tilegym_db.bench.regress import RegressionReport
     from tilegym_db.bench.tune.tune import TuneReport
-    from tilegym_db.bench.tune.tuner import Tuned
+    from tilegym_db.bench.tune.tuner import TuneResult
 
 
 def bench_command(
@@ -252,7 +252,7 @@ def print_report(report: TuneReport) -> None:
     note(f"configs given up: {spelled}. Next: tilegym-db promote --gpu {report.machine.gpu}")
 
 
-def _cells(result: Tuned) -> tuple[Any, ...]:
+def _cells(result: TuneResult) -> tuple[Any, ...]:
     from tilegym_db.cli.kit.output import spelled_map
     from tilegym_db.records.solution import spell_config
 

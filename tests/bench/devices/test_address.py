@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.bench.devices import ray_address
-from tilegym_db.bench.devices.ray_address import connected, most_devices, parse_executor
+from tilegym_db.bench.devices.ray_address import connected, max_devices, parse_executor
 from tilegym_db.errors import HardwareError, MissingPackageError, UsageError
 
 
@@ -39,9 +39,9 @@ def test_what_names_none_is_refused_with_how_to_name_one(text):
 
 
 def test_gpus_of_a_cluster_are_counted_and_not_named():
-    assert (most_devices(None), most_devices("all"), most_devices("3")) == (None, None, 3)
+    assert (max_devices(None), max_devices("all"), max_devices("3")) == (None, None, 3)
     with raises(UsageError, "gpu_indices_refused", "0,2"):
-        most_devices("0,2")
+        max_devices("0,2")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, home):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tilegym_db.bench.devices.messages import Order, Session, divide
-from tilegym_db.bench.devices.places import doubt
+from tilegym_db.bench.devices.places import trace_problem
 from tilegym_db.bench.machine import Machine
 from tilegym_db.bench.plan import Options, make_plan
 from tilegym_db.bench.run_setup import RunContext
@@ -50,8 +50,8 @@ def changed(trace: Trace, **changes: object) -> Trace:
 
 
 def test_a_trace_that_was_asked_for_is_not_doubted(order, trace):
-    assert doubt(trace, order, MACHINE) is None
-    assert doubt(changed(trace, attempt=1), order, MACHINE) is None
+    assert trace_problem(trace, order, MACHINE) is None
+    assert trace_problem(changed(trace, attempt=1), order, MACHINE) is None
 
 
 @pytest.mark.parametrize(
@@ -60,29 +60,31 @@ def test_a_trace_that_was_asked_for_is_not_doubted(order, trace):
         ({"run_id": "another"}, "of run another, not run"),
         ({"tier": "screen"}, "of the tier screen"),
         ({"gpu": "h200"}, "its gpu is 'h200'"),
-        ({"host": "node2"}, "its host is 'node2', and the device that was asked has 'node1'"),
+        ({"host": "node2"}, "its host is 'node2', but the device of the order has 'node1'"),
         ({"libs": {"torch": "2.14.0"}}, "its libs is"),
-        ({"solution": "row_scale_new"}, "nobody asked for row_scale_new"),
-        ({"solution_digest": "0" * 64}, "nobody asked for row_scale_stock"),
-        ({"definition_digest": "0" * 64}, "nobody asked for row_scale_stock"),
-        ({"workload_uuid": "7a1e1f6e-5a0c-5d0b-9a53-5b8f7f0f6c11"}, "nobody asked for row_scale_stock on workload"),
+        ({"solution": "row_scale_new"}, "the order has no row_scale_new"),
+        ({"solution_digest": "0" * 64}, "the order has no row_scale_stock"),
+        ({"definition_digest": "0" * 64}, "the order has no row_scale_stock"),
+        ({"workload_uuid": "7a1e1f6e-5a0c-5d0b-9a53-5b8f7f0f6c11"}, "the order has no row_scale_stock on workload"),
         ({"axes": {"M": 4096, "N": 4096}}, "not those of its workload"),
         ({"config": {"ROWS": 2}}, "with config {'ROWS': 2}"),
         ({"trace_id": "7a1e1f6e-5a0c-5d0b-9a53-5b8f7f0f6c11"}, "is not that of its content"),
     ],
 )
 def test_a_trace_that_nobody_asked_for_is_named_with_what_is_wrong(order, trace, changes, reason):
-    assert reason in str(doubt(changed(trace, **changes), order, MACHINE))
+    assert reason in str(trace_problem(changed(trace, **changes), order, MACHINE))
 
 
 def test_a_workload_that_another_device_has_is_not_one_of_this_order(order, trace):
     [plan] = order.item.plans
     other = next(workload for workload in plan.workloads if workload.uuid not in order.item.uuids)
-    assert "nobody asked for" in str(doubt(changed(trace, workload_uuid=other.uuid, axes=other.axes), order, MACHINE))
+    assert "the order has no" in str(
+        trace_problem(changed(trace, workload_uuid=other.uuid, axes=other.axes), order, MACHINE)
+    )
 
 
 def test_a_pass_of_a_worker_that_was_not_confined_is_none_of_a_promotion(order, trace):
     measured = {"latency_us": 5.0, "ci_low_us": 4.0, "ci_high_us": 6.0, "samples": 9, "timer": "wall"}
     passed = {"status": "PASSED", "reason": "", "failure": None, "correctness": {}, "performance": measured}
-    assert doubt(changed(trace, **passed), order, MACHINE) is None
-    assert "confined at level 1" in str(doubt(changed(trace, **passed, sandbox_level=1), order, MACHINE))
+    assert trace_problem(changed(trace, **passed), order, MACHINE) is None
+    assert "confined at level 1" in str(trace_problem(changed(trace, **passed, sandbox_level=1), order, MACHINE))

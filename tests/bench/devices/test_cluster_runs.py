@@ -136,7 +136,7 @@ def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_is_taken_in(
     gone = {device for device, told in at_work.items() if any(what.startswith("lost: ") for what in told)}
     assert len(at_work) == 3  # the head, the node that was killed, and the one that came in its place
     assert len(gone) == 1
-    assert any("is used no more" in note for note in report.notes)
+    assert any("is not used anymore" in note for note in report.notes)
     assert set(report.devices) <= set(at_work)
     # The one that joins gets what is left when it is ready; where the head was faster, that is nothing.
     (joined,) = (device for device, told in at_work.items() if JOINED in told)

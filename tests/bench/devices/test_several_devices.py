@@ -106,7 +106,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     observer = Observer(traced=interrupt)
     report = benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=devices, observer=observer)
     assert report.interrupted
-    assert any("slot 1 is used no more" in note for note in report.notes)
+    assert any("slot 1 is not used anymore" in note for note in report.notes)
     assert all(trace.host for trace in report.traces)
     assert report.seconds["slot 0"][START] > 0
     assert AT_WORK not in report.seconds["slot 1"]

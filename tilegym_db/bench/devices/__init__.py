@@ -1,3 +1,3 @@
-"""Several devices of one host at work: which ones, who measures what, and a supervisor process for each."""
+"""Several devices at work: choice of the devices, distribution of the work, and one supervisor process per device."""
 
 from __future__ import annotations

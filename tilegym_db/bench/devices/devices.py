@@ -1,4 +1,4 @@
-"""Which GPUs of this host are to measure. Pure but for :func:`find_gpus`, which asks PyTorch."""
+"""Choice of the GPUs of this host that measure. Pure, except for :func:`find_gpus`, which asks PyTorch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class MeasuringDevice:
-    """A device with a supervisor process of its own.
+    """A device with its own supervisor process.
 
-    ``label`` is its name in progress and summaries, ``index`` its number on this host, ``gpu`` its slug, and ``environment``
-    what makes it the only device that its processes see.
+    ``label`` is its name in progress and summaries, ``index`` its number on this host, ``gpu`` its slug. ``environment``
+    makes it the only device that its processes see.
     """
 
     label: str
@@ -32,7 +32,7 @@ class MeasuringDevice:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """What ``--gpus`` asks for: all, so many (``count``), or exactly these (``indices``)."""
+    """The GPUs that ``--gpus`` requests: all, a number (``count``), or exactly these (``indices``)."""
 
     text: str
     count: int | None = None
@@ -40,10 +40,10 @@ class GpuChoice:
 
 
 def parse_gpus(text: str) -> GpuChoice:
-    """``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them).
+    """Parse ``all``, a number of GPUs (``2``), or their indices (``0,2``; ``2,`` for one of them).
 
     Raises:
-        UsageError: it is none of these, or names a GPU twice.
+        UsageError: the text is malformed, or names a GPU twice.
     """
     words = [word.strip() for word in text.strip().lower().rstrip(",").split(",")]
     if words == ["all"]:
@@ -66,11 +66,12 @@ def parse_gpus(text: str) -> GpuChoice:
 
 
 def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
-    """Return those of the ``found`` GPUs that are asked for; ``gpu`` is what ``--gpu`` says. All of one kind: a plan is
-    for one.
+    """Return the requested GPUs among the ``found`` ones; ``gpu`` is the value of ``--gpu``.
+
+    All are of one kind, as a plan is.
 
     Raises:
-        HardwareError: there are not so many, not those, or they are of several kinds.
+        HardwareError: there are too few GPUs, a requested one is missing, or they are of several kinds.
     """
     here = ", ".join(f"{device.index}: {device.gpu_name}" for device in found)
     meant = [device for device in found if gpu == "auto" or same_gpu(parse_gpu(gpu), device.gpu)]
@@ -108,7 +109,7 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
 
 
 def find_gpus() -> list[MeasuringDevice]:
-    """Return every GPU that PyTorch sees here, with the variable by which a process sees it alone."""
+    """Return all GPUs that PyTorch sees, each with the variable that makes a process see it alone."""
     if not driver_files():
         return []
     import torch
@@ -126,13 +127,15 @@ def find_gpus() -> list[MeasuringDevice]:
 
 
 def cpu_slots(count: int) -> list[MeasuringDevice]:
-    """So many devices that are this CPU, each with a supervisor of its own. They time in turns, but verify meanwhile: for
-    tests of everything but times."""
+    """Return ``count`` devices that are all this CPU, each with its own supervisor.
+
+    They time in turns but verify in parallel. Tests use them for everything but times.
+    """
     return [MeasuringDevice(f"slot {index}", index) for index in range(count)]
 
 
 def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[MeasuringDevice]:
-    """Return the devices that an argument ``gpus`` means; none for None.
+    """Return the devices that an argument ``gpus`` means; an empty list for None.
 
     Raises:
         UsageError, HardwareError: as :func:`parse_gpus` and :func:`choose_gpus`.
@@ -146,10 +149,10 @@ def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[M
 
 
 def share_processors(processors: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Blocks of neighbours, one for each of ``count`` supervisors, so that they do not take each other's processors while a
-    device is timed; one processor each, in turn, where there are fewer processors than supervisors.
+    """Return one block of neighbouring processors per supervisor, so that supervisors do not disturb each other's timing.
 
-    Every thread pool of a supervisor and its workers is as large as its block: the maths of PyTorch, verification, fuzzing.
+    If there are fewer processors than supervisors, each gets one processor, in turn. All thread pools of a supervisor and
+    its workers are as large as its block: PyTorch's maths, verification, fuzzing.
     """
     if len(processors) < count:
         return [(processors[number % len(processors)],) for number in range(count)]

@@ -1,4 +1,7 @@
-"""What the process that plans and the supervisors of its devices tell each other; pickled, between processes of one package."""
+"""Messages between the planning process and the supervisors of its devices, and the division of a plan into work items.
+
+Messages are pickled between processes of the same package version.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from tilegym_db.verify.worker_handle import TierPolicy
 
 @dataclass(frozen=True)
 class Session:
-    """What all pieces of one run share, on whatever device.
+    """Data that all work items of a run share, on every device.
 
-    ``gpu`` is the slug that the device must have, ``seed`` the run's secret. With ``calibrate`` a GPU without ``peaks`` is
-    calibrated first; with
-    ``confined`` a host that cannot confine workers as a promotion asks for is refused. ``command`` is as in RunContext.
+    ``gpu`` is the slug that the device must have, ``seed`` the run's secret. With ``calibrate``, a GPU without ``peaks`` is
+    calibrated first. With ``confined``, a host that cannot confine workers as a promotion requires is refused. ``command``
+    is as in RunContext.
     """
 
     job: Literal["measure", "tune"]
@@ -42,7 +45,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Order:
-    """Do this; ``extra`` is what the job needs beyond it."""
+    """Order for one work item; ``extra`` is additional data for the job."""
 
     session: Session
     item: WorkItem
@@ -51,85 +54,86 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """The supervisor has its device, the ``machine``, after so many ``seconds``, and waits for work."""
+    """The supervisor has its device, the ``machine``, after ``seconds``, and waits for work."""
 
     seconds: float
     machine: Machine
 
 
 @dataclass(frozen=True)
-class Starting:
-    """What is about to happen."""
+class ProgressMessage:
+    """Description of the next step."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the device can do, or why that is not known."""
+    """Peaks of the device, or notes on why they are unknown."""
 
     peaks: GpuPeaks | None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Traced:
+class TraceMessage:
     """A trace of a workload that is not concluded yet."""
 
     trace: Trace
 
 
 @dataclass(frozen=True)
-class Concluded:
-    """Every trace of a workload was sent; ``rounds`` are the raw times by runner, where the session keeps them."""
+class WorkloadDone:
+    """All traces of a workload were sent. ``rounds`` are the raw times by runner, if the session keeps them."""
 
     uuid: str
     rounds: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Told:
-    """Anything else that a job tells who ordered it."""
+class JobMessage:
+    """Any other message of a job to the process that ordered it."""
 
     content: Any
 
 
 @dataclass(frozen=True)
 class Done:
-    """The order is carried out; ``seconds`` is where its time went."""
+    """The order is complete; ``seconds`` is its time by phase."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The supervisor ends. ``is_device`` says that nothing more is to be tried on its device."""
+    """The supervisor ends. If ``is_device`` is true, its device is not used again."""
 
     reason: str
     is_device: bool
 
 
 # ---- work -----------------------------------------------------------------------------------------
-# Divides a plan into pieces of work for several devices, and decides what becomes of a piece that was lost. Pure.
+# Division of a plan into work items for several devices, and retries of lost items. Pure.
 #
-# All candidates of a Workload are in one piece, so that they are compared in the same rounds on the same device.
+# All candidates of a Workload are in one item, so that they are compared in the same rounds on the same device.
 
 MAX_LOSSES = 3
-"""A workload that was in flight so many times when its supervisor died is given up."""
+"""A workload is given up if its supervisor died this many times while it was in flight."""
 FIXED_PAIRS = 6
-"""What starting, compiling and fuzzing one candidate costs wherever its Definition is measured, in timed pairs: 106 s for 24 of
-them on an H200 that timed 176 pairs in 136 s."""
-LEAST_GAIN = 0.98
-"""A Definition is divided where all ends in that share of the time: what is predicted is not known any better."""
+"""Cost of starting, compiling and fuzzing one candidate wherever its Definition is measured, in timed pairs. 24 candidates
+took 106 s on an H200 that timed 176 pairs in 136 s.
+"""
+MAX_TIME_SHARE = 0.98
+"""A Definition is divided only if the whole run then ends within this share of the time. Predictions are not more precise."""
 SIZES: dict[int, tuple[float, ...]] = {1: (1.0,), 2: (0.65, 0.35), 3: (0.5, 0.3, 0.2)}
-"""How a device's share is divided: large pieces first, so that all end at about the same time."""
+"""Sizes of the items within a device's share: large ones first, so that all devices end at about the same time."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """What one device does at a time.
+    """The work that one device does at a time.
 
-    ``plans`` are restricted to the item's workloads, ``losses`` are the reasons why it was lost before.
+    ``plans`` are restricted to the item's workloads; ``losses`` are the reasons why it was lost before.
     """
 
     plans: tuple[DefinitionPlan, ...]
@@ -137,24 +141,24 @@ class WorkItem:
 
     @property
     def uuids(self) -> list[str]:
-        """Of the workloads that something is planned for."""
+        """The uuids of the workloads with planned work."""
         return [workload.uuid for plan in self.plans for workload in plan.workloads if plan.is_wanted(workload)]
 
     @property
     def label(self) -> str:
-        """Its Definitions and how many workloads of each."""
+        """Its Definitions, and the number of workloads of each."""
         counts = [(plan.definition.name, sum(map(plan.is_wanted, plan.workloads))) for plan in self.plans]
         return ", ".join(f"{name} ({count} workload{'s' * (count > 1)})" for name, count in counts)
 
     def without(self, done: set[str]) -> WorkItem | None:
-        """What is left of it; None if nothing is."""
+        """Return the item without some workloads; None if nothing is left."""
         left = {uuid for uuid in self.uuids if uuid not in done}
         plans = [plan.restricted_to(left) for plan in self.plans]
         plans = [plan for plan in plans if any(map(plan.is_wanted, plan.workloads))]
         return replace(self, plans=tuple(plans)) if plans else None
 
     def one_by_one(self) -> list[WorkItem]:
-        """Return an item for each of its workloads."""
+        """Return one item per workload."""
         return [
             replace(self, plans=(plan.restricted_to({workload.uuid}),))
             for plan in self.plans
@@ -165,23 +169,26 @@ class WorkItem:
 
 @dataclass
 class WorkQueue:
-    """What is left to do, and what was given up, each with every reason why it was lost."""
+    """The items left to do, and the items given up, each with all reasons of its losses."""
 
     waiting: deque[WorkItem]
     given_up: list[WorkItem] = field(default_factory=list)
 
     @classmethod
     def of(cls, items: Sequence[WorkItem]) -> WorkQueue:
-        """In this order."""
+        """Return a queue of the items in this order."""
         return cls(deque(items))
 
     def take(self) -> WorkItem | None:
-        """Return the next one, or None."""
+        """Remove and return the next item, or None."""
         return self.waiting.popleft() if self.waiting else None
 
     def lose(self, item: WorkItem, done: set[str], reason: str) -> None:
-        """What was in flight when a supervisor died goes first: once as it is, then workload by workload, so that one which
-        takes its supervisor down does not take others along; then it is given up."""
+        """Put back the rest of an item whose supervisor died, at the front.
+
+        The first time it is retried as it is, then workload by workload, so that one that ends its supervisor does not
+        affect others. Then it is given up.
+        """
         left = item.without(done)
         if left is None:
             return
@@ -195,10 +202,12 @@ class WorkQueue:
 
 
 def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
-    """Pieces that devices end with at about the same time, the largest first; every planned workload is in exactly one of them.
+    """Return items that devices end at about the same time, the largest first.
 
-    The candidates of a Definition are started, compiled and fuzzed once more in every piece that has a part of it. So one is
-    divided only where all devices together end earlier for it.
+    Every planned workload is in exactly one item.
+
+    The candidates of a Definition are started, compiled and fuzzed again in every item with a part of it. So a Definition
+    is divided only if all devices together then end earlier.
     """
     whole = [part for part in map(_Part.of, plans) if part.pairs]
     if not whole:
@@ -221,16 +230,16 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
                 packed = _packed(parts, shares)
                 tries.append((max(_ends(packed, devices)), more, packed))
         end, more, packed = min(tries, key=lambda made: made[0], default=(math.inf, counts, bags))
-        if end > LEAST_GAIN * max(ends):
+        if end > MAX_TIME_SHARE * max(ends):
             return [_item(bag) for bag in bags]
         counts, bags = more, packed
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some workloads of a Definition: uuid -> how many pairs are planned for it.
+    """Some workloads of a Definition: uuid -> number of planned pairs.
 
-    ``fixed``: what its candidates cost wherever a part of it is measured, in pairs.
+    ``fixed`` is the cost of its candidates wherever a part of it is measured, in pairs.
     """
 
     plan: DefinitionPlan
@@ -256,13 +265,16 @@ class _Part:
         return self.fixed + self.timed
 
     def split(self, count: int) -> list[_Part]:
-        """Workloads that stand next to each other are of like size: dealt in turn, each part has small and large ones."""
+        """Split the workloads in turn. Neighbours are of similar size, so each part gets small and large ones."""
         uuids = list(self.pairs)
         return [replace(self, pairs={uuid: self.pairs[uuid] for uuid in uuids[n::count]}) for n in range(count)]
 
 
 def _packed(parts: Sequence[_Part], shares: Sequence[float]) -> list[list[_Part]]:
-    """Parts into bags of these shares, the costliest part first, each where it ends earliest; the costliest bag first."""
+    """Pack parts into bags of these shares, the costliest part first, each where it ends earliest.
+
+    Return the costliest bag first.
+    """
     bags: list[list[_Part]] = [[] for _ in shares]
     loads = [0.0] * len(shares)
     for part in sorted(parts, key=lambda part: -part.cost):
@@ -278,7 +290,7 @@ def _load(bag: Sequence[_Part]) -> float:
 
 
 def _ends(bags: Sequence[Sequence[_Part]], devices: int) -> list[float]:
-    """When each bag ends, in pairs, where the device that is free takes the next one."""
+    """Return the end of each bag, in pairs, if each free device takes the next bag."""
     free, ends = [0.0] * devices, []
     for bag in bags:
         device = free.index(min(free))

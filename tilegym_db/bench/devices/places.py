@@ -1,4 +1,8 @@
-"""Where a run measures: in this process, on several GPUs of this host, or on those of a Ray cluster."""
+"""Places where a run measures: this process, several GPUs of this host, or the devices of a Ray cluster.
+
+For a cluster, an actor on each node starts the same supervisor as a pool on this host does. The driver checks the nodes,
+their devices and each trace.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from typing import Any, TypeVar
 
 from tilegym_db.bench.devices import ray_probe
 from tilegym_db.bench.devices.devices import MeasuringDevice, devices_of, share_processors
-from tilegym_db.bench.devices.messages import Failed, Order, Ready, Traced, WorkItem
+from tilegym_db.bench.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.bench.devices.pool import DevicePool, DeviceProcess, SupervisorLost
-from tilegym_db.bench.devices.ray_address import connected, most_devices, names_cluster, parse_executor
+from tilegym_db.bench.devices.ray_address import connected, max_devices, names_cluster, parse_executor
 from tilegym_db.bench.devices.ray_parcels import ParcelStore, pack
 from tilegym_db.bench.machine import Machine, Missing, Site
 from tilegym_db.bench.plan import DefinitionPlan
@@ -37,16 +41,17 @@ def open_pool(
     gpu: str,
     waiting: Callable[[str], None] = lambda what: None,
 ) -> Iterator[DevicePool | None]:
-    """The supervisors of several devices, which load what they need while this process plans; None if it measures itself.
+    """Yield the supervisors of several devices, which start while this process plans; None if this process measures itself.
 
     Args:
-        executor: None or ``local`` for this host, or what :func:`~tilegym_db.bench.devices.ray_address.parse_executor` takes.
-        gpus: which GPUs, as :func:`~tilegym_db.bench.devices.devices.devices_of` takes it.
-        gpu: what ``--gpu`` says.
-        waiting: told what is waited for.
+        executor: None or ``local`` for this host, or what :func:`~tilegym_db.bench.devices.ray_address.parse_executor`
+            takes.
+        gpus: the GPUs, as :func:`~tilegym_db.bench.devices.devices.devices_of` takes them.
+        gpu: the value of ``--gpu``.
+        waiting: called with a description of a wait.
 
     Raises:
-        HardwareError, UsageError: no such devices, or no such executor.
+        HardwareError, UsageError: the devices or the executor do not exist.
         MissingPackageError: the executor needs a package that is not installed.
     """
     if executor is not None and names_cluster(executor):
@@ -67,7 +72,7 @@ def open_pool(
 
 
 def host_pool(devices: Sequence[MeasuringDevice]) -> DevicePool:
-    """Of devices of this host, all of one kind."""
+    """Return a pool of devices of this host, all of one kind."""
     blocks = share_processors(sorted(os.sched_getaffinity(0)), len(devices))
     processors = dict(zip((device.label for device in devices), blocks, strict=True))
 
@@ -78,14 +83,14 @@ def host_pool(devices: Sequence[MeasuringDevice]) -> DevicePool:
 
 
 # ---- pool -----------------------------------------------------------------------------------------
-# The devices of a Ray cluster as a pool: Ray places an actor on each, and nodes that join later are taken in.
+# Pool of the devices of a Ray cluster. Ray places an actor on each device; nodes that join later are added.
 
 Item = TypeVar("Item")
 
 LOOK_EVERY_S = 2.0
 PROBE_S = 60.0
-LEAST_PIECES = 4
-"""Of any plan, so that a node that joins a cluster of one finds something left to do."""
+MIN_PIECES = 4
+"""Minimum number of work items per plan, so that a node that joins later finds work."""
 POLL_S = 0.1
 
 
@@ -93,26 +98,26 @@ POLL_S = 0.1
 def cluster_pool(
     executor: str, gpus: str | None, gpu: str, waiting: Callable[[str], None] = lambda what: None
 ) -> Iterator[DevicePool]:
-    """The devices of one kind in the cluster that ``executor`` names, the first of them ready; at most as ``gpus`` says.
+    """Yield a pool of the devices of one kind in a cluster, after the first one is ready; ``gpus`` limits their number.
 
     Raises:
-        HardwareError: no cluster answers, it has no such device, or none of them works.
+        HardwareError: no cluster answers, it has no such device, or no device works.
         UsageError, MissingPackageError: as the functions of :mod:`~tilegym_db.bench.devices.ray_address`.
     """
-    address, most = parse_executor(executor), most_devices(gpus)
+    address, most = parse_executor(executor), max_devices(gpus)
     if gpu != "auto":
         parse_gpu(gpu)
     with connected(address):
         cluster = _Cluster(gpu, most)
         devices = cluster.first_devices()
-        pool = DevicePool(devices, cluster.start, cluster.arrivals, least_pieces=LEAST_PIECES)
+        pool = DevicePool(devices, cluster.start, cluster.arrivals, min_pieces=MIN_PIECES)
         with pool, cluster.looking():
             pool.site = Site(cluster.first_machine(pool, waiting), cluster.missing)
             yield pool
 
 
 class _Cluster:
-    """What this driver knows of the cluster: nodes seen, devices taken, parcels that Ray holds."""
+    """State of a cluster in this driver: known nodes, devices in use, parcels that Ray holds."""
 
     def __init__(self, gpu: str, most: int | None) -> None:
         self.gpu = gpu
@@ -131,10 +136,10 @@ class _Cluster:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def first_devices(self) -> list[MeasuringDevice]:
-        """Return those that are there.
+        """Return the devices that are there now.
 
         Raises:
-            HardwareError: there are none of the kind, each node is refused, or there are several kinds.
+            HardwareError: there is no device of the kind, every node is refused, or there are several kinds.
         """
         nodes = self._unseen()
         facts = self._described(nodes)
@@ -156,14 +161,16 @@ class _Cluster:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Look for new nodes meanwhile, in a thread: a node that does not answer holds nobody up."""
+        """Look for new nodes in a thread while the block runs. A node that does not answer blocks no other work."""
         ended = threading.Event()
 
         def look() -> None:
             from ray.exceptions import RayError
 
             while not ended.wait(LOOK_EVERY_S):
-                with contextlib.suppress(RayError, OSError):  # the cluster does not answer now: the next look may
+                with contextlib.suppress(
+                    RayError, OSError
+                ):  # the cluster does not answer now; try again at the next look
                     nodes = self._unseen()
                     for device in self._taken_in(nodes, self._described(nodes)):
                         self._found.put(device)
@@ -177,11 +184,11 @@ class _Cluster:
             thread.join(LOOK_EVERY_S)
 
     def arrivals(self) -> tuple[list[MeasuringDevice], list[str]]:
-        """Devices, and remarks on nodes that cannot be used, since it was last asked."""
+        """Return new devices since the last call, and remarks on nodes that cannot be used."""
         return _drained(self._found), _drained(self._remarks)
 
     def _unseen(self) -> list[Node]:
-        """Nodes that have come since the last look, of those that have what is measured on."""
+        """Return nodes that joined since the last look and have devices of the kind."""
         import ray
 
         nodes = [node for node in nodes_of(ray.nodes()) if node.node_id not in self._seen]
@@ -189,7 +196,7 @@ class _Cluster:
         return [node for node in nodes if (node.cpus if self.gpu == CPU else node.gpus)]
 
     def _described(self, nodes: list[Node]) -> dict[str, dict[str, Any]]:
-        """What each says of itself, by its id; one that cannot be asked is remarked on."""
+        """Return the facts of each node by its id; add a remark for a node that does not answer."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -227,7 +234,7 @@ class _Cluster:
     # -- devices ------------------------------------------------------------------------------------------------------
 
     def start(self, device: MeasuringDevice) -> RemoteProcess:
-        """Return an actor for it, which Ray starts when the device is free."""
+        """Create an actor for a device; Ray starts it when the device is free."""
         import ray
 
         slot = self._slots[device.label]
@@ -236,7 +243,7 @@ class _Cluster:
         return RemoteProcess(slot, actor, self._deliver, self._refuse, _is_alive)
 
     def _deliver(self, actor: Any, order: Order) -> None:
-        """Each parcel is given to Ray once, which keeps it for whoever asks for it."""
+        """Send an order to an actor. Each parcel is stored in Ray once, for all actors."""
         import ray
 
         body, parcels = pack(order)
@@ -246,17 +253,17 @@ class _Cluster:
 
     def _refuse(self, machine: Machine) -> str | None:
         if self.gpu != CPU and not machine.is_gpu:
-            return "Ray gave it a GPU, and PyTorch finds none there that it can use"
+            return "Ray assigned a GPU, but PyTorch finds no usable GPU there"
         with self._lock:
             if self.machine is None:
                 self.machine = machine
             return differs(machine, self.machine)
 
     def first_machine(self, pool: DevicePool, waiting: Callable[[str], None]) -> Machine:
-        """That of the first device that is ready; the plan is made for it.
+        """Return the machine of the first ready device; the plan is made for it.
 
         Raises:
-            HardwareError: not one of them works.
+            HardwareError: no device works.
         """
         waiting(f"waiting for the first of {len(pool.devices)} devices of the cluster")
         while True:
@@ -273,10 +280,10 @@ class _Cluster:
             time.sleep(POLL_S)
 
     def missing(self, solutions: Iterable[SolutionFiles]) -> Missing:
-        """What Solutions need and the nodes lack; all have the libraries of the first device.
+        """Return the requirements of Solutions that the nodes lack; all nodes have the libraries of the first device.
 
         Raises:
-            HardwareError: its node was lost.
+            HardwareError: the node was lost.
         """
         import ray
         from ray.exceptions import RayError
@@ -294,7 +301,7 @@ class _Cluster:
 
 
 def _placed(node: Node) -> dict[str, Any]:
-    """Options of what runs on this node or nowhere."""
+    """Return the options that place a task on this node only."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False), "num_cpus": 0}
@@ -315,29 +322,28 @@ def _drained(items: queue.SimpleQueue[Item]) -> list[Item]:
 
 
 # ---- actor ----------------------------------------------------------------------------------------
-# The actor of one device, a process that Ray starts on the node that has it.
+# Actor of one device: a process that Ray starts on the node.
 #
-# It does what the process that plans does for a device of its own host: starts the same supervisor, gives it orders,
-# hears what it tells. Between the two are only the parcels: records and sources come by digest into a catalog of this
-# actor's own.
+# It does the same as the planning process for a device of this host: it starts a supervisor, sends orders and receives
+# messages. In addition it unpacks parcels: records and sources arrive by digest in a catalog of the actor.
 
 LISTEN_S = 1.0
 THREADS_OF_RAY = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class TracedText:
-    """A trace as JSON, which its receiver validates."""
+class TraceText:
+    """A trace as JSON, which the receiver validates."""
 
     text: str
 
 
 class DeviceActor:
-    """One device. Its methods are called by one driver, at the same time from several threads of this process."""
+    """Actor for one device. One driver calls its methods, concurrently from several threads of this process."""
 
     def __init__(self, gpu: str, number: int, of: int) -> None:
-        """Start the supervisor for a GPU slug (``auto``: whatever Ray gave), as the ``number``-th of ``of`` on this node."""
-        # Ray sets it to the CPUs that an actor asked for; a supervisor's pools are as large as its block of processors.
+        """Start the supervisor for a GPU slug (``auto``: any GPU from Ray), as number ``number`` of ``of`` on this node."""
+        # Ray sets it to the CPUs of the actor, but thread pools of a supervisor must be as large as its block of processors.
         os.environ.pop(THREADS_OF_RAY, None)
         self._stack = ExitStack()
         self._parcels = ParcelStore(self._stack.enter_context(scratch_folder()))
@@ -346,13 +352,13 @@ class DeviceActor:
         self._failures: list[Any] = []
 
     def missing(self, dependencies: Mapping[str, tuple[str, ...]]) -> Missing:
-        """What cannot be used on this node; ``dependencies`` are those that Solutions declare, by name."""
+        """Return the requirements that this node lacks; ``dependencies`` are those that Solutions declare, by name."""
         from tilegym_db.bench.run_setup import lacking_dependencies, unusable_languages
 
         return Missing(unusable_languages(), lacking_dependencies(dependencies))
 
     def send(self, body: bytes, references: Mapping[str, Any]) -> None:
-        """Give the supervisor an order, after fetching what it names and this actor lacks; what fails is told as a failure."""
+        """Send the supervisor an order, after fetching the parcels that this actor lacks. Errors become Failed messages."""
         import ray
 
         try:
@@ -361,38 +367,40 @@ class DeviceActor:
                 self._parcels.add(key, parcel)
             self._process.send(self._parcels.unpack(body))
         except TilegymDBError as error:
-            self._failures.append(Failed(f"the order could not be taken there: {error}", is_device=True))
+            self._failures.append(Failed(f"the node could not accept the order: {error}", is_device=True))
         except SupervisorLost as lost:
             self._failures.append(Failed(str(lost), is_device=False))
 
     def receive(self) -> list[Any]:
-        """What the supervisor has told since it was last asked; empty if that is nothing within a second."""
-        told: list[Any] = []
+        """Return the supervisor's messages since the last call; empty if none arrives within a second."""
+        received: list[Any] = []
         try:
             if not self._failures and wait([self._process.connection], LISTEN_S):
-                while not told or self._process.connection.poll():
+                while not received or self._process.connection.poll():
                     message = self._process.receive()
-                    told.append(TracedText(message.trace.to_json()) if isinstance(message, Traced) else message)
-        except (SupervisorLost, OSError, ValueError) as lost:  # the last two: its socket was closed meanwhile
-            told.append(Failed(str(lost), is_device=False))
-        told += self._failures
+                    received.append(
+                        TraceText(message.trace.to_json()) if isinstance(message, TraceMessage) else message
+                    )
+        except (SupervisorLost, OSError, ValueError) as lost:  # the last two: its socket was closed
+            received.append(Failed(str(lost), is_device=False))
+        received += self._failures
         self._failures.clear()
-        return told
+        return received
 
     def close(self, timeout_s: float) -> None:
-        """End the supervisor and everything below it."""
+        """End the supervisor and all processes below it."""
         self._process.end(timeout_s)
         self._stack.close()
 
 
 # ---- remote ---------------------------------------------------------------------------------------
-# The driver's end of an actor: to a pool it is a supervisor as those of this host are.
+# Connection of the driver to an actor. For a pool it is a supervisor like those of this host.
 
 REASON_CHARACTERS = 400
 
 
 class RemoteProcess:
-    """A supervisor on a node of the cluster. A thread asks its actor for messages, checks them, and passes them on."""
+    """A supervisor on a node of the cluster. A thread receives its actor's messages, checks them, and passes them on."""
 
     def __init__(
         self,
@@ -405,11 +413,11 @@ class RemoteProcess:
         """Listen to an actor.
 
         Args:
-            slot: the device that it is for.
-            actor: Ray's handle of it.
-            deliver: sends it an order.
-            refuse: why a device cannot take part, when it says what it is.
-            is_alive: whether a node is there, by its id.
+            slot: the device.
+            actor: Ray's handle of the actor.
+            deliver: sends an order to the actor.
+            refuse: returns the reason why a machine cannot take part, or None.
+            is_alive: returns True if a node, given by its id, is alive.
         """
         self.device = slot.device
         self.item: WorkItem | None = None
@@ -417,7 +425,7 @@ class RemoteProcess:
         self.last_message_at = time.monotonic()
         self.machine: Machine | None = None
         self.failure: str | None = None
-        """Why it does nothing any more, before a pool has heard of it."""
+        """Reason why it stopped, before the pool receives it."""
         self.actor = actor
         self.connection, self._relayed = Pipe(duplex=False)
         self._node_id = slot.node.node_id
@@ -428,11 +436,11 @@ class RemoteProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Not before Ray has given it its device, which other jobs of the cluster may hold, and the supervisor has started."""
+        """True after Ray has assigned the device, which other jobs may hold, and the supervisor has started."""
         return self.machine is not None
 
     def send(self, order: Order) -> None:
-        """Give it its next order. Where it is gone, that comes as a message."""
+        """Send its next order. If the actor is gone, a message reports it."""
         self.item, self.done, self._order = order.item, set(), order
         self.last_message_at = time.monotonic()
         self._deliver(self.actor, order)
@@ -444,12 +452,12 @@ class RemoteProcess:
         return message
 
     def leave(self) -> None:
-        """Let its supervisor end; does not wait for that."""
+        """Let its supervisor end, without waiting."""
         if self._closing is None:
             self._closing = self.actor.close.remote(2.0)
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """End it, with patience where it was told to leave."""
+        """End it; after :meth:`leave`, wait up to the timeout first."""
         import ray
         from ray.exceptions import RayError
 
@@ -467,7 +475,7 @@ class RemoteProcess:
         import ray
         from ray.exceptions import RayError
 
-        with contextlib.suppress(OSError):  # the pool is done with it, and has closed its end
+        with contextlib.suppress(OSError):  # the pool has closed its end
             while self.failure is None:
                 try:
                     messages = ray.get(self.actor.receive.remote())
@@ -484,26 +492,26 @@ class RemoteProcess:
                     return
 
     def _checked(self, message: Any) -> Any:
-        """Return the message, or in its place a failure of the device where it cannot be believed."""
+        """Return the message, or a failure of the device if the message is not valid."""
         match message:
             case Ready():
                 reason = self._refuse(message.machine)
                 if reason is not None:
                     return Failed(reason, is_device=True)
                 self.machine = message.machine
-            case TracedText(text):
+            case TraceText(text):
                 return self._checked_trace(text)
         return message
 
-    def _checked_trace(self, text: str) -> Traced | Failed:
+    def _checked_trace(self, text: str) -> TraceMessage | Failed:
         assert self._order is not None
         assert self.machine is not None
         try:
             trace = Trace.from_json(text, f"a trace from {self.device.label}")
         except RecordError as error:
             return Failed(str(error), is_device=True)
-        reason = doubt(trace, self._order, self.machine)
-        return Traced(trace) if reason is None else Failed(f"it sent a trace that is refused: {reason}", is_device=True)
+        reason = trace_problem(trace, self._order, self.machine)
+        return TraceMessage(trace) if reason is None else Failed(f"it sent an invalid trace: {reason}", is_device=True)
 
 
 def _first_words(error: Exception) -> str:
@@ -513,14 +521,14 @@ def _first_words(error: Exception) -> str:
 
 
 # ---- nodes ----------------------------------------------------------------------------------------
-# Which nodes of a cluster take part, with which devices, and why others do not. Pure.
+# Choice of the nodes and devices of a cluster that take part, with reasons for the others. Pure.
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is alive, and how many GPUs and CPUs Ray has there to give."""
+    """A node that is alive, and the numbers of GPUs and CPUs that Ray has there."""
 
     node_id: str
     address: str
@@ -530,7 +538,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Slot:
-    """One device of a node, the ``number``-th of so many ``of`` it; Ray is asked for so many ``gpus`` and ``processors``."""
+    """One device of a node, number ``number`` of ``of``. Ray is asked for ``gpus`` GPUs and ``processors`` CPUs."""
 
     device: MeasuringDevice
     node: Node
@@ -541,7 +549,7 @@ class Slot:
 
 
 def nodes_of(rows: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """From what ``ray.nodes()`` says."""
+    """Return the live nodes in the output of ``ray.nodes()``."""
     found = []
     for row in rows:
         if row["Alive"]:
@@ -552,8 +560,9 @@ def nodes_of(rows: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str | None:
-    """Return why a node cannot take part in a run for a GPU (``auto``: any), or None. ``own`` describes this process's
-    package.
+    """Return the reason why a node cannot take part in a run for a GPU (``auto``: any), or None.
+
+    ``own`` describes the package of this process.
     """
     if "missing" in facts:
         return (
@@ -571,8 +580,7 @@ def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str |
 
 
 def chosen_kind(gpu: str, found: Collection[str]) -> str:
-    """Return the GPU that a run is for: what was asked for, or the only kind among the device names that were
-    ``found``.
+    """Return the GPU of a run: the requested one, or the only kind among the device names ``found``.
 
     Raises:
         HardwareError: there are several.
@@ -590,9 +598,10 @@ def chosen_kind(gpu: str, found: Collection[str]) -> str:
 
 
 def slots_of(node: Node, label: str, gpu: str) -> list[Slot]:
-    """Return every device of a node for a run on a GPU, or on CPUs.
+    """Return every device of a node for a run on a GPU or on CPUs.
 
-    All processors of a node are one device, of which Ray is asked for the whole: two at once would disturb each other's times.
+    All processors of a node are one device: two measurements at once would disturb each other. So Ray is asked for all of
+    them.
     """
     if gpu == CPU:
         return [Slot(MeasuringDevice(f"{label} CPU", gpu=CPU), node, 0, 1, 0, node.cpus)] if node.cpus else []
@@ -604,17 +613,14 @@ def slots_of(node: Node, label: str, gpu: str) -> list[Slot]:
 
 
 def label_of(host: str, node_id: str, taken: Collection[str]) -> str:
-    """Return a name of a node for people: its host's, with the start of its id where another node of this run is on
-    that host.
-    """
+    """Return a readable name of a node: its host name, with the start of its id if another node is on that host."""
     return f"{host} ({node_id[:6]})" if host in taken else host
 
 
 def differs(machine: Machine, planned: Machine) -> str | None:
-    """Return why a device cannot take part in a run that was ``planned`` for another, or None: another kind, or other
-    libraries.
+    """Return the reason why a device differs in kind or libraries from the ``planned`` one, or None.
 
-    What can run, and which Solutions are left out, was decided for all of them at once.
+    The plan, including the Solutions left out, is the same for all devices.
     """
     if machine.gpu != planned.gpu:
         return f"it is {machine.gpu_name} ({machine.gpu}), and this run is for {planned.gpu}"
@@ -626,36 +632,35 @@ def differs(machine: Machine, planned: Machine) -> str | None:
 
 
 # ---- checks ---------------------------------------------------------------------------------------
-# What a driver can check of a trace that was measured on another host, before it signs it as its own. Pure.
+# Checks of a trace from another host, before the driver signs it. Pure.
 
 MACHINE_FIELDS = ("gpu", "gpu_name", "sm", "driver", "cuda", "libs", "gpu_uuid", "host")
 
 
-def doubt(trace: Trace, order: Order, machine: Machine) -> str | None:
-    """Return why a trace is none of those that an order asked for, on the device that the order went to; None if it
-    is.
+def trace_problem(trace: Trace, order: Order, machine: Machine) -> str | None:
+    """Return the reason why a trace does not belong to an order and its device, or None.
 
-    Whether its figures can be true is asked whenever a trace is read (docs/trust.md), and not here.
+    Plausibility of its figures is checked later, whenever a trace is read (docs/trust.md).
     """
     session = order.session
     if trace.run_id != session.run_id:
         return f"it is of run {trace.run_id}, not {session.run_id}"
     if trace.tier not in (session.policy.tier, *UNTIMED_TIERS):
-        return f"it is of the tier {trace.tier}, and {session.policy.tier} was asked for"
+        return f"it is of the tier {trace.tier}, but {session.policy.tier} was ordered"
     for name in MACHINE_FIELDS:
         stated, known = getattr(trace, name), getattr(machine, name)
         if stated != known:
-            return f"its {name} is {stated!r}, and the device that was asked has {known!r}"
+            return f"its {name} is {stated!r}, but the device of the order has {known!r}"
     if session.confined and trace.status == "PASSED" and trace.sandbox_level < MIN_SANDBOX_LEVEL:
-        return f"its worker was confined at level {trace.sandbox_level}, and a promotion asks for {MIN_SANDBOX_LEVEL}"
+        return f"its worker was confined at level {trace.sandbox_level}, but a promotion needs {MIN_SANDBOX_LEVEL}"
     planned = _planned(trace, order)
     if planned is None:
-        return f"nobody asked for {trace.solution} on workload {trace.workload_uuid}"
+        return f"the order has no {trace.solution} on workload {trace.workload_uuid}"
     plan, workload = planned
     if trace.axes != plan.definition.bind_axes(workload.axes):
         return f"its axes are {trace.axes}, which are not those of its workload"
     if session.job == "measure" and not _takes_part(plan, workload, trace):
-        return f"nobody asked for {trace.solution} with config {trace.config} on workload {trace.workload_uuid}"
+        return f"the order has no {trace.solution} with config {trace.config} on workload {trace.workload_uuid}"
     key: tuple[Any, ...] = (trace.solution_digest, trace.config, trace.workload_uuid)
     if trace.trace_id != new_trace_id(trace.run_id, trace.tier, trace.attempt, *key):
         return f"its id {trace.trace_id} is not that of its content"

@@ -1,7 +1,7 @@
-"""Gives out work to the supervisors of several devices, and goes on where one dies: its work is done by another.
+"""Distribution of work to the supervisors of several devices. If one dies, another does its work.
 
-Nothing measured is kept before its workload is concluded, so that what was in flight when a supervisor died is measured again
-as a whole, and a trace exists once.
+Measurements are kept only after their workload is concluded. So the work in flight of a dead supervisor is repeated as a
+whole, and each trace exists once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any, Protocol, Self
 
 from tilegym_db.bench.devices.devices import MeasuringDevice
 from tilegym_db.bench.devices.messages import (
-    Concluded,
     Done,
     Failed,
+    JobMessage,
     Order,
     Peaks,
+    ProgressMessage,
     Ready,
     Session,
-    Starting,
-    Told,
-    Traced,
+    TraceMessage,
     WorkItem,
+    WorkloadDone,
     WorkQueue,
     divide,
 )
@@ -46,40 +46,42 @@ from tilegym_db.sandbox.limits import HOST_SHARE
 from tilegym_db.verify.phases import AT_WORK, IDLE, START, added
 
 MAX_RESTARTS = 2
-"""So many times a supervisor that died is started again on its device."""
+"""Maximum number of restarts of a dead supervisor per device."""
 SILENCE_S = 1800.0
-"""A supervisor that tells nothing for so long hangs, as it may where its GPU fell off the bus. Longer than any one workload."""
+"""A supervisor without messages for this long hangs, for example because its GPU fell off the bus. The value is longer than
+any one workload.
+"""
 STOP_TIMEOUT_S = 15.0
 
 JOINED = "has joined, and starts"
 
 Arrivals = Callable[[], tuple[list[MeasuringDevice], list[str]]]
-"""Devices that have come since it was last asked, and remarks about those that cannot be used."""
+"""Function that returns new devices since the last call, and remarks on unusable ones."""
 
 
 def no_arrivals() -> tuple[list[MeasuringDevice], list[str]]:
-    """Return those of a host: it has the GPUs that it has."""
+    """Return no new devices: the GPUs of a host do not change."""
     return [], []
 
 
 @dataclass
 class Callbacks:
-    """Whom the pool tells what. ``traced`` gets traces of concluded workloads, with ``immediate`` each as it comes."""
+    """Callbacks of a pool. ``traced`` gets the traces of concluded workloads; with ``immediate``, each trace as it arrives."""
 
     traced: Callable[[Trace], None]
     starting: Callable[[str, str], None] = lambda device, what: None
-    concluded: Callable[[Concluded], None] = lambda message: None
+    concluded: Callable[[WorkloadDone], None] = lambda message: None
     peaks: Callable[[Peaks], None] = lambda message: None
-    told: Callable[[Any], None] = lambda content: None
+    job_message: Callable[[Any], None] = lambda content: None
     extra: Callable[[WorkItem], Any] = lambda item: None
     immediate: bool = False
 
 
 @dataclass
 class PoolReport:
-    """How many traces each device measured, what was lost and taken over, and what was given up, with reasons.
+    """Number of traces per device, work that was lost and repeated, and work that was given up, with reasons.
 
-    ``seconds`` says where the time of each device went, as :mod:`tilegym_db.verify.phases` names it.
+    ``seconds`` is the time of each device by the phases of :mod:`tilegym_db.verify.phases`.
     """
 
     traces: Counter[str] = field(default_factory=Counter)
@@ -90,7 +92,7 @@ class PoolReport:
 
 
 class DevicePool:
-    """The supervisors of some devices, from entering the ``with`` block to its end."""
+    """Supervisors of some devices, which run during the ``with`` block."""
 
     def __init__(
         self,
@@ -98,23 +100,23 @@ class DevicePool:
         start: Callable[[MeasuringDevice], DeviceSupervisor],
         arrivals: Arrivals = no_arrivals,
         site: Site | None = None,
-        least_pieces: int = 0,
+        min_pieces: int = 0,
     ) -> None:
-        """Not started yet.
+        """Create the pool; entering the ``with`` block starts it.
 
         Args:
             devices: all of one kind.
-            start: starts the supervisor of one of them, at the beginning and where one was lost.
-            arrivals: asked again and again for further devices.
-            site: what planning has to know of the devices, where they are not of this host.
-            least_pieces: of a plan, for devices that may come later.
+            start: starts the supervisor of a device, at the beginning and after a loss.
+            arrivals: polled for further devices.
+            site: description of the devices for planning, if they are on other hosts.
+            min_pieces: minimum number of work items of a plan, for devices that may come later.
         """
         self.devices = list(devices)
         self.processes: dict[str, DeviceSupervisor] = {}
         self.site = site
         self._start_on = start
         self._arrivals = arrivals
-        self._least_pieces = least_pieces
+        self._min_pieces = min_pieces
         self._restarts: Counter[str] = Counter()
         self._held: dict[str, dict[str, list[Trace]]] = {}
         self._gone: list[str] = []
@@ -134,7 +136,7 @@ class DevicePool:
         self._held[device.label] = {}
 
     def stop(self) -> None:
-        """End every supervisor and the workers below it; what is in flight is lost."""
+        """End every supervisor and its workers; work in flight is lost."""
         for process in self.processes.values():
             process.leave()
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -143,14 +145,14 @@ class DevicePool:
         self.processes.clear()
 
     def divided(self, plans: Sequence[DefinitionPlan]) -> list[WorkItem]:
-        """Plans as pieces for these devices."""
-        return divide(plans, max(len(self.devices), self._least_pieces))
+        """Return plans as work items for these devices."""
+        return divide(plans, max(len(self.devices), self._min_pieces))
 
     def run(self, session: Session, items: Sequence[WorkItem], callbacks: Callbacks) -> PoolReport:
-        """Have everything done. Returns also where Ctrl-C ended it, or where something could not be done.
+        """Run all items. This also returns after Ctrl-C, or if some work could not be done.
 
         Raises:
-            HardwareError: not one device could do anything; the message has the reason of each.
+            HardwareError: no device could do any work; the message has the reason for each.
         """
         report, work = PoolReport(), WorkQueue.of(items)
         report.seconds = {device.label: {} for device in self.devices}
@@ -207,21 +209,21 @@ class DevicePool:
     ) -> None:
         label = process.device.label
         match message:
-            case Starting(what):
+            case ProgressMessage(what):
                 callbacks.starting(label, what)
-            case Traced(trace) if callbacks.immediate:
+            case TraceMessage(trace) if callbacks.immediate:
                 self._keep([trace], label, callbacks, report)
-            case Traced(trace):
+            case TraceMessage(trace):
                 self._held[label].setdefault(trace.workload_uuid, []).append(trace)
-            case Concluded(uuid):
+            case WorkloadDone(uuid):
                 callbacks.concluded(message)
                 if not callbacks.immediate:
                     process.done.add(uuid)
                 self._keep(self._held[label].pop(uuid, []), label, callbacks, report)
             case Peaks():
                 callbacks.peaks(message)
-            case Told(content):
-                callbacks.told(content)
+            case JobMessage(content):
+                callbacks.job_message(content)
             case Ready(seconds):
                 report.seconds[label] = added(report.seconds[label], {START: seconds})
             case Done(seconds):
@@ -248,7 +250,10 @@ class DevicePool:
         *,
         for_good: bool = False,
     ) -> None:
-        """Its work goes back, and its device gets another supervisor, or is used no more. Told at once, not only at the end."""
+        """Return the work of a lost supervisor to the queue, and start another supervisor or give the device up.
+
+        The loss is reported at once, not only at the end.
+        """
         device = process.device
         callbacks.starting(device.label, f"lost: {reason}")
         self.processes.pop(device.label, None)
@@ -256,10 +261,10 @@ class DevicePool:
         if process.item is not None:
             work.lose(process.item, process.done, f"{device.label}: {reason}")
         if for_good or self._restarts[device.label] >= MAX_RESTARTS:
-            self._gone.append(f"{device.label} is used no more: {reason}")
+            self._gone.append(f"{device.label} is not used anymore: {reason}")
             return
         self._restarts[device.label] += 1
-        taken_over = "" if process.item is None else f"; what it had in flight is done again ({process.item.label})"
+        taken_over = "" if process.item is None else f"; its work in flight is repeated ({process.item.label})"
         report.notes.append(f"{device.label}: {reason}{taken_over}")
         self._start(device)
 
@@ -267,12 +272,12 @@ class DevicePool:
         for process in list(self.processes.values()):
             if process.item is not None and time.monotonic() - process.last_message_at > SILENCE_S:
                 process.end(0.1)
-                reason = f"its supervisor told nothing for {SILENCE_S:.0f} s"
+                reason = f"its supervisor sent no message for {SILENCE_S:.0f} s"
                 self._lose(process, reason, work, callbacks, report, for_good=True)
 
 
 # ---- process --------------------------------------------------------------------------------------
-# The other end of a supervisor: start the process, send it an order, receive its messages, end it.
+# Connection to a supervisor: start the process, send orders, receive messages, end it.
 
 TAIL_BYTES = 2000
 
@@ -282,7 +287,7 @@ class SupervisorLost(Exception):
 
 
 class DeviceSupervisor(Protocol):
-    """What a pool asks of the other end of a supervisor, wherever that runs; :class:`DeviceProcess` says what each is."""
+    """Interface of a supervisor for a pool, on any host; see :class:`DeviceProcess`."""
 
     device: MeasuringDevice
     item: WorkItem | None
@@ -292,23 +297,23 @@ class DeviceSupervisor(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes an order now."""
+        """True if it takes an order now."""
 
     def send(self, order: Order) -> None:
-        """Give it its next order."""
+        """Send its next order."""
 
     def receive(self) -> Any:
-        """Return its next message; called where ``connection`` has one."""
+        """Return its next message; called if ``connection`` has one."""
 
     def leave(self) -> None:
-        """Let it end; does not wait for that."""
+        """Let it end, without waiting."""
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """Wait for its end, or bring it about."""
+        """Wait for its end, or kill it."""
 
 
 class DeviceProcess:
-    """The supervisor of one device. Starts at once, so that it is ready when there is a plan."""
+    """Supervisor process of one device. It starts at once, so that it is ready when the plan is."""
 
     def __init__(self, device: MeasuringDevice, gpu: str, processors: Sequence[int], share: int) -> None:
         """Start it for a GPU slug, on these processors, as one of ``share`` supervisors on this host."""
@@ -317,7 +322,7 @@ class DeviceProcess:
         self.done: set[str] = set()
         """Workloads of the item that are concluded."""
         self.last_message_at = time.monotonic()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         ours, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[3])
         python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
@@ -333,9 +338,9 @@ class DeviceProcess:
                 ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 env={**os.environ, "PYTHONPATH": python_path, HOST_SHARE: str(share), **device.environment},
-                start_new_session=True,  # Ctrl-C is for us, who let what is finished be kept
+                start_new_session=True,  # Ctrl-C only reaches this process, which keeps finished work
             )
             self.connection = Connection(os.dup(ours.fileno()))
 
@@ -346,15 +351,15 @@ class DeviceProcess:
 
     @property
     def is_ready(self) -> bool:
-        """From the start: an order waits in its socket until it has its device."""
+        """True from the start: an order waits in the socket until the supervisor has its device."""
         return True
 
     def leave(self) -> None:
-        """Let it end, which it does when its socket is closed."""
+        """Let it end by closing its socket."""
         self.connection.close()
 
     def send(self, order: Order) -> None:
-        """Give it its next order.
+        """Send its next order.
 
         Raises:
             SupervisorLost: it is gone.
@@ -380,7 +385,7 @@ class DeviceProcess:
         return message
 
     def end(self, timeout_s: float = 2.0) -> str:
-        """Wait for its end, or bring it about; returns how it ended. Safe to call twice."""
+        """Wait for its end, or kill it; return how it ended. Safe to call twice."""
         with contextlib.suppress(OSError):
             self.connection.close()
         try:
@@ -392,10 +397,10 @@ class DeviceProcess:
         return f"its supervisor ended ({how}){self._last_line()}"
 
     def _last_line(self) -> str:
-        if self._said.closed:
+        if self._stderr.closed:
             return ""
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, size - TAIL_BYTES))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        self._said.close()
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - TAIL_BYTES))
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        self._stderr.close()
         return f": {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""Which Ray cluster is meant, and the connection to it: refused within seconds where nothing answers."""
+"""Address of the Ray cluster, and the connection to it. If no cluster answers, the connection fails within seconds."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ CLIENT = "ray://"
 REASON_CHARACTERS = 400
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 REACH_S = 3.0
-"""A host that accepts no connection in this time does not answer."""
+"""Seconds to wait for a host to accept a connection."""
 CONNECT_S = 12.0
-"""Ray connects within two seconds where it does; where something else listens it tries for a minute."""
+"""Seconds to wait for Ray. Ray connects within two seconds; if another program listens at the port, it would try for a
+minute.
+"""
 CLIENT_CONNECT_S = 30.0
-"""For Ray's client the cluster starts a process first."""
+"""The same for Ray's client, since the cluster first starts a process."""
 
 
 def names_cluster(executor: str) -> bool:
-    """Return True if ``--executor`` asks for other devices than those of this host."""
+    """Return True if ``--executor`` names devices outside this host."""
     return executor != LOCAL
 
 
 def parse_executor(text: str) -> str:
     """Return the address of the cluster that ``--executor`` names.
 
-    ``ray`` is the one that ``RAY_ADDRESS`` names, else the one that runs on this machine; ``ray:HOST:PORT`` and
-    ``ray://HOST:PORT``, Ray's own client, name one.
+    ``ray`` is the cluster in ``RAY_ADDRESS``, else the one on this machine. ``ray:HOST:PORT`` names one, and
+    ``ray://HOST:PORT`` does so through Ray's client.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text is malformed.
     """
     if text == RAY:
         return os.environ.get(ADDRESS_VARIABLE) or AUTO
@@ -58,11 +60,11 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) < 1 << 16 else None
 
 
-def most_devices(gpus: str | None) -> int | None:
-    """Return how many devices ``--gpus`` allows; None for all of the cluster.
+def max_devices(gpus: str | None) -> int | None:
+    """Return the maximum number of devices that ``--gpus`` allows; None for all of the cluster.
 
     Raises:
-        UsageError: it names GPUs by their index, which only a host has.
+        UsageError: it names GPUs by index, which exists only on a host.
     """
     if gpus is None:
         return None
@@ -76,9 +78,9 @@ def most_devices(gpus: str | None) -> int | None:
 
 
 def require_ray() -> None:
-    """Raise :class:`MissingPackageError` where Ray is not installed."""
+    """Raise :class:`MissingPackageError` if Ray is not installed."""
     found = importlib.util.find_spec(RAY)
-    if found is None or found.origin is None:  # a folder of that name is no package
+    if found is None or found.origin is None:  # a folder of that name is not a package
         error = missing_package(RAY)
         assert error is not None
         raise error
@@ -86,10 +88,10 @@ def require_ray() -> None:
 
 @contextlib.contextmanager
 def connected(address: str, patience_s: float | None = None) -> Iterator[None]:
-    """This process as a driver of the cluster; one that is connected already stays so.
+    """Connect this process to the cluster as a driver while the block runs; keep an existing connection.
 
     Raises:
-        HardwareError: nothing answers there, or it refuses this driver.
+        HardwareError: no cluster answers at the address, or it refuses this driver.
     """
     require_ray()
     import ray
@@ -127,7 +129,10 @@ def _no_answer(address: str, reason: str) -> str:
 
 
 def _connect(address: str, patience_s: float) -> None:
-    """In a thread, because Ray itself waits for a minute, and then ends the process, where a port answers that is not its."""
+    """Connect in a thread with a timeout.
+
+    Ray itself waits for a minute, and then ends the process, if another program answers.
+    """
     import ray
     from ray.exceptions import RayError
 
@@ -161,9 +166,10 @@ def _connect(address: str, patience_s: float) -> None:
 
 @contextlib.contextmanager
 def _kept_off_stdout() -> Iterator[None]:
-    """Ray prints the end of a node, with pages of its state, on standard output, where our results go.
+    """Suppress Ray's messages on standard output while the block runs: our results go there.
 
-    It has no switch for that: what prints is replaced meanwhile, where it is still called so. Losses are told by the pool.
+    When a node ends, Ray prints pages of its state there. It has no switch for that, so this replaces the printing
+    function, if it still exists. The pool reports losses itself.
     """
     from ray._private import worker
 
@@ -171,7 +177,7 @@ def _kept_off_stdout() -> Iterator[None]:
     if printing is None:
         yield
         return
-    worker.print_to_stdstream = lambda *told, **options: None
+    worker.print_to_stdstream = lambda *lines, **options: None
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Orders between hosts: records and sources travel by digest, and lie in a catalog of the node's own, checked.
+"""Orders between hosts: records and sources are sent by digest, and stored in a checked catalog on the node.
 
-An order is pickled with a name in place of each record: a Definition's digest, a Workload's uuid, the digest of a Solution's
-record and sources. What they name travels apart from it, as text, once to each device that lacks it. Paths of the driver's
-host mean nothing elsewhere: each is the node's own folder there.
+A pickled order has a name in place of each record: a Definition's digest, a Workload's uuid, or the digest of a Solution's
+record and sources. The records are sent separately, as text, once to each device that lacks them. Paths of the
+driver's host have no meaning elsewhere, so each becomes the folder of the node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["definition", "workload", "solution", "blob"]
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a name of an order stands for. ``files`` are those of a Solution, or the one that holds inputs of a Workload."""
+    """The content behind a name in an order. ``files`` are those of a Solution, or the input file of a Workload."""
 
     kind: Kind
     digest: str
@@ -37,7 +37,7 @@ class Parcel:
 
     @property
     def key(self) -> str:
-        """Of its kind and content."""
+        """Digest of its kind and content."""
         content = hashlib.sha256(f"{self.kind}\0{self.text}\0".encode())
         for path, data in sorted(self.files.items()):
             content.update(f"{path}\0".encode() + hashlib.sha256(data).digest())
@@ -45,10 +45,10 @@ class Parcel:
 
 
 def pack(order: Order) -> tuple[bytes, dict[str, Parcel]]:
-    """Return an order with names in place of records, and by name what these stand for.
+    """Return an order with names in place of records, and the parcel of each name.
 
     Raises:
-        RecordError: a file that holds inputs is missing, or is not what it was.
+        RecordError: an input file is missing, or was changed.
     """
     buffer = io.BytesIO()
     packer = _Packer(buffer)
@@ -66,7 +66,7 @@ class _Packer(pickle.Pickler):
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
         self.parcels: dict[str, Parcel] = {}
         self._keys: dict[int, str] = {}
-        self._packed: list[Any] = []  # kept, so that no other object gets the id of one that was packed
+        self._packed: list[Any] = []  # keep packed objects alive, so that their ids stay unique
 
     def persistent_id(self, item: Any) -> tuple[str, str] | None:
         if isinstance(item, Path):
@@ -93,26 +93,26 @@ def _parcel(item: SolutionFiles | Definition | Workload) -> Parcel:
 
 
 class ParcelStore:
-    """The catalog of one device of a node, in a folder of its own; what is in it was checked when it came."""
+    """The catalog of one device of a node, in its own folder. All records in it were checked on arrival."""
 
     def __init__(self, folder: Path) -> None:
-        """Empty."""
+        """Create an empty store."""
         self.folder = folder
         self._records: dict[str, Any] = {}
 
     def lacks(self, keys: Mapping[str, Any]) -> list[str]:
-        """Return those that it does not have."""
+        """Return the keys that the store does not have."""
         return [key for key in keys if key not in self._records]
 
     def add(self, key: str, parcel: Parcel) -> None:
-        """Take a parcel in.
+        """Check a parcel and add it.
 
         Raises:
-            RecordError: its content is not that of its key, or is no record of the digest that it states.
+            RecordError: its content does not match its key, or its record does not have the stated digest.
         """
         if parcel.key != key:
             raise RecordError(
-                f"a {parcel.kind} came as something else than it was sent as: {parcel.key[:12]}..., {key[:12]}...",
+                f"a {parcel.kind} was changed on its way: it has the key {parcel.key[:12]}..., not {key[:12]}...",
                 code="parcel_key_differs",
             )
         record, digest = self._checked(key, parcel)
@@ -142,7 +142,7 @@ class ParcelStore:
 
     def _write_solution(self, key: str, parcel: Parcel) -> Path:
         name = json.loads(parcel.text)["name"]
-        folder = self.folder / "solutions" / key[:16] / str(name)  # two versions of one name do not meet
+        folder = self.folder / "solutions" / key[:16] / str(name)  # keeps two versions of one name apart
         for path, content in parcel.files.items():
             self._write(folder, path, content)
         self._write(folder, "solution.json", parcel.text.encode())
@@ -156,7 +156,7 @@ class ParcelStore:
         write_atomically(target, content)
 
     def unpack(self, body: bytes) -> Order:
-        """Return the order, with the records that its names stand for."""
+        """Return the order with its records."""
         order = _Unpacker(body, self._records, self.folder).load()
         assert isinstance(order, Order)
         return order

@@ -1,7 +1,6 @@
-"""What runs on a node before anything else does: it says whether the node has this package, and the same one.
+"""Probe that runs first on a node of a Ray cluster: it reports if the node has this package, in the same version.
 
-Sent by value, since the node may not have it: the functions here import nothing of this package but what they look for, and do
-so inside.
+Ray sends these functions by value, since the node may lack the package. So they import the package only inside.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from typing import Any
 
 
 def package_facts() -> dict[str, Any]:
-    """Version of the package that is imported here, and a digest of its source files."""
+    """Return the version of the imported package, and a digest of its source files."""
     import hashlib
     import importlib
     from pathlib import Path
 
-    package = importlib.import_module("tilegym_db")  # what a node has of that name
+    package = importlib.import_module("tilegym_db")  # the node's own package of that name
     folder = Path(package.__file__ or "").parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -25,14 +24,16 @@ def package_facts() -> dict[str, Any]:
 
 
 def describe_node(own: dict[str, Any]) -> dict[str, Any]:
-    """Host name, Python and package of a node; of the GPUs the names, where the package is ``own``, that of the driver."""
+    """Return host name, Python and package of a node, and its GPU names according to the driver if the package equals
+    ``own``.
+    """
     import platform
     import sys
 
     facts: dict[str, Any] = {"host": platform.node(), "executable": sys.executable, "gpu_names": ()}
     try:
         facts |= package_facts()
-    except Exception as error:  # whatever keeps the package from being imported there is what has to be told
+    except Exception as error:  # report any error of the import
         return facts | {"missing": f"{type(error).__name__}: {error}"}
     if facts["digest"] == own["digest"]:
         from tilegym_db.driver import driver_gpu_names

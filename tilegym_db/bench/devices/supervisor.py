@@ -1,8 +1,8 @@
-"""The supervisor of one device, a process of its own: ``python -m`` starts it, with a socket as standard input.
+"""Supervisor process of one device: the harness of its device. ``python -m`` starts it, with a socket as standard input.
 
-It is the harness of its device: it draws inputs, keeps oracle and clock, and has its own fork server and workers, through the
-executor that a run without ``--gpus`` uses. Its arguments are the processors that it may use and the slug of the GPU that it must
-find. It ends when the socket does. What imports PyTorch is imported in functions, after the fork server was started.
+It draws inputs, runs oracle and clock, and has its own fork server and workers. It uses the same executor as a run without
+``--gpus``. Its arguments are its processors and the slug of the GPU that it must find. It ends when the socket is closed.
+PyTorch is imported in functions, after the start of the fork server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.bench.calibrate import peaks_or_reason
-from tilegym_db.bench.devices.messages import Concluded, Done, Order, Peaks, Session, Starting, Told, Traced
+from tilegym_db.bench.devices.messages import (
+    Done,
+    JobMessage,
+    Order,
+    Peaks,
+    ProgressMessage,
+    Session,
+    TraceMessage,
+    WorkloadDone,
+)
 from tilegym_db.bench.local_executor import Capacity, LocalExecutor
 from tilegym_db.bench.machine import Machine, leaving_processors, require_healthy, select_machine
 from tilegym_db.bench.promotions import require_sandbox
@@ -39,26 +48,26 @@ from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.verify.phases import AT_WORK, PREPARE, PROCESSORS, Phases, processor_seconds
 
 GRACE_S = 20.0
-"""Code that is interrupted has so long to end. It may be in the middle of a call of a library that catches what is raised."""
+"""Seconds that interrupted code has to end. It may be in a library call that catches the exception."""
 
 
 def main() -> None:
     """Carry out orders until there are no more."""
     began = time.monotonic()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in its background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell job ignores SIGINT
     os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
     connection = _take_socket()
     orders = queue.Queue[Any]()
     threading.Thread(target=listen, args=(connection, orders), daemon=True).start()
     try:
-        with _telling_failures(connection):
+        with _sending_failures(connection):
             _serve(connection, orders, began)
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # whoever gave the orders has ended, or wants us to
+        pass  # the planning process has ended, or ends this one
 
 
 def _take_socket() -> Connection:
-    """Return the socket at a descriptor that no compiler which is started later inherits."""
+    """Return the socket at a descriptor that compilers started later do not inherit."""
     connection = Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -66,9 +75,11 @@ def _take_socket() -> Connection:
 
 
 def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
-    """Pass orders on; at the end of all, end the main thread, by a signal only where it does not wait for an order.
+    """Pass orders on; after the last one, end the main thread.
 
-    On hosts of H200s a waiting one was not woken by a signal to its process, and was killed after 15 s.
+    Use a signal only if it is at work, not waiting for an order.
+
+    On hosts with H200s, a signal did not wake a waiting process, which was then killed after 15 s.
     """
     try:
         while True:
@@ -79,7 +90,7 @@ def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
     if is_at_work:
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
-    os._exit(1)  # its device must not stay taken by a process that nobody gives orders; its workers end with it
+    os._exit(1)  # free the device, since no more orders come; the workers end with this process
 
 
 def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> None:
@@ -99,64 +110,64 @@ def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> No
 
 
 def _find_sandbox(device: str) -> None:
-    """Find out how workers can be confined, which takes the start of a worker or two, while there is no order yet."""
+    """Determine the sandbox level of workers early, while there is no order yet: this starts a worker or two."""
     from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout, best_level
 
-    with contextlib.suppress(WorkerDied, WorkerTimeout):  # whoever needs a worker meets it again, and says so
+    with contextlib.suppress(WorkerDied, WorkerTimeout):  # the next use of a worker reports it
         best_level(device)
 
 
 @contextlib.contextmanager
-def _telling_failures(connection: Connection) -> Iterator[None]:
-    """The boundary of this process: whatever ends it is told, with the reason."""
+def _sending_failures(connection: Connection) -> Iterator[None]:
+    """Send every failure that ends this process, with its reason. This is the process boundary."""
     from tilegym_db.errors import HardwareError
 
     try:
         yield
     except HardwareError as error:
-        _tell_failure(connection, str(error), is_device=True)
+        _send_failure(connection, str(error), is_device=True)
     except BrokenPipeError:
         raise
     except Exception as error:
         traceback.print_exc()
-        _tell_failure(connection, f"{type(error).__name__}: {error}", is_device=False)
+        _send_failure(connection, f"{type(error).__name__}: {error}", is_device=False)
 
 
-def _tell_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
+def _send_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
     from tilegym_db.bench.devices.messages import Failed
 
     connection.send(Failed(reason, is_device))
 
 
 # ---- jobs -----------------------------------------------------------------------------------------
-# What a supervisor does with an order: one function a job, each over the executor that runs without ``--gpus`` use.
+# Execution of an order: one function per job, over the executor that a run without ``--gpus`` uses.
 
 
 @dataclass
 class DeviceJobs:
-    """One device, and whom to tell what comes of the orders for it."""
+    """Jobs on one device. Results are passed to ``send``."""
 
     machine: Machine
-    tell: Callable[[Any], None]
+    send: Callable[[Any], None]
     peaks: GpuPeaks | None = None
     phases: Phases = field(default_factory=Phases)
     _confined: bool = False
     _rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, gpu: str, tell: Callable[[Any], None]) -> DeviceJobs:
-        """Return the only device that this process sees.
+    def open(cls, gpu: str, send: Callable[[Any], None]) -> DeviceJobs:
+        """Return the jobs of the only device that this process sees.
 
         Raises:
-            HardwareError: it is not of the kind that the plan is for, or does not work.
+            HardwareError: it is not of the planned kind, or does not work.
         """
         machine = select_machine(gpu)
         prepare_workers(machine.device)
         require_healthy(machine)
-        return cls(machine, tell)
+        return cls(machine, send)
 
     def carry_out(self, order: Order) -> None:
-        """Everything that comes of it is told, and at last that it is done.
+        """Carry out an order; pass on all results, and finally a Done message.
 
         Raises:
             HardwareError: the device stopped working, or this host cannot confine workers.
@@ -171,29 +182,29 @@ class DeviceJobs:
             with scratch_folder() as folder, leaving_processors(self.machine):
                 JOBS[session.job](self, order, folder)
         self.phases.add(PROCESSORS, processor_seconds() - processors_before)
-        self.tell(Done(self.phases.take()))
+        self.send(Done(self.phases.take()))
 
     def _find_peaks(self, session: Session) -> None:
         if self.peaks is None:
             self.peaks = session.peaks
         if self.peaks is None and session.calibrate and self.machine.is_gpu:
-            self.tell(Starting("calibrating"))
+            self.send(ProgressMessage("calibrating"))
             self.peaks, notes = peaks_or_reason(self.machine, None, session.home)
-            self.tell(Peaks(self.peaks, tuple(notes)))
+            self.send(Peaks(self.peaks, tuple(notes)))
 
     def measure(self, order: Order, folder: Path) -> None:
-        """The plans of an order, a workload's traces together when it is concluded."""
+        """Run the plans of an order; the traces of a workload are complete when it is concluded."""
         executor = self._executor(order, folder)
         executor.after_timing = self._keep_rounds if order.session.keeps_rounds else executor.after_timing
         executor.concluded = self._conclude
         executor.run(order.item.plans)
 
     def tune(self, order: Order, folder: Path) -> None:
-        """The searches of an order; ``extra`` is its :class:`TuneTask`."""
+        """Run the searches of an order; ``extra`` is its :class:`TuneTask`."""
         task: TuneTask = order.extra
         executor = self._executor(order, folder)
         executor.context.attempts.update(task.attempts)
-        search(task, executor, lambda content: self.tell(Told(content)))
+        search(task, executor, lambda content: self.send(JobMessage(content)))
 
     def _executor(self, order: Order, folder: Path) -> LocalExecutor:
         session = order.session
@@ -203,8 +214,8 @@ class DeviceJobs:
             folder,
             session.budget,
             session.policy,
-            emit=lambda trace: self.tell(Traced(trace)),
-            starting=lambda what: self.tell(Starting(what)),
+            emit=lambda trace: self.send(TraceMessage(trace)),
+            starting=lambda what: self.send(ProgressMessage(what)),
             peaks=self.peaks if session.calibrate else None,
             capacity=Capacity.of(self.machine, available_memory()),
         )
@@ -215,7 +226,7 @@ class DeviceJobs:
         }
 
     def _conclude(self, workload: Workload) -> None:
-        self.tell(Concluded(workload.uuid, self._rounds.pop(workload.uuid, {})))
+        self.send(WorkloadDone(workload.uuid, self._rounds.pop(workload.uuid, {})))
 
 
 JOBS: dict[str, Callable[[DeviceJobs, Order, Path], None]] = {"measure": DeviceJobs.measure, "tune": DeviceJobs.tune}

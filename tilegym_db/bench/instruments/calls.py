@@ -1,7 +1,7 @@
-"""The program that a tool attaches to: it calls Solutions at cases, each tensor in an allocation of its own, of its size.
+"""The program that a tool attaches to. It calls Solutions on cases; each tensor has its own allocation of exactly its size.
 
-``python -m tilegym_db.bench.instruments.calls REQUEST``. PyTorch's caching allocator would hide what is written beyond a tensor
-inside of one of its blocks, so whoever starts this turns it off (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``).
+Run it as ``python -m tilegym_db.bench.instruments.calls REQUEST``, with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. PyTorch's
+caching allocator would hide writes beyond a tensor that stay within a cached block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tilegym_db.verify.inputs import BlobReader, draw_inputs
 WARM_UP_CALLS = 3
 _profiler: Any = torch.cuda.profiler  # has no annotations
 STOPPED = 3
-"""Exit status after a call that raised: the CUDA context may be lost, so nothing further is called in this process."""
+"""Exit status after a call that raised. The CUDA context may be lost, so this process makes no further calls."""
 
 
 def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobReader | None = None) -> dict[str, Any]:
-    """Return every argument of ``run`` by name. Inputs come from the host as whole allocations, gaps included; outputs
-    are not written.
+    """Return all arguments of ``run`` by name.
 
-    So no kernel but the Solution's runs on the device before it is called, and what it reads of an output is uninitialised.
+    Inputs are copied from the host as whole allocations, gaps included; outputs are not initialised. So no other kernel
+    runs on the device before the Solution, and a read of an output is a read of uninitialised memory.
     """
     given: dict[str, Any] = {}
     for name, value in draw_inputs(definition, case, "cpu", blobs=blobs).items():
@@ -52,18 +52,18 @@ def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobRea
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the number of elements from the first to the last of a tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
-    """Call one Solution at each of its cases, and say so on standard output before each and at the end."""
+    """Call one Solution on each of its cases; print a marked line before each case and at the end."""
     started = time.monotonic()
     files = SolutionFiles.read(calls.record)
     if files.digest != calls.digest:
-        raise SystemExit(f"the source of {calls.name} changed on disk meanwhile")
+        raise SystemExit(f"the source of {calls.name} changed on disk during the run")
     catalog = Catalog.default()
     definition = narrowed(catalog.definition(calls.definition), files.record.spec.omits)
     blobs = BlobReader(catalog.roots)
@@ -93,13 +93,13 @@ def _synchronize(device: str) -> None:
 
 
 def main() -> int:
-    """Return every call of the request named on the command line."""
+    """Make all calls of the request named on the command line."""
     device, every, profile = read_request(Path(sys.argv[1]))
     for calls in every:
         try:
             with torch.no_grad():
                 run_solution(calls, device, profile=profile)
-        except Exception as error:  # of the kernel: said, and left to whoever reads the output
+        except Exception as error:  # an error of the kernel: print it for the reader of the output
             print(marked_line("error", calls.name, what=f"{type(error).__name__}: {error}"[:2000]), flush=True)
             return STOPPED
     return 0

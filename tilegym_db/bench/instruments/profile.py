@@ -1,4 +1,4 @@
-"""Nsight Compute over one call of a Solution: bandwidth, occupancy, registers, and what the warps waited for."""
+"""Nsight Compute on one call of a Solution: bandwidth, occupancy, registers, and the stall reasons of its warps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tilegym_db.records.case import Case
 
 @dataclass(frozen=True)
 class CallProfile:
-    """The kernels of one call, and what was called."""
+    """The kernels of one call, with its Solution, Workload and config."""
 
     solution: str
     solution_digest: str
@@ -44,7 +44,7 @@ class CallProfile:
     kernels: Sequence[KernelProfile]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the side data that lies beside the traces."""
+        """Return the content of the JSON file that is stored beside the traces."""
         return {
             "solution": self.solution,
             "solution_digest": self.solution_digest,
@@ -67,24 +67,24 @@ def profile(
     catalog: Catalog | None = None,
     home: Path | None = None,
 ) -> tuple[CallProfile, Path]:
-    """Profile one call of a Solution, and keep the result as side data of the store.
+    """Profile one call of a Solution, and store the result as side data of the store.
 
     Args:
         solution: its name.
-        workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; one that matches several means the largest.
-        config: a value per tunable; the source's defaults otherwise.
+        workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; of several matches the largest is used.
+        config: a value per tunable; by default the source's defaults.
         gpu: as for :func:`tilegym_db.benchmark`.
         catalog: the records.
         home: folder of the store.
 
     Returns:
-        The profile, and the file that it was written to: one for each source, workload and GPU.
+        The profile and its file; there is one file per source, workload and GPU.
 
     Raises:
-        ToolchainError: Nsight Compute is not installed, or measured nothing (it says why).
+        ToolchainError: Nsight Compute is not installed, or measured nothing; the message has its output.
         HardwareError: there is no GPU.
         NotFoundError: no such Solution.
-        UsageError: no workload of its Definition that it supports matches.
+        UsageError: no matching workload of its Definition is supported.
         SolutionError: the scan refuses its source.
     """
     program = find_program("ncu")
@@ -113,7 +113,7 @@ def _measure(program: Path, calls: SolutionCalls, machine: Machine) -> list[Kern
 
 
 def profiler_command(program: Path, request: Path) -> list[str]:
-    """Return the command line: caches are flushed before each pass, and clocks are left as they are."""
+    """Return the command line: caches are flushed before each pass, and clocks are not changed."""
     calls = [sys.executable, "-m", "tilegym_db.bench.instruments.calls", str(request)]
     options = [
         "--csv",
@@ -130,7 +130,7 @@ def profiler_command(program: Path, request: Path) -> list[str]:
 
 
 def profile_path(home: Path, found: CallProfile) -> Path:
-    """Where the side data of one source, workload and GPU lies."""
+    """Return the path of the side data of one source, workload and GPU."""
     return home / "profiles" / found.gpu / found.solution_digest[:16] / f"{found.workload.uuid}.json"
 
 
@@ -158,7 +158,7 @@ def _bytes(definition: Definition, workload: Workload) -> float:
 
 
 # ---- profiler report ------------------------------------------------------------------------------
-# Reads the table that Nsight Compute prints (``--csv --page raw``): one kernel a row, one metric a column.
+# Reader of the table that Nsight Compute prints (``--csv --page raw``): one row per kernel, one column per metric.
 
 STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active(?:\.ratio)?")
 METRICS = {
@@ -175,19 +175,19 @@ METRICS = {
     "block": "launch__block_size",
     "waves": "launch__waves_per_multiprocessor",
 }
-"""What is asked of Nsight Compute, by what it is called here. Shares are percent of the peak."""
+"""Our name -> metric of Nsight Compute. Shares are percent of the peak."""
 UNITS = {
     "": 1.0, "%": 1.0, "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "ns": 1.0, "nsecond": 1.0, "us": 1e3,
     "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9,
 }  # fmt: skip
-"""Unit -> what to multiply by: times in nanoseconds, sizes in bytes. Releases of the tool spell them differently."""
+"""Unit -> factor: times in nanoseconds, sizes in bytes. Releases of the tool spell units differently."""
 
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """One kernel of a call: the metrics that were measured, and the reasons for which warps waited, most first.
+    """One kernel of a call: its metrics, and the stall reasons of its warps, the largest first.
 
-    ``stalls`` is how many warps wait for a reason, on average, when an instruction is issued.
+    ``stalls`` is the average number of warps that wait for a reason when an instruction is issued.
     """
 
     kernel: str
@@ -196,12 +196,12 @@ class KernelProfile:
 
     @property
     def time_us(self) -> float | None:
-        """Device time at the clocks that it was profiled at."""
+        """Device time in microseconds, at the clocks of the profile."""
         return None if "time_ns" not in self.metrics else self.metrics["time_ns"] / 1e3
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Device memory read and written over the time: the achieved bandwidth."""
+        """Achieved bandwidth: device memory read and written, per second."""
         names = ("time_ns", "read_bytes", "written_bytes")
         if any(name not in self.metrics for name in names) or not self.metrics["time_ns"]:
             return None
@@ -209,29 +209,29 @@ class KernelProfile:
         return (read + written) / time_ns * 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the kernel as JSON content."""
         return {**asdict(self), "time_us": self.time_us, "bytes_per_s": self.bytes_per_s}
 
 
 def metrics_argument() -> str:
-    """What ``--metrics`` of Nsight Compute is given."""
+    """Return the value of Nsight Compute's ``--metrics``."""
     return ",".join([*METRICS.values(), "regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio"])
 
 
 def parse_profile(text: str) -> list[KernelProfile]:
-    """Return the kernels that the tool measured, in launch order.
+    """Return the measured kernels in launch order.
 
     Raises:
-        ToolchainError: there is no table in the output; has what the tool said instead.
+        ToolchainError: the output has no table; the message has the output of the tool.
     """
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
-        raise ToolchainError(f"Nsight Compute measured nothing: {_said(lines)}", code="profiler_failed")
+        raise ToolchainError(f"Nsight Compute measured nothing: {_printed_by_tool(lines)}", code="profiler_failed")
     rows = list(csv.reader(line for line in lines[start:] if line.startswith('"')))
     header, units, kernels = rows[0], rows[1] if len(rows) > 1 else [], rows[2:]
     if not kernels:
-        raise ToolchainError(f"Nsight Compute saw no kernel: {_said(lines)}", code="profiler_saw_nothing")
+        raise ToolchainError(f"Nsight Compute saw no kernel: {_printed_by_tool(lines)}", code="profiler_saw_nothing")
     return [_kernel(dict(zip(header, row, strict=False)), dict(zip(header, units, strict=False))) for row in kernels]
 
 
@@ -249,7 +249,7 @@ def _kernel(row: Mapping[str, str], units: Mapping[str, str]) -> KernelProfile:
 
 
 def _number(text: str, unit: str) -> float | None:
-    """Return a number of the table in base units; None for what is none (``n/a``, ``nan``)."""
+    """Return a number of the table in base units; None for other text (``n/a``, ``nan``)."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -258,6 +258,6 @@ def _number(text: str, unit: str) -> float | None:
     return value * scale if value == value else None
 
 
-def _said(lines: list[str]) -> str:
+def _printed_by_tool(lines: list[str]) -> str:
     errors = [line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")]
     return "; ".join(errors or [line for line in lines if line.strip()][-3:]) or "it printed nothing"

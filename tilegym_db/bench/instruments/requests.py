@@ -1,4 +1,7 @@
-"""What the process that a tool attaches to is asked to call, as a file that it reads; and what it says about it on its output."""
+"""Requests to the process that a tool attaches to: a file with the calls, and marked lines on its output.
+
+The module also chooses the Solutions, runs the tool and finds its program.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.verify.cases import fuzz_cases
 
 MARK = "tilegym-db-call "
-"""How a line of the process's own begins, among those of the tool and of the kernel."""
+"""Start of each line that the process itself prints. The tool and the kernel print to the same output."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class SolutionCalls:
 
 
 def write_request(path: Path, device: str, calls: Sequence[SolutionCalls], *, profile: bool = False) -> None:
-    """Write what :func:`read_request` reads."""
+    """Write a request file for :func:`read_request`."""
     pieces = [
         {**asdict(item), "record": str(item.record), "cases": [_case_content(case) for case in item.cases]}
         for item in calls
@@ -51,7 +54,7 @@ def write_request(path: Path, device: str, calls: Sequence[SolutionCalls], *, pr
 
 
 def read_request(path: Path) -> tuple[str, list[SolutionCalls], bool]:
-    """Return the device, the calls, and whether only the last call of each is to be profiled."""
+    """Return the device, the calls, and true if only the last call of each is profiled."""
     content = json.loads(path.read_text())
     calls = [
         SolutionCalls(**{**item, "record": Path(item["record"]), "cases": [_case_of(case) for case in item["cases"]]})
@@ -71,14 +74,12 @@ def _case_of(content: Mapping[str, Any]) -> Case:
 
 
 def marked_line(at: str, name: str, **more: object) -> str:
-    """Return a line that says where the process is: at a ``case``, ``done`` with a Solution, or stopped by an
-    ``error``.
-    """
+    """Return a line with the state of the process: at a ``case``, ``done`` with a Solution, or stopped by an ``error``."""
     return MARK + json.dumps({"at": at, "solution": name, **more})
 
 
 def mark_of(line: str) -> Mapping[str, Any] | None:
-    """What a line of the output says about the process; None for any other line."""
+    """Return the content of a marked line; None for any other line."""
     if not line.startswith(MARK):
         return None
     content: Mapping[str, Any] = json.loads(line.removeprefix(MARK))
@@ -86,12 +87,12 @@ def mark_of(line: str) -> Mapping[str, Any] | None:
 
 
 # ---- chosen ---------------------------------------------------------------------------------------
-# Which Solutions a tool is to run, at which cases.
+# Choice of the Solutions and cases for a tool.
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A Solution, its cases, and the Workload that each takes its dtypes and scalars from."""
+    """A Solution, its cases, and the Workload of each case, which gives its dtypes and scalars."""
 
     files: SolutionFiles
     definition: Definition
@@ -101,7 +102,7 @@ class Chosen:
 
     @property
     def calls(self) -> SolutionCalls:
-        """As a request has it."""
+        """The calls for a request."""
         return SolutionCalls(
             self.files.name, self.files.path.resolve(), self.files.digest, self.definition.name, self.cases
         )
@@ -110,14 +111,14 @@ class Chosen:
 def choose_solutions(
     catalog: Catalog, names: Sequence[str], machine: Machine, language: str | None = None
 ) -> list[Chosen]:
-    """Return the Solutions that names stand for: a Solution's, a Definition's, or a folder with a draft; without any,
-    every kernel.
+    """Return the Solutions that the names stand for: a Solution, a Definition, or a folder with a draft; by default every
+    kernel.
 
-    Of a Definition, and of the whole catalog, the kernels in tile languages that this GPU can run.
+    For a Definition, and for the whole catalog, these are the kernels in tile languages that this GPU can run.
 
     Raises:
-        NotFoundError: a name is none of these.
-        SolutionError: a source is one that the scan refuses.
+        NotFoundError: a name is unknown.
+        SolutionError: the scan refuses a source.
     """
     chosen: dict[str, Chosen] = {}
     for name in names or (None,):
@@ -138,7 +139,8 @@ def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]
     if name is not None and name not in catalog.definitions:
         hint = did_you_mean(name, [*catalog.solutions, *catalog.definitions])
         raise NotFoundError(
-            f"'{name}' is no solution, no definition and no folder.{hint} Try: tilegym-db list", code="name_unknown"
+            f"'{name}' is neither a solution, nor a definition, nor a folder.{hint} Try: tilegym-db list",
+            code="name_unknown",
         )
     wanted = catalog.solutions.values() if name is None else catalog.solutions_for(name)
     return [
@@ -151,7 +153,7 @@ def _named(catalog: Catalog, name: str | None, machine: Machine) -> list[Chosen]
 
 
 def require_clean_source(files: SolutionFiles) -> None:
-    """Raise :class:`SolutionError` where the scan refuses a source: it would run outside of the sandbox."""
+    """Raise :class:`SolutionError` if the scan refuses a source: it would run outside the sandbox."""
     found = hard_findings(scan_sources(files.record, files.sources))
     if found:
         raise SolutionError(
@@ -161,9 +163,7 @@ def require_clean_source(files: SolutionFiles) -> None:
 
 
 def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: int) -> Chosen:
-    """Return the Solution with fuzz cases of its dtype bindings, about ``count`` in all, and sizes of real workloads
-    among them.
-    """
+    """Return the Solution with about ``count`` fuzz cases over its dtype bindings, including sizes of real workloads."""
     definition, record = chosen.definition, chosen.files.record
     bindings: dict[str, Workload] = {}
     for workload in workloads:
@@ -185,33 +185,33 @@ def with_cases(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: 
 
 
 # ---- process --------------------------------------------------------------------------------------
-# Runs a tool with the process that it attaches to, and ends both.
+# Execution of a tool and of the process that it attaches to.
 
 TIMEOUT_S = 1800.0
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def output_of(command: list[str], folder: Path) -> str:
-    """What a command prints, on both of its outputs, as it came; a command that does not end is ended."""
+    """Run a command and return its stdout and stderr, interleaved; kill it after a timeout."""
     environment = {**os.environ, **ENVIRONMENT}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return said.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
 # ---- programs -------------------------------------------------------------------------------------
-# Where compute-sanitizer and Nsight Compute lie, and how to get the one that is missing.
+# Location of compute-sanitizer and Nsight Compute, and the fix if one is missing.
 
 NSIGHT_FOLDER = Path("/opt/nvidia/nsight-compute")
 FIXES = {
@@ -221,7 +221,7 @@ FIXES = {
 
 
 def _installed(name: str) -> Iterator[Path]:
-    """Yield where installers put a program: in the default toolkit, in Nsight's folder, in a Python package."""
+    """Yield the paths where installers put a program: the default toolkit, Nsight's folder, Python packages."""
     yield DEFAULT_TOOLKIT / "bin" / name
     if name == "ncu":
         yield from sorted(NSIGHT_FOLDER.glob("*/ncu"), reverse=True)
@@ -234,10 +234,10 @@ def find_program(
     environ: Mapping[str, str] | None = None,
     installed: Callable[[str], Iterable[Path]] = _installed,
 ) -> Path:
-    """Return a program: of a CUDA toolkit that the user names, on ``PATH``, else the first one that is ``installed``.
+    """Return the path of a program: from the user's CUDA toolkit, on ``PATH``, else the first one that is ``installed``.
 
     Raises:
-        ToolchainError: it is nowhere; says how to get it.
+        ToolchainError: it is not installed; the message says how to get it.
     """
     environ = os.environ if environ is None else environ
     for path in (*_named_program(name, environ), *installed(name)):

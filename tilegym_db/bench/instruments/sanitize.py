@@ -1,4 +1,4 @@
-"""compute-sanitizer over Solutions at fuzz shapes: a finding is a failed verdict, with the kernel and the line."""
+"""compute-sanitizer on Solutions at fuzz shapes: a finding is a failed verdict, with the kernel and the line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tilegym_db.store.journal import Journal
 from tilegym_db.verify.verifier import Failure
 
 PADDING_BYTES = 1 << 16
-"""Behind every allocation, so that what is written far beyond a tensor lies in none."""
+"""Bytes after every allocation, so that writes far beyond a tensor do not hit another one."""
 COMMON = (
     "--target-processes", "application-only", "--print-limit", "1000", "--show-backtrace", "device",
     "--destroy-on-device-error", "kernel",
@@ -39,14 +39,15 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "initcheck": (),
     "synccheck": (),
 }
-"""Tool of compute-sanitizer -> its options. They find accesses out of bounds, races in shared memory, reads of what nothing
-wrote, and wrong use of barriers."""
-NO_CASE = "no fuzz case fits what it declares, so nothing was run"
+"""Tool of compute-sanitizer -> its options. They find accesses out of bounds, races in shared memory, reads of
+uninitialised memory, and wrong use of barriers.
+"""
+NO_CASE = "no fuzz case fits its declared limits, so nothing was run"
 
 
 @dataclass(frozen=True)
 class Sanitized:
-    """What one tool says about one Solution; ``problem`` says why it says nothing."""
+    """Findings of one tool in one Solution; ``problem`` is the reason if there is no result."""
 
     chosen: Chosen
     tool: str
@@ -55,18 +56,18 @@ class Sanitized:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every case ran and no error was found; warnings are shown only."""
+        """True if every case ran without an error. Warnings do not count."""
         return not self.problem and not self.errors
 
     @property
     def errors(self) -> tuple[SanitizerFinding, ...]:
-        """The findings that are no warnings."""
+        """The findings that are not warnings."""
         return tuple(finding for finding in self.findings if not finding.is_warning)
 
 
 @dataclass
 class Run:
-    """One tool over Solutions of one language: as few processes as there are Solutions that end theirs, and one more."""
+    """One tool on Solutions of one language. If a Solution ends its process, another process runs the rest."""
 
     tool: str
     device: str
@@ -75,7 +76,7 @@ class Run:
     results: list[Sanitized] = field(default_factory=list)
 
     def over(self, waiting: Sequence[Chosen], folder: Path) -> list[Sanitized]:
-        """Return every Solution's result, in order."""
+        """Return the result of every Solution, in order."""
         left = list(waiting)
         while left:
             request = folder / f"{self.tool}-{len(left)}.json"
@@ -97,18 +98,18 @@ def sanitize(
     home: Path | None = None,
     starting: Callable[[str], None] = lambda what: None,
 ) -> list[Sanitized]:
-    """Run compute-sanitizer's tools over Solutions; findings in Solutions of the catalog become failed traces.
+    """Run compute-sanitizer's tools on Solutions; findings in Solutions of the catalog become failed traces.
 
     Args:
-        names: Solutions, Definitions, or folders with drafts; none means every kernel that this GPU can run.
-        tools: of :data:`TOOLS`.
-        language: only kernels in this one.
+        names: Solutions, Definitions, or folders with drafts; empty means every kernel that this GPU can run.
+        tools: names in :data:`TOOLS`.
+        language: only kernels in this language.
         gpu, catalog, home: as for :func:`tilegym_db.benchmark`.
-        cases: fuzz cases of each Solution, over its dtypes.
-        starting: told what runs next.
+        cases: number of fuzz cases per Solution, over its dtypes.
+        starting: called with a description of the next step.
 
     Raises:
-        UsageError: an unknown tool, or none.
+        UsageError: a tool is unknown, or there are no tools.
         ToolchainError: compute-sanitizer is not installed.
         HardwareError: there is no GPU.
         NotFoundError, SolutionError: as :func:`~tilegym_db.bench.instruments.requests.choose_solutions`.
@@ -127,9 +128,9 @@ def sanitize(
     chosen = [item for item in chosen if item.cases]
     with scratch_folder() as folder, timing_lock(setup.machine.device):
         for tool in tools:
-            for spoken in dict.fromkeys(item.files.record.spec.language for item in chosen):
-                group = [item for item in chosen if item.files.record.spec.language == spoken]
-                starting(f"{tool}: {len(group)} solutions in {spoken}")
+            for tile_language in dict.fromkeys(item.files.record.spec.language for item in chosen):
+                group = [item for item in chosen if item.files.record.spec.language == tile_language]
+                starting(f"{tool}: {len(group)} solutions in {tile_language}")
                 results += Run(tool, setup.machine.device, output_of, program).over(group, folder)
     record_failures(results, setup)
     return results
@@ -142,7 +143,7 @@ def _check_tools(tools: Sequence[str]) -> None:
             f"compute-sanitizer has no tool '{unknown[0]}'. Known: {', '.join(TOOLS)}.", code="tool_unknown"
         )
     if not tools:
-        raise UsageError(f"no tool to run: nothing would be watched. Known: {', '.join(TOOLS)}.", code="tool_missing")
+        raise UsageError(f"no tool to run. Name at least one. Known: {', '.join(TOOLS)}.", code="tool_missing")
 
 
 def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:
@@ -152,9 +153,10 @@ def sanitizer_command(program: Path, tool: str, request: Path) -> list[str]:
 
 
 def verdicts_of(tool: str, waiting: Sequence[Chosen], report: SanitizerReport) -> tuple[list[Sanitized], list[Chosen]]:
-    """Results of the Solutions that a run got to, and those that it did not get to, which another run begins with.
+    """Return the results of the Solutions that a run reached, and the Solutions for the next run.
 
-    A Solution whose calls raised, or that the tool ended at, has a result with what was found before; so each run gets further.
+    A Solution whose calls raised, or at which the tool ended, gets a result with its findings so far. So each run gets
+    further.
     """
     results: list[Sanitized] = []
     for item in waiting:
@@ -175,13 +177,11 @@ def verdicts_of(tool: str, waiting: Sequence[Chosen], report: SanitizerReport) -
 
 def _why_ended(report: SanitizerReport) -> str:
     said = "; ".join(report.remarks[:4]) or "it printed nothing"
-    return f"compute-sanitizer did not come to its end: {said}"
+    return f"compute-sanitizer did not finish: {said}"
 
 
 def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace]:
-    """Return a failed trace for each Solution of the catalog in which something was found: it revokes earlier passes on
-    this GPU.
-    """
+    """Write a failed trace for each Solution of the catalog with an error. It revokes earlier passes on this GPU."""
     found = [result for result in results if result.errors and result.chosen.in_catalog]
     if not found:
         return []
@@ -207,7 +207,7 @@ def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace
 
 
 # ---- sanitizer report -----------------------------------------------------------------------------
-# Reads what compute-sanitizer prints: which kernel did what, on which line, and during which call.
+# Reader of compute-sanitizer's output: the error, its kernel and line, and the call in which it occurred.
 
 PREFIX = "========="
 _KINDS = re.compile(
@@ -222,17 +222,17 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK|\w+) SUMMARY: (\d+) (?:errors?|hazard
 
 @dataclass(frozen=True)
 class SanitizerFinding:
-    """One thing that a tool found; the same at the same line of the same kernel is one finding, however often."""
+    """One finding of a tool. Repeats at the same line of the same kernel count as one."""
 
     what: str
     kernel: str = ""
     place: str = ""
-    """``file:line`` of the source, where the compiler kept lines."""
+    """``file:line`` of the source, if the compiler kept lines."""
     details: tuple[str, ...] = ()
     times: int = 1
     solution: str = ""
     case: int = 0
-    """Number of the call during which it was first found."""
+    """Number of the call in which it was first found."""
     is_warning: bool = False
 
     def __str__(self) -> str:
@@ -242,11 +242,11 @@ class SanitizerFinding:
 
 @dataclass
 class SanitizerReport:
-    """What one run of a tool says.
+    """The report of one run of a tool.
 
-    ``done`` are the Solutions whose calls all returned, ``stopped`` the one whose call raised and how, ``reached`` the last
-    one begun.
-    ``is_complete`` is false where the tool did not come to its own end, and ``remarks`` then has what it said.
+    ``done`` are the Solutions whose calls all returned. ``stopped`` is the Solution whose call raised, and the error.
+    ``reached`` is the last Solution begun. ``is_complete`` is false if the tool did not finish; ``remarks`` then has its
+    output.
     """
 
     findings: list[SanitizerFinding] = field(default_factory=list)
@@ -256,11 +256,11 @@ class SanitizerReport:
     is_complete: bool = False
     remarks: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Solution -> how long its calls took, compiling and drawing inputs included, where they all returned."""
+    """Solution -> seconds of its calls, including compilation and drawing of inputs, if all of them returned."""
 
 
 def parse_report(text: str) -> SanitizerReport:
-    """Read the output of the tool and of the program that it ran, interleaved as they came."""
+    """Read the output of the tool and of the program that it ran, interleaved."""
     report, case = SanitizerReport(), 0
     found: dict[tuple[str, str, str, str], SanitizerFinding] = {}
     for head, details in _blocks(text):
@@ -282,13 +282,13 @@ def parse_report(text: str) -> SanitizerReport:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the tool's messages, each with the indented lines that belong to it, and the program's own marks, in order."""
+    """Yield the tool's messages, each with its indented lines, and the program's marked lines, in order."""
     head: str | None = None
     details: list[str] = []
     for line in text.splitlines():
         if not line.startswith(PREFIX):
             if mark_of(line) is None:
-                continue  # what the kernel or a compiler printed
+                continue  # output of the kernel or a compiler
             if head is not None:
                 yield head, details
             yield line, []
@@ -317,7 +317,7 @@ def _take_mark(report: SanitizerReport, mark: object) -> None:
 
 
 def _finding(head: str, details: list[str]) -> SanitizerFinding:
-    """Return a finding from its message: the first line that names a kernel says where."""
+    """Return the finding of a message; its place is the first line that names a kernel."""
     kept = [line for line in details if not line.startswith(("Host Frame", "Saved host backtrace", "in /"))]
     kernel = place = ""
     for line in (head, *kept):

@@ -1,1 +1,1 @@
-"""Tuning: which config of a Solution is fastest on a Workload. Offline only; nothing tunes itself at run time."""
+"""Tuning: search the fastest config of a Solution on a Workload. It runs offline only; no kernel tunes itself at run time."""

@@ -1,7 +1,7 @@
-"""The search on one Solution and Workload: waves of configs, each verified at the workload's shape, then raced.
+"""Search on one Solution and Workload: waves of configs are verified at the workload's shape and then raced.
 
-All configs share one worker, which changes its config between blocks: what is decided here is only which config is worth
-a verdict. The verdict comes from ``bench``, in processes of its own.
+All configs share one worker, which changes its config between blocks. The search only decides which config to screen; the
+verdict comes from ``bench``, in separate processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilegym_db.verify.verifier import Failure
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """How a wave is raced: ``rungs`` are (rounds, candidates that go on afterwards); at the last one a winner is chosen."""
+    """Limits of a race. ``rungs`` are (rounds, candidates that go on afterwards); the last rung chooses a winner."""
 
     wave: int = 8
     rungs: tuple[tuple[int, int], ...] = ((4, 4), (4, 2), (8, 2))
@@ -44,13 +44,13 @@ class SearchBudget:
 
     @classmethod
     def quick(cls) -> SearchBudget:
-        """Enough to show the machinery."""
+        """Return a small budget that still uses every part of the search."""
         return cls(wave=4, rungs=((4, 2), (6, 2)), max_block=3)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one config; fields as in :class:`~tilegym_db.store.tuning.TuningStep`."""
+    """The outcome of one config; fields as in :class:`~tilegym_db.store.tuning.TuningStep`."""
 
     config: Config
     outcome: Outcome
@@ -61,18 +61,18 @@ class Step:
 
 
 class _SharedWorker:
-    """The one worker of a search, and whose turn it is."""
+    """The worker of a search, and the config that it runs now."""
 
     def __init__(self, runner: Runner, pool: BufferPool) -> None:
         self.runner, self.pool = runner, pool
         self._turn: str | None = None
 
     def release(self) -> None:
-        """It is nobody's turn: whoever comes next attaches anew."""
+        """Forget the current config, so that the next use attaches again."""
         self._turn = None
 
     def turn_to(self, config: Config) -> Failure | None:
-        """Make the next calls run under a config, in a fresh process where the last config took it down."""
+        """Switch the next calls to a config. Start a fresh process if the last config ended it."""
         if not self.runner.handle.usable:
             self._turn = None
             failure = self.runner.handle.load()
@@ -114,18 +114,18 @@ class _Lane:
 
 @dataclass
 class Search:
-    """One Solution on one Workload.
+    """Search for one Solution on one Workload.
 
     Args:
-        runner: with a loaded worker; its config changes while the search runs.
-        contents: of the Workload.
-        pool: where everyone is timed.
+        runner: a runner with a loaded worker; its config changes during the search.
+        contents: those of the Workload.
+        pool: the buffers in which all configs are timed.
         machine: the device.
         budget: how to race.
         seed: secret of the run; decides the order of blocks.
-        leader: the config to beat, from an earlier search; None if there is none yet.
-        step: called with what becomes of each config, the moment it is known.
-        failed: called where the worker's verdict on a config is a failure, after ``step``.
+        leader: the config to beat, from an earlier search; None without one.
+        step: called with the outcome of each config as soon as it is known.
+        failed: called after ``step`` if a config fails in the worker.
     """
 
     runner: Runner
@@ -144,12 +144,12 @@ class Search:
         self._order = random.Random(self.seed)
 
     def run(self, candidates: Sequence[ConfigCandidate], ahead: CompileAhead, deadline: float) -> int:
-        """Try configs wave by wave; returns how many are left for another time. At least one wave is tried.
+        """Try configs wave by wave, at least one wave; return the number of configs that were not tried.
 
         Args:
             candidates: in order.
-            ahead: has begun to compile them, and goes on while a wave is raced.
-            deadline: of ``time.monotonic()``.
+            ahead: compiles them, also while a wave is raced.
+        deadline: value of ``time.monotonic()``.
         """
         left = len(candidates)
         for start in range(0, len(candidates), self.budget.wave):
@@ -184,7 +184,7 @@ class Search:
             self._choose(racing, holder)
 
     def _admit(self, config: Config) -> TimedCandidate[_Lane] | None:
-        """Return a config that is right at the workload's own shape."""
+        """Verify a config at the workload's own shape; return it as a candidate, or None if it fails."""
         self._shared.release()
         self.runner.handle.config = config
         outcome = self.runner.verification.own_shape(self.contents)
@@ -214,7 +214,7 @@ class Search:
             choice = choose_winner(_times(racing), holder)
             winner, reason, losses = choice.winner, choice.reason, choice.losses
         if self.leader is None or winner != config_id(self.leader):
-            # First who leads, then who lost to it: a run that is killed in between tries the losers again, and no more.
+            # Record the leader before the losers: a run that is killed in between then only tries the losers again.
             self.leader = racing[winner].runner.config
             self.step(Step(self.leader, "leads", reason))
         self._give_up(racing, losses)
@@ -242,27 +242,27 @@ def _times(racing: dict[str, TimedCandidate[_Lane]]) -> dict[str, list[float]]:
 
 
 # ---- candidates -----------------------------------------------------------------------------------
-# Which configs to try, in which order, and which not again. Pure.
+# Choose the configs to try, in order, without those already settled. Pure.
 
 DEFAULTS = "the source's own defaults"
 
 
 @dataclass(frozen=True)
 class ConfigCandidate:
-    """A config to try, and why it has its place in the order."""
+    """A config to try, and the reason for its place in the order."""
 
     config: Config
     reason: str
 
     @property
     def id(self) -> str:
-        """Of the config."""
+        """The id of the config."""
         return config_id(self.config)
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What won on another Workload of the same Solution. ``distance`` is in log2 of the sizes."""
+    """The winner on another Workload of the same Solution. ``distance`` is in log2 of the sizes."""
 
     config: Config
     workload: str
@@ -271,20 +271,20 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class SearchHistory:
-    """What earlier steps say about one pair: the config that leads, and those that need not be tried again, with why."""
+    """Results of earlier steps for one pair: the leading config, and the configs not to try again, with reasons."""
 
     leader: Config | None = None
     settled: dict[str, str] = field(default_factory=dict)
 
 
 def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = None) -> SearchHistory:
-    """Fold the steps of one pair, oldest first.
+    """Return the history of one pair from its steps, oldest first.
 
-    A config that lost to one which has failed since did not lose to anything, and is open again.
+    A config that lost to another one which has failed since is tried again.
 
     Args:
-        steps: of one Solution, Workload and GPU.
-        failed: config id -> status, of configs that have a trace which is no pass.
+        steps: those of one Solution, Workload and GPU.
+        failed: config id -> status, for configs whose trace is not a pass.
     """
     newest = {config_id(step.config): step for step in steps if step.outcome != "leads"}
     settled = {key: f"its trace says {status}" for key, status in (failed or {}).items()}
@@ -299,8 +299,7 @@ def history_of(steps: Sequence[TuningStep], failed: Mapping[str, str] | None = N
 
 
 def is_faulty(status: str) -> bool:
-    """Return True for a verdict that speaks for every Workload: the store then takes back every earlier pass of that
-    config.
+    """Return True for a status that holds for every Workload: the store then revokes all earlier passes of the config.
 
     A config that does not compile for one shape, or does not support it, may be the fastest on another.
     """
@@ -310,13 +309,13 @@ def is_faulty(status: str) -> bool:
 def nearest_winners(
     definition: Definition, workload: Workload, workloads: Sequence[Workload], winners: Mapping[str, Config]
 ) -> list[Neighbour]:
-    """What won on other Workloads: those of the same dtypes first, each group by distance.
+    """Return the winners on other Workloads: those with the same dtypes first, each group by distance.
 
     Args:
-        definition: of all of them.
-        workload: the one to tune; what won on it before comes first of all, at distance 0.
-        workloads: every Workload of the Definition.
-        winners: Workload uuid -> the config that won there.
+        definition: the operator.
+        workload: the one to tune; its earlier winner comes first, at distance 0.
+        workloads: all Workloads of the Definition.
+        winners: Workload uuid -> the winning config.
     """
     dtypes = definition.bind_dtypes(workload.dtypes)
     found = []
@@ -331,13 +330,13 @@ def nearest_winners(
 def candidate_order(
     solution: Solution, neighbours: Sequence[Neighbour], history: SearchHistory, seed: str
 ) -> list[ConfigCandidate]:
-    """Everything that is left to try: the default config, what won nearby, then the rest of the space.
+    """Return the configs left to try: the default config, winners nearby, then the rest of the space.
 
     Args:
         solution: declares the space.
-        neighbours: nearest first. A config that is not in the space any more is left out.
-        history: what is settled; the leader is not tried again either, others are tried against it.
-        seed: of the order of the rest. The same seed gives the same order, so that a search that was cut short goes on.
+        neighbours: nearest first. A config that is no longer in the space is left out.
+        history: the settled configs and the leader; both are left out.
+        seed: seed of the order of the rest. The same seed gives the same order, so an interrupted search can be resumed.
     """
     space = {config_id(config): config for config in solution.configs()}
     rest = [ConfigCandidate(config, "the rest of the space, in random order") for config in space.values()]
@@ -359,21 +358,21 @@ def _distance(this: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 
 # ---- halving --------------------------------------------------------------------------------------
-# Which configs stay in the race after some rounds, and which one wins. Pure: times in, decisions with reasons out.
+# Decide which configs stay in the race after some rounds, and which one wins. Pure.
 #
-# All configs are timed in the same rounds, so any two are compared by the ratios of their block medians within
-# rounds, which cancels the drift that both see.
+# All configs are timed in the same rounds. Two configs are compared by the ratios of their block medians within rounds,
+# which cancels common drift.
 
 NOISE = 0.01
-"""Relative differences up to this decide nothing: a config is not changed for them."""
+"""Relative differences up to this value are noise: the config is not changed for them."""
 
 Rounds = Mapping[str, Sequence[float]]
-"""Config id -> median microseconds of its block in each round; all took part in the same rounds."""
+"""Config id -> median microseconds of its block in each round. All configs took part in the same rounds."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A config that is out. ``ratio`` is the time of ``against`` over its own, so below 1 it was slower."""
+    """A config that left the race. ``ratio`` is the time of ``against`` over its own time, so below 1 it was slower."""
 
     config: str
     outcome: Literal["slower", "tie"]
@@ -384,7 +383,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Choice:
-    """The config that leads from here on, why, and what became of the others."""
+    """The config that leads now, with the reason, and the outcome of the others."""
 
     winner: str
     reason: str
@@ -392,19 +391,19 @@ class Choice:
 
 
 def reference_of(rounds: Rounds, current_best: str | None) -> str:
-    """Whom to compare with: the current best where it is in the race, else the one with the lowest median."""
+    """Return the config to compare with: the current best if it is in the race, else the one with the lowest median."""
     if current_best in rounds:
         return str(current_best)
     return min(rounds, key=lambda key: (median(rounds[key]), key))
 
 
 def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
-    """Who leaves the race now; the current best never does, since the others are compared with it.
+    """Return the configs that leave the race now. The current best never leaves, since the others are compared with it.
 
-    Out are those that are slower than the leader beyond noise, and of the rest all but the ``keep`` fastest.
+    Configs that are slower than the leader beyond noise leave, and of the rest all but the ``keep`` fastest.
 
     Args:
-        rounds: of everyone still in the race.
+        rounds: those of all configs still in the race.
         current_best: the config to beat.
         keep: how many candidates go on.
     """
@@ -425,9 +424,7 @@ def halve(rounds: Rounds, current_best: str, keep: int) -> tuple[Loss, ...]:
 
 
 def choose_winner(rounds: Rounds, current_best: str) -> Choice:
-    """Return the fastest candidate that beats the current best by more than noise; where none does, the current best
-    stays.
-    """
+    """Return the fastest candidate that beats the current best by more than noise; without one, the current best stays."""
     ranked = _ranked(rounds, current_best)
     winner, reason = current_best, "no other config is faster by more than noise"
     for key in ranked:
@@ -450,24 +447,24 @@ def choose_winner(rounds: Rounds, current_best: str) -> Choice:
 
 
 def _ranked(rounds: Rounds, current_best: str) -> list[str]:
-    """Fastest first, by the median ratio to the current best, which is first among equals."""
+    """Return the configs, fastest first by the median ratio to the current best, which comes first among equals."""
     speeds = {key: paired_ratio(times, rounds[current_best]).median for key, times in rounds.items()}
     return sorted(speeds, key=lambda key: (-speeds[key], key != current_best, key))
 
 
 # ---- compile ahead --------------------------------------------------------------------------------
-# Compiles configs in processes without a GPU, in the order in which they will be tried, while the GPU times others.
+# Compile configs in processes without a GPU, in the order of the search, while the GPU times others.
 
 
 class _StoppedError(Exception):
-    """Nobody waits for the results any more."""
+    """Stop of a compilation whose results are no longer needed."""
 
 
 class CompileAhead:
-    """Builds one Solution for one Workload and target. A context manager: leaving it ends the compilers.
+    """Compilation of one Solution for one Workload and target. As a context manager, it ends the compilers on exit.
 
-    Where nothing can be compiled without a GPU (a processor, Python, a target that the records do not know), every config
-    is said to compile: the worker will find out.
+    If a config cannot be compiled without a GPU (a processor, Python, an unknown target), it counts as compiled: the worker
+    will compile it.
     """
 
     def __init__(self, definition: Definition, solution: SolutionFiles, workload: Workload, target: str) -> None:
@@ -478,7 +475,7 @@ class CompileAhead:
         self._thread: threading.Thread | None = None
 
     def start(self, candidates: Sequence[ConfigCandidate]) -> None:
-        """Begin to compile, first come first served."""
+        """Start to compile the candidates in order."""
         if not self._useful or not candidates:
             return
         jobs = [
@@ -490,7 +487,10 @@ class CompileAhead:
         self._thread.start()
 
     def refused(self, wave: Sequence[ConfigCandidate]) -> dict[str, str]:
-        """Config id -> the compiler's words, for those of a wave that do not compile; waits until all were tried."""
+        """Return the compiler's message for each config of a wave that does not compile, by config id.
+
+        Wait until all of them were tried.
+        """
         waiting = [(candidate.id, self._results[candidate.id]) for candidate in wave if candidate.id in self._results]
         reasons = {key: refusal(result.result()) for key, result in waiting}
         return {key: reason for key, reason in reasons.items() if reason is not None}
@@ -498,7 +498,7 @@ class CompileAhead:
     def _build(self, jobs: list[CompileJob]) -> None:
         try:
             compile_many(jobs, self._take)
-        except BaseException as error:  # a thread boundary: raised again where a result is waited for
+        except BaseException as error:  # a thread boundary: the waiting thread raises it again
             for result in self._results.values():
                 if not result.done():
                     result.set_exception(error)
@@ -520,9 +520,7 @@ class CompileAhead:
 
 
 def refusal(result: CompileResult) -> str | None:
-    """Return why a config does not compile, or None. Only the Solution's own failure counts, not a toolchain that is
-    missing.
-    """
+    """Return the reason if a config does not compile, else None. A missing toolchain does not count."""
     if result.status != "failed":
         return None
     lines = [line.strip() for line in result.log.splitlines() if re.search(r"\w", line)]

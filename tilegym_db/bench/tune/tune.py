@@ -1,4 +1,4 @@
-"""``tune``: from what is asked for to winning configs in the database. Resumable, journaled step by step."""
+"""Entry point of tuning: :func:`tune` searches configs, journals each step, and stores the winners. A run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilegym_db.bench.plan import Options, Plan, Skipped, names_of
 from tilegym_db.bench.run_setup import RunContext, RunSetup, attempts_of, timing_budget
 from tilegym_db.bench.timing import TimingBudget
 from tilegym_db.bench.tune.search import SearchBudget
-from tilegym_db.bench.tune.tuner import Known, Tuned, TuneTask, search
+from tilegym_db.bench.tune.tuner import KnownResults, TuneResult, TuneTask, search
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.paths import scratch_folder
@@ -32,33 +32,33 @@ QUICK_BUDGET_S = 10.0
 
 @dataclass
 class TuneObserver:
-    """What a caller may watch: how many pairs there are, what starts, each step, each result."""
+    """Callbacks for progress: the number of pairs, each start, each step, each result."""
 
     planned: Callable[[int, Machine], None] = lambda pairs, machine: None
     starting: Callable[[str], None] = lambda what: None
     stepped: Callable[[TuningStep], None] = lambda step: None
-    finished: Callable[[Tuned], None] = lambda result: None
+    finished: Callable[[TuneResult], None] = lambda result: None
     at_work: Callable[[str, str], None] = lambda device, what: None
 
 
 @dataclass
 class TuneReport:
-    """What a run did. ``interrupted`` is true after Ctrl-C; every step before it is kept."""
+    """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier steps are kept."""
 
     run_id: str
     machine: Machine
     skipped: list[Skipped]
-    results: list[Tuned] = field(default_factory=list)
+    results: list[TuneResult] = field(default_factory=list)
     steps: list[TuningStep] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
-    """What was lost on the way, and taken over or not."""
+    """Losses during the run, and the work that was done again."""
     unfinished: list[str] = field(default_factory=list)
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How many configs ended in each way."""
+        """The number of configs per outcome."""
         return Counter(step.outcome for step in self.steps if step.outcome != "leads")
 
 
@@ -77,27 +77,28 @@ def tune(
     gpus: str | Sequence[MeasuringDevice] | None = None,
     executor: str | None = None,
 ) -> TuneReport:
-    """Search the tunables of Solutions, Workload by Workload; screen and store what wins.
+    """Search the tunables of Solutions, Workload by Workload; screen and store the winners.
 
-    The winner is verified under that config over the fuzz shapes and timed against the defaults and stock code, in fresh
-    processes: the screen of :func:`~tilegym_db.benchmark`. From then on ``bench`` and ``promote`` measure it beside the
-    defaults. Configs that were given up in an earlier run are not tried again.
+    A winner passes the screen of :func:`~tilegym_db.benchmark` in fresh processes: it is verified under its config on the
+    fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``promote`` measure it together
+    with the defaults. Configs that lost in an earlier run are not tried again.
 
     Args:
         names: Definitions or Solutions; empty means all.
         gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
         language: only Solutions in this language.
         workload: glob over uuid, tags and axes key.
-        budget_s: seconds of search for each Solution and Workload. The wave that runs then is finished, and so is the
-            screen of the winner.
+        budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
+            completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
-        again: forget what earlier runs tried.
+        again: ignore what earlier runs tried.
         catalog: the records; the shipped ones and the user's overlay by default.
-        store_home, observer: folder of the store, ``$TILEGYM_DB_HOME`` or the user data folder by default; callbacks.
+        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
+        observer: callbacks for progress.
         gpus, executor: as for :func:`~tilegym_db.benchmark`.
 
     Raises:
-        HardwareError: the GPU asked for is not the one in this machine.
+        HardwareError: the requested GPU is not the one in this machine.
         NotFoundError: a name that is neither a Definition nor a Solution.
         StoreError: the store cannot be used.
         UsageError: a budget that is not positive, or nothing to tune.
@@ -106,18 +107,18 @@ def tune(
         budget_s = QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
-    # The tier at which only what can be timed here takes part: an interpreter's times would choose the wrong config.
+    # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
     options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
     watch = observer or TuneObserver()
     with open_pool(executor, gpus, gpu, watch.starting) as pool:
         setup = RunSetup.on(pool, gpu, catalog, store_home)
-        return _search_all(setup, options, Known.read(setup, again=again), budget_s, watch, pool)
+        return _search_all(setup, options, KnownResults.read(setup, again=again), budget_s, watch, pool)
 
 
 def _search_all(
     setup: RunSetup,
     options: Options,
-    known: Known,
+    known: KnownResults,
     budget_s: float,
     observer: TuneObserver,
     pool: DevicePool | None,
@@ -132,7 +133,7 @@ def _search_all(
         Journal(context.run_id, setup.home) as journal,
         TuningLog(context.run_id, setup.home) as log,
     ):
-        keep = _Keeping(report, known, journal, log, observer)
+        keep = _TuneSink(report, known, journal, log, observer)
         budget = SearchBudget.quick() if options.quick else SearchBudget()
         pieces = tuple((item, pairs[item.definition.name]) for item in plan.definitions)
         task = TuneTask(pieces, known, budget, budget_s)
@@ -144,19 +145,19 @@ def _search_all(
     return report
 
 
-def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep: _Keeping) -> None:
+def _search_here(task: TuneTask, context: RunContext, budget: TimingBudget, keep: _TuneSink) -> None:
     with scratch_folder() as scratch, leaving_processors(context.machine):
         executor = LocalExecutor(context, scratch, budget, SCREEN, keep.trace, keep.observer.starting)
         try:
-            search(task, executor, keep.told)
+            search(task, executor, keep.take)
         except KeyboardInterrupt:
             keep.report.interrupted = True
 
 
 def _search_on(
-    pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _Keeping
+    pool: DevicePool, task: TuneTask, context: RunContext, setup: RunSetup, budget: TimingBudget, keep: _TuneSink
 ) -> None:
-    """The searches of one Workload on one device, each with what is known by then."""
+    """Divide the searches over the devices of a pool. Each piece starts with all results known by then."""
     session = Session(
         "tune", context.run_id, setup.machine.gpu, context.seed, setup.home, budget, SCREEN,
         command=context.command,
@@ -172,18 +173,18 @@ def _search_on(
         digests = {plan.definition.digest for plan in item.plans}
         return replace(task, pieces=pieces, known=task.known.about(digests), attempts=attempts_of(keep.report.traces))
 
-    callbacks = Callbacks(keep.trace, keep.observer.at_work, told=keep.told, extra=extra, immediate=True)
+    callbacks = Callbacks(keep.trace, keep.observer.at_work, job_message=keep.take, extra=extra, immediate=True)
     outcome = pool.run(session, pool.divided(plans), callbacks)
     keep.report.notes += [*outcome.notes, *outcome.unfinished]
     keep.report.unfinished, keep.report.interrupted = outcome.unfinished, outcome.interrupted
 
 
 @dataclass
-class _Keeping:
-    """Where traces, steps and results go the moment they exist: to disk, into the report, and to who watches."""
+class _TuneSink:
+    """Sink for traces, steps and results: it writes them to disk and the report, and calls the observer."""
 
     report: TuneReport
-    known: Known
+    known: KnownResults
     journal: Journal
     log: TuningLog
     observer: TuneObserver
@@ -192,7 +193,7 @@ class _Keeping:
         self.journal.append(trace)
         self.report.traces.append(trace)
 
-    def told(self, content: TuningStep | Tuned) -> None:
+    def take(self, content: TuningStep | TuneResult) -> None:
         if isinstance(content, TuningStep):
             self.step(content)
         else:
@@ -203,7 +204,7 @@ class _Keeping:
         self.report.steps.append(step)
         self.observer.stepped(step)
 
-    def result(self, result: Tuned) -> None:
+    def result(self, result: TuneResult) -> None:
         same = (result.solution, result.workload_uuid)
         report = self.report
         report.results = [item for item in report.results if (item.solution, item.workload_uuid) != same]
@@ -212,7 +213,7 @@ class _Keeping:
 
 
 def _tunable_pairs(plan: Plan, machine: Machine) -> dict[str, list[tuple[Workload, SolutionFiles]]]:
-    """Definition -> what can be tuned, Workload by Workload; what cannot is added to the plan's skipped."""
+    """Return the tunable (workload, solution) pairs per Definition; add the others to the plan's skipped."""
     found: dict[str, list[tuple[Workload, SolutionFiles]]] = {}
     for item in plan.definitions:
         tunable = []

@@ -1,4 +1,4 @@
-"""Tunes the Solutions of one Definition: a search for each Workload in turn, then one screen of everything that leads."""
+"""Tuning of the Solutions of one Definition: a search per Workload, then one screen of all leading configs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tilegym_db.verify.worker_handle import SCREEN
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What came of one Solution on one Workload.
+class TuneResult:
+    """The result of tuning one Solution on one Workload.
 
-    ``config`` is the one that won and passed the screen, empty if that is the source's own defaults, None if none
-    passed. ``tried`` counts configs of this run, ``left`` those that a larger budget would try. ``gain`` is the time of the
-    defaults over that of the winner, both from the screen of this run; None if they were not screened side by side.
+    ``config`` won and passed the screen; it is empty for the source's own defaults, and None if no config passed. ``tried``
+    counts the configs of this run, ``left`` those that a larger budget would try. ``gain`` is the time of the defaults over
+    that of the winner, both from the screen of this run; None if they were not screened together.
     """
 
     solution: str
@@ -57,31 +57,31 @@ class Tuned:
 
 @dataclass
 class Tuner:
-    """Tunes the Solutions of one Definition. Each has one worker for all its searches."""
+    """Tuner of the Solutions of one Definition. Each Solution has one worker for all its searches."""
 
     item: DefinitionPlan
     executor: LocalExecutor
-    known: Known
+    known: KnownResults
     traces: list[Trace]
-    """Every trace of the run so far."""
+    """All traces of the run so far."""
     remember: Callable[[TuningStep], None]
     budget: SearchBudget
     budget_s: float
 
     @property
     def context(self) -> RunContext:
-        """Of the run."""
+        """The context of the run."""
         return self.executor.context
 
     @property
     def definition(self) -> Definition:
-        """What all of its Solutions compute."""
+        """The operator that the Solutions implement."""
         return self.item.definition
 
-    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[Tuned], None]) -> None:
-        """Search for each pair in turn, then screen what leads, all together; again where a leader does not pass.
+    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[TuneResult], None]) -> None:
+        """Search for each pair in turn, then screen all leading configs together; search again if a leader fails.
 
-        Compilers are a pair ahead. Workers end with it.
+        Compilers work one pair ahead. Workers end with this method.
         """
         runners: dict[str, Runner] = {}
         cache = ExpectedCache(self.definition, self.context.machine.device, roots=self.item.roots)
@@ -108,7 +108,7 @@ class Tuner:
                 waiting = [race for race in races if race.result is None or self._has_failed(race)]
 
     def _screen(self, races: Sequence[PairSearch]) -> None:
-        """The verdicts on those that lead, beside the defaults and stock code, each in a fresh process."""
+        """Screen the leading configs together with the defaults and stock code, each in a fresh process."""
         if not races:
             return
         stock = [solution for solution in self.item.timed if solution.record.spec.provides == "stock"]
@@ -131,14 +131,14 @@ class Tuner:
             race.take_verdict(traces[*own, config_id(race.leader or {})], traces[*own, config_id({})])
 
     def _has_failed(self, race: PairSearch) -> bool:
-        """Return True if what won there was found faulty on another Workload afterwards."""
+        """Return True if the winner of a pair later failed on another Workload."""
         config = race.result.config if race.result is not None else None
         return config is not None and config_id(config) in self.known.history(race.key).settled
 
 
 @dataclass
 class PairSearch:
-    """One Solution on one Workload: it searches, and then has a ``result``, or a ``leader`` that wants a screen."""
+    """Search for one Solution on one Workload. It ends with a ``result``, or with a ``leader`` to be screened."""
 
     tuner: Tuner
     workload: Workload
@@ -146,7 +146,7 @@ class PairSearch:
     runner: Runner
     cache: ExpectedCache
     leader: Config | None = None
-    result: Tuned | None = None
+    result: TuneResult | None = None
     tried: int = 0
     left: int = 0
     searched_s: float = 0.0
@@ -154,16 +154,16 @@ class PairSearch:
 
     @property
     def key(self) -> PairKey:
-        """Digests of Solution and Definition, and the Workload's uuid."""
+        """The digests of Solution and Definition, and the Workload's uuid."""
         return self.solution.digest, self.tuner.definition.digest, self.workload.uuid
 
     @property
     def wants_screen(self) -> bool:
-        """True if the search found a config that is not yet screened."""
+        """True if the search found a config that is not screened yet."""
         return self.result is None and self.leader is not None
 
     def compile_ahead(self, stack: ExitStack) -> None:
-        """Begin to compile what will be tried, in other processes; ``stack`` ends them at the latest."""
+        """Start to compile the next candidates in other processes; ``stack`` ends them at the latest."""
         if self._ahead is not None or self.runner.handle.broken is not None:
             return
         candidates = self._candidates(self.tuner.known.history(self.key))
@@ -174,7 +174,7 @@ class PairSearch:
             self._ahead.start(candidates)
 
     def search(self) -> None:
-        """Try what is left to try, within the budget."""
+        """Try the remaining candidates within the budget."""
         known, runner = self.tuner.known, self.runner
         self.leader = self.result = None
         if runner.handle.broken is not None:
@@ -197,7 +197,7 @@ class PairSearch:
             self.leader = known.leaders[self.key] = leader
 
     def take_verdict(self, verdict: Trace, defaults: Trace) -> None:
-        """What the screen says of the leader. Where it is no pass, that is remembered, and there is no result yet."""
+        """Record the screen of the leader. If it did not pass, store a failed step; there is no result yet."""
         config = self.leader
         assert config is not None
         known = self.tuner.known
@@ -270,14 +270,14 @@ class PairSearch:
         )
 
     def _failed(self, config: Config, failure: Failure) -> None:
-        """A verdict of a worker is a trace, so that it takes back what the config may have passed before."""
+        """Emit a failed trace: it revokes earlier passes of the config."""
         executor, level = self.tuner.executor, self.runner.handle.sandbox_level
         definition, tier = self.tuner.definition, SCREEN.tier
         executor.emit(executor.context.failed(definition, self.solution, self.workload, tier, failure, config, level))
 
-    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> Tuned:
+    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> TuneResult:
         definition = self.tuner.definition
-        return Tuned(
+        return TuneResult(
             self.solution.name,
             self.workload.uuid,
             definition.bind_axes(self.workload.axes),
@@ -290,24 +290,26 @@ class PairSearch:
         )
 
 
-# ---- known ----------------------------------------------------------------------------------------
-# What earlier searches on this GPU, and this one so far, found out.
+# ---- Known results --------------------------------------------------------------------------------
+# Results of earlier searches on this GPU and of this search so far.
 
 
 @dataclass
-class Known:
-    """What earlier runs found out on this GPU: steps, config id -> status of what failed, screens passed, winners."""
+class KnownResults:
+    """Results of earlier runs on this GPU: steps, status of failed configs by config id, passed screens, winners."""
 
     steps: dict[PairKey, list[TuningStep]] = field(default_factory=dict)
     failed: dict[PairKey, dict[str, str]] = field(default_factory=dict)
     screened: set[DoneKey] = field(default_factory=set)
     winners: dict[PairKey, Config] = field(default_factory=dict)
     leaders: dict[PairKey, Config] = field(default_factory=dict)
-    """What leads in this run and was not screened yet: no winner, but a good first guess for a neighbour."""
+    """Leading configs of this run that are not screened yet. They are not winners, but good first candidates for a
+    neighbour.
+    """
 
     @classmethod
-    def read(cls, setup: RunSetup, *, again: bool) -> Known:
-        """With ``again``, only what won: a search that starts anew still begins with that."""
+    def read(cls, setup: RunSetup, *, again: bool) -> KnownResults:
+        """Read the results of earlier runs. With ``again``, read only the winners: a new search still starts with them."""
         gpu = setup.machine.gpu
         with setup.store() as store:
             known = cls(winners=tuned_configs(store, gpu))
@@ -321,9 +323,9 @@ class Known:
             known.steps.setdefault(step.pair, []).append(step)
         return known
 
-    def about(self, definitions: Collection[str]) -> Known:
-        """What concerns these Definitions, by digest."""
-        return Known(
+    def about(self, definitions: Collection[str]) -> KnownResults:
+        """Return the results of some Definitions, given by digest."""
+        return KnownResults(
             {pair: steps for pair, steps in self.steps.items() if pair[1] in definitions},
             {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
             {key for key in self.screened if key[1] in definitions},
@@ -331,7 +333,10 @@ class Known:
         )
 
     def history(self, pair: PairKey) -> SearchHistory:
-        """Of one pair. A config that fails on one Workload is not tried on any other of the same Definition."""
+        """Return the history of one pair.
+
+        A config that fails on one Workload is not tried on others of the same Definition.
+        """
         failed = dict(self.failed.get(pair, {}))
         for other in {*self.failed, *self.steps}:
             if other != pair and other[:2] == pair[:2]:
@@ -343,25 +348,25 @@ class Known:
 
 
 # ---- task -----------------------------------------------------------------------------------------
-# One piece of a search: what is to be tuned, what is known of it, and the search itself on one device.
+# A piece of tuning work, and its execution on one device.
 
 
 @dataclass(frozen=True)
 class TuneTask:
-    """What to tune, Definition by Definition, and within which budgets.
+    """The pairs to tune, by Definition, and the budgets.
 
-    ``attempts`` are those of the run so far, as in RunContext: a trace of a piece that is done again is another trace.
+    ``attempts`` are those of the run so far, as in RunContext: if a piece is repeated, its traces get new ids.
     """
 
     pieces: tuple[tuple[DefinitionPlan, Sequence[tuple[Workload, SolutionFiles]]], ...]
-    known: Known
+    known: KnownResults
     budget: SearchBudget
     budget_s: float
     attempts: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
 
 
-def search(task: TuneTask, executor: LocalExecutor, tell: Callable[[TuningStep | Tuned], None]) -> None:
-    """Tune all of it; every step and every result is told the moment it exists, traces go where the executor's go."""
+def search(task: TuneTask, executor: LocalExecutor, report: Callable[[TuningStep | TuneResult], None]) -> None:
+    """Tune all pairs of a task. Each step and result is passed to ``report`` at once; traces go to the executor's ``emit``."""
     traces: list[Trace] = []
     emit = executor.emit
 
@@ -371,9 +376,9 @@ def search(task: TuneTask, executor: LocalExecutor, tell: Callable[[TuningStep |
 
     def remember(step: TuningStep) -> None:
         task.known.steps.setdefault(step.pair, []).append(step)
-        tell(step)
+        report(step)
 
     executor.emit = keep
     for plan, pairs in task.pieces:
         tuner = Tuner(plan, executor, task.known, traces, remember, task.budget, task.budget_s)
-        tuner.run(pairs, tell)
+        tuner.run(pairs, report)

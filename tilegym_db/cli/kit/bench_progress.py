@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tilegym_db.bench.plan import Plan
     from tilegym_db.bench.run_setup import Observer
     from tilegym_db.bench.tune.tune import TuneObserver
-    from tilegym_db.bench.tune.tuner import Tuned
+    from tilegym_db.bench.tune.tuner import TuneResult
     from tilegym_db.records import Trace
     from tilegym_db.store.tuning import TuningStep
 
@@ -111,5 +111,5 @@ class Progress:
             config = spell_config(step.config)
             self._bar.console.print(f"{step.solution}[{config}] {step.reason}", highlight=False, markup=False)
 
-    def _tuned(self, result: Tuned) -> None:
+    def _tuned(self, result: TuneResult) -> None:
         self._advance()
