@@ -1,6 +1,6 @@
-"""tilegym-db: transformer operators, the tile kernels that implement them, and what each kernel measured.
+"""tilegym-db: transformer operators, tile kernels that implement them, and the measurements of each kernel.
 
-The public names below load on first use, so that ``import tilegym_db`` costs next to nothing and never imports torch.
+The public names load on first use, so ``import tilegym_db`` costs almost nothing and never imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from tilegym_db.lazy import loader
 
 __version__ = "0.2.0"
 
-TYPE_CHECKING = False  # typing's own would take the longest of all that runs before Ctrl-C ends a command in silence
+TYPE_CHECKING = False  # importing typing would take most of the start-up time before Ctrl-C is handled
 
 if TYPE_CHECKING:
     from tilegym_db import ops

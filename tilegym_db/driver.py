@@ -1,6 +1,6 @@
-"""What the NVIDIA driver says of this machine's GPUs, without PyTorch and without a process.
+"""Reads the NVIDIA driver's GPUs without PyTorch and without a subprocess.
 
-First from the files that it shows, which takes a millisecond; more from its management library, which takes longer to start.
+The driver's files are read first, in about a millisecond. Its management library tells more but starts more slowly.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-# Where one of these is, a CUDA program may find a device: a desktop or server, Windows' subsystem for Linux, a Jetson.
+# One of these files exists if a CUDA device is possible: desktop or server, Windows Subsystem for Linux, Jetson.
 _SIGNS = ("dev/nvidiactl", "dev/nvidia0", "proc/driver/nvidia", "dev/dxg", "dev/nvmap", "dev/nvhost-ctrl")
 _MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
 
 
 def driver_files(root: Path = Path("/")) -> tuple[Path, ...]:
-    """Return the files that show a driver; none where no CUDA device can be here. ``root`` is for tests."""
+    """Return the files that show a driver; empty if no CUDA device is possible. ``root`` is for tests."""
     return tuple(path for path in (root / sign for sign in _SIGNS) if path.exists())
 
 
 def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the device names, as ``NVIDIA H200``, of every GPU of the driver; empty if it does not list them.
+    """Return the device name of every GPU of the driver, such as ``NVIDIA H200``; empty if the driver does not list them.
 
-    A GPU that ``CUDA_VISIBLE_DEVICES`` hides is listed as well: the answer says what cannot be here, not what can be used.
+    GPUs that ``CUDA_VISIBLE_DEVICES`` hides are included: use the result to exclude GPUs, not to select them.
     """
     names = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         try:
             match = _MODEL.search(path.read_text(encoding="utf-8", errors="replace"))
         except OSError:
-            return ()  # one that cannot be read may be any
+            return ()  # an unreadable file may be of any GPU
         if match is None or not match[1].strip("?"):
             return ()
         names.append(match[1])
@@ -37,10 +37,9 @@ def driver_gpu_names(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def started_library() -> ModuleType | None:
-    """Return the bindings of NVIDIA's management library, started; None if there is no driver, or one that does not
-    answer.
+    """Return the bindings of NVIDIA's management library, initialised; None if no driver answers.
 
-    The caller owes it one ``nvmlShutdown``.
+    The caller must call ``nvmlShutdown`` once.
     """
     import pynvml
 
@@ -52,7 +51,7 @@ def started_library() -> ModuleType | None:
 
 
 def driver_version() -> str:
-    """Such as ``580.159.03``; empty if no driver answers."""
+    """Return the driver's version, such as ``580.159.03``; empty if no driver answers."""
     library = started_library()
     if library is None:
         return ""
@@ -65,7 +64,7 @@ def driver_version() -> str:
 
 
 def driver_gpus() -> tuple[str, ...]:
-    """``NVIDIA H200, driver 580.159.03`` of each GPU that the driver can reach; empty if none answers."""
+    """Return each GPU that the driver can reach as ``NVIDIA H200, driver 580.159.03``; empty if no driver answers."""
     version, library = driver_version(), started_library()
     if library is None:
         return ()

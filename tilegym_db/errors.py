@@ -1,7 +1,7 @@
-"""Every exception tilegym-db raises, in one tree rooted at :class:`TilegymDBError`.
+"""Every exception of tilegym-db, in one tree rooted at :class:`TilegymDBError`.
 
-A message is one paragraph: what is wrong, where (file and key), and the next step. The command line prints it as it is
-and exits with ``exit_code``.
+A message is one paragraph: what is wrong, where (file and key), and the next step. The command line prints the message
+unchanged and exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Top-level module -> the package that has it and the extra that brings it.
+# Top-level module -> its package and the extra that installs it.
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("PyTorch", "torch"),
     "numpy": ("NumPy", "torch"),
@@ -27,7 +27,7 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "ray": ("Ray", "ray"),
 }
 
-# Top-level modules of what every installation has: where one is missing, the installation is broken.
+# Top-level module -> package that every installation has. If one is missing, the installation is broken.
 REQUIRED = {
     "duckdb": "duckdb",
     "_duckdb": "duckdb",
@@ -46,7 +46,7 @@ class TilegymDBError(Exception):
     """Base of every error of this package.
 
     ``exit_code`` is the exit status of the command line: 1 a finding, 2 wrong usage, 3 no verified solution.
-    ``code`` names the cause (``axis_undeclared``). Programs and tests compare it; wording may change, codes do not.
+    ``code`` names the cause (``axis_undeclared``) for programs and tests. The wording may change, codes do not.
     """
 
     exit_code = 1
@@ -59,9 +59,9 @@ class TilegymDBError(Exception):
 
 
 class RecordError(TilegymDBError, ValueError):
-    """A Definition, Solution, Workload or Trace is not valid; names the file and the key.
+    """An invalid Definition, Solution, Workload or Trace; the message names the file and the key.
 
-    ``problems`` has every fault of a record that was read whole, and ``codes`` their codes in the same order. The message
+    ``problems`` lists every fault of a record that was read whole, and ``codes`` their codes in the same order. The message
     shows the first ones; ``code`` is the first code.
     """
 
@@ -84,13 +84,13 @@ class RecordError(TilegymDBError, ValueError):
 
 
 class ConflictError(TilegymDBError):
-    """A record clashes with one that exists: duplicate name, or a semantic change without a version bump."""
+    """A record that clashes with an existing one: a duplicate name, or a new meaning without a new version."""
 
     code = "conflict"
 
 
 class NotFoundError(TilegymDBError, KeyError):
-    """No record of that name; the message suggests the nearest ones."""
+    """A record name that does not exist; the message suggests the nearest names."""
 
     exit_code = 2
     code = "not_found"
@@ -100,77 +100,77 @@ class NotFoundError(TilegymDBError, KeyError):
 
 
 class UsageError(TilegymDBError):
-    """The request itself makes no sense: a missing axis, an option that does not apply."""
+    """A request that makes no sense: a missing axis, or an option that does not apply."""
 
     exit_code = 2
     code = "usage"
 
 
 class HardwareError(UsageError):
-    """The GPU asked for is unknown or not the one in this machine, or its driver refuses what measuring takes."""
+    """A GPU that is unknown or not in this machine, or a driver that refuses what measuring needs."""
 
     code = "hardware"
 
 
 class ToolchainError(TilegymDBError):
-    """A compiler or library that a Solution needs is missing or too old; names the pip extra to install."""
+    """A compiler or library that a Solution needs and that is missing or too old; names the pip extra to install."""
 
     code = "toolchain"
 
 
 class MissingPackageError(ToolchainError):
-    """What was asked for needs a package of an extra that is not installed; names the extra and the command."""
+    """A missing package of an extra; names the extra and the command that installs it."""
 
     exit_code = 2
     code = "package_missing"
 
 
 class CompileError(TilegymDBError):
-    """A Solution's source did not compile for a target; carries the compiler's own message, clipped."""
+    """A Solution's source that did not compile for a target; carries the compiler's message, clipped."""
 
     code = "compile_failed"
 
 
 class SolutionError(TilegymDBError):
-    """A Solution's source failed to load or raised while it ran."""
+    """A Solution's source that failed to load or raised while it ran."""
 
     code = "solution_failed"
 
 
 class StoreError(TilegymDBError):
-    """The database or its folder cannot be used: locked, read-only, full, or written by a newer version."""
+    """A database or folder that cannot be used: locked, read-only, full, or written by a newer version."""
 
     code = "store"
 
 
 class QueryError(UsageError):
-    """The SQL given is not a single read-only statement, or DuckDB refused it."""
+    """SQL that is not a single read-only statement, or that DuckDB refused."""
 
     code = "query"
 
 
 class QueryTimeoutError(QueryError):
-    """A query took longer than it was given, and was stopped."""
+    """A query that exceeded its time limit and was stopped."""
 
     exit_code = 1
     code = "query_timeout"
 
 
 class NoSolutionError(TilegymDBError):
-    """Nothing verified can serve the request, and there is no stock code to fall back on."""
+    """A request that no verified Solution can serve and that has no stock code as fallback."""
 
     exit_code = 3
     code = "no_solution"
 
 
 def check_kind(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise :class:`UsageError` for an argument of another type; ``what`` says what it is ("gpu is the name of a GPU")."""
+    """Raise :class:`UsageError` if an argument has another type; ``what`` describes it ("gpu is the name of a GPU")."""
     if not isinstance(value, kind):
         raise UsageError(f"{what}, not {type(value).__name__}.", code="argument_type")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'rms_norm'?`` for the nearest known name, or an empty string."""
+    """Return `` Did you mean 'rms_norm'?`` with the nearest known names, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     if not close:
         return ""
@@ -178,9 +178,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def missing_package(module: str) -> MissingPackageError | None:
-    """Return the error that says how to install what ``module`` (``torch.nn``) belongs to; None for one that we do not
-    use.
-    """
+    """Return the error that says how to install the package of ``module`` (``torch.nn``); None for an unknown package."""
     top = module.partition(".")[0]
     if top in PACKAGES:
         package, extra = PACKAGES[top]
@@ -197,15 +195,13 @@ def missing_package(module: str) -> MissingPackageError | None:
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
-    """Return the error that names a package which is installed and cannot be imported; None if ``error`` came from
-    elsewhere.
-    """
+    """Return the error that names an installed package that failed to import; None if ``error`` has another cause."""
     trace, broken = error.__traceback__, ""
     while trace is not None:
         frame = trace.tb_frame
         top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and (top in PACKAGES or top in REQUIRED):
-            broken = top  # the innermost: a package that imports it is whole
+            broken = top  # the innermost one: the packages that import it are intact
         trace = trace.tb_next
     if not broken:
         return None

@@ -1,7 +1,7 @@
-"""How this package touches files: it reads regular files of bounded size, and what it writes appears whole or not at all.
+"""Reads regular files of bounded size and writes files atomically.
 
-A writer holds the lock of the folder that it changes (``folder_locks``), writes beside the target, waits until that is on disk,
-and renames. A process that is killed leaves the old content or the new one, and at most a file or folder named
+A writer holds the lock of the folder that it changes (``writing``), writes beside the target, waits until that is on disk,
+and renames it. A killed process leaves the old content or the new one. It leaves at most a file or folder named
 ``.tilegym-db-*.new``, which a later writer removes.
 """
 
@@ -21,7 +21,7 @@ from tilegym_db.errors import ConflictError, RecordError, StoreError
 
 MiB = 1 << 20
 RECORD_BYTES = 16 * MiB
-"""The most that a file of one record, or of one Solution's sources, may hold; the largest today has 60 KB."""
+"""Largest file of one record or of one Solution's sources, in bytes; the largest today has 60 KB."""
 
 _PREFIX, _SUFFIX = ".tilegym-db-", ".new"
 _LEFTOVER_AGE_S = 3600.0
@@ -48,14 +48,14 @@ _SAVE = "Save it as plain UTF-8."
 
 
 def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes, if any; never waits for a writer of a FIFO.
+    """Return the content of a regular file of at most ``limit`` bytes, if any; never wait for a writer of a FIFO.
 
     Raises:
-        RecordError: it cannot be read, is no regular file, or is larger; ``what`` names its part in the message.
+        RecordError: the file cannot be read, is not regular, or is larger; the message calls it ``what``.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL
         raise _unreadable(path, what, error) from None
     try:
         mode = os.fstat(descriptor).st_mode
@@ -66,7 +66,7 @@ def read_bytes(path: Path, what: str, limit: int | None = RECORD_BYTES) -> bytes
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read() if limit is None else file.read(limit + 1)
-        if content is None:  # a file of /proc that waits for its next line
+        if content is None:  # a file of /proc that has no line yet
             raise BlockingIOError(errno.EAGAIN, "it has nothing to read now")
     except OSError as error:
         raise _unreadable(path, what, error) from None
@@ -90,10 +90,10 @@ def _unreadable(path: Path, what: str, error: OSError | ValueError) -> RecordErr
 
 
 def decode(content: bytes, where: str | Path) -> str:
-    """Return the text of a record or a source, which is UTF-8 without a byte order mark and without NUL.
+    """Return the text of a record or source: UTF-8 without a byte order mark and without NUL.
 
     Raises:
-        RecordError: it is something else; names the place.
+        RecordError: the content has another encoding; the message gives line and column.
     """
     for mark, encoding in _MARKS:
         if content.startswith(mark):
@@ -120,7 +120,7 @@ def _position(content: bytes, index: int) -> str:
 
 
 def regular_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the regular files under ``folder`` that match, by name; a FIFO or a folder of such a name is passed over."""
+    """Return the regular files under ``folder`` that match, sorted by name; a FIFO or folder is skipped."""
     try:
         return sorted(path for path in folder.glob(pattern) if path.is_file())
     except OSError:  # a loop of links, or a folder that cannot be entered
@@ -131,10 +131,10 @@ def regular_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` in one step, so that nobody ever reads half a file. A link is followed, and a mode is kept.
+    """Replace ``path`` in one step, so that a reader never sees half a file. Follow a link and keep the mode.
 
     Raises:
-        StoreError: that failed, or it is a device, a FIFO or a folder; what was there is then still there.
+        StoreError: the write failed, or the path is a device, a FIFO or a folder; the old content stays.
     """
     staged: str | None = None
     try:
@@ -164,11 +164,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_exclusively(path: Path, content: bytes) -> None:
-    """Make a new file in one step: it appears whole or not at all, and of several writers at once one succeeds.
+    """Create a new file in one step: it appears whole or not at all. If several writers try at once, one succeeds.
 
     Raises:
-        ConflictError: something of that name exists, which stays as it is.
-        StoreError: it cannot be written; nothing was added then.
+        ConflictError: the path exists; it stays unchanged.
+        StoreError: the file cannot be written; nothing was added.
     """
     staged: str | None = None
     try:
@@ -194,16 +194,16 @@ def write_exclusively(path: Path, content: bytes) -> None:
 def write_folder(
     folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path] | None = None, *, may_be_empty: bool = False
 ) -> None:
-    """Make a new folder of files in one step: it appears whole or not at all. What is there already is left alone.
+    """Create a new folder of files in one step: it appears whole or not at all. An existing one is never changed.
 
     Args:
-        folder: must not exist. Of several writers at once one succeeds.
+        folder: must not exist. If several writers try at once, one succeeds.
         files: relative path -> content.
         copies: relative path -> the file to copy.
-        may_be_empty: it may exist, where it holds nothing.
+        may_be_empty: accept an existing empty folder.
 
     Raises:
-        StoreError: something of that name exists, or it cannot be written; nothing was added then.
+        StoreError: the path exists, or the folder cannot be written; nothing was added.
     """
     staged: str | None = None
     try:
@@ -216,7 +216,7 @@ def write_folder(
         os.mkdir(staged)
         _fill_folder(Path(staged), {**files, **(copies or {})}, are_many=len(files) >= _FEW)
         try:
-            os.rename(staged, folder)  # refuses a folder that holds anything, whoever made it meanwhile
+            os.rename(staged, folder)  # fails if another process has filled the folder since
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -237,7 +237,7 @@ def write_folder(
 
 
 def _fill_folder(folder: Path, contents: Mapping[str, bytes | Path], *, are_many: bool) -> None:
-    """Write and copy files into a folder, and wait until they and their names are on disk."""
+    """Write and copy files into a folder, and wait until the files and their names are on disk."""
     inner, written = {folder}, []
     for name, content in contents.items():
         target = folder / name
@@ -254,8 +254,8 @@ def _fill_folder(folder: Path, contents: Mapping[str, bytes | Path], *, are_many
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk: a new file survives a power cut only then."""
-    with contextlib.suppress(OSError):  # some network file systems cannot; what was renamed stays renamed
+    """Wait until the names in a folder are on disk; a new file survives a power cut only after that."""
+    with contextlib.suppress(OSError):  # some network file systems do not support it; the rename stays done
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -264,7 +264,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync_files(paths: Sequence[Path]) -> None:
-    """Wait until files are on disk. Several at once: a file system writes its journal once for all that wait for it."""
+    """Wait until files are on disk. Threads share the cost: a file system commits its journal once for all waiting calls."""
     if not paths:
         return
     from concurrent.futures import ThreadPoolExecutor
@@ -297,7 +297,7 @@ def _write_synced(path: str, content: bytes, mode: int | None = None) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a writer that was killed left beside its target; one that is alive takes no hour."""
+    """Remove files that a killed writer left beside its target; a live writer takes less than an hour."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _LEFTOVER_AGE_S:
@@ -308,12 +308,12 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """What the system says about an error, without its number and the path."""
+    """Return the system's text for an error, without its number and the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 # ---- folder locks ---------------------------------------------------------------------------------
-# Locks of folders that several processes write to: one writer at a time, whoever it is and however it ends.
+# Locks of folders that several processes write to. The kernel releases a lock when its process ends.
 
 LOCK_NAME = ".tilegym-db.lock"
 LOCK_TIMEOUT_S = 60.0
@@ -322,7 +322,7 @@ POLL_S = 0.02
 
 @contextlib.contextmanager
 def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the lock of a folder that several processes write to, ``<folder>/.tilegym-db.lock``; made if it is not there.
+    """Hold the lock ``<folder>/.tilegym-db.lock`` of a folder that several processes write to; create the file if needed.
 
     Raises:
         StoreError: another process holds it for longer than ``timeout_s`` seconds, or the folder cannot be written.
@@ -333,24 +333,24 @@ def writing(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Iterator[None]:
-    """Hold a lock file. The kernel lets go of it when the process ends, however it ends.
+    """Hold a lock file. The kernel releases it when the process ends, even if it crashes.
 
     Args:
-        path: the lock file; it stays, since removing it would let two in at once.
-        what: what is locked, for the message.
-        timeout_s: how long to wait for another holder.
-        consequence: what it means that the lock was not got, for the message.
+        path: the lock file; it stays, because removing it would let two processes in at once.
+        what: the locked file or folder, for the message.
+        timeout_s: seconds to wait for another holder.
+        consequence: the effect of not getting the lock, for the message.
 
     Raises:
-        StoreError: it was not got.
+        StoreError: the lock was not acquired.
     """
     from filelock import FileLock, Timeout
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # filelock tries again for as long as it waits where a file cannot be made for good, as in /proc; this says so at once
+        # If a file can never be created, as in /proc, filelock would try until its timeout; this call fails at once.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644))
-        # not thread local: a store may be closed by another thread than opened it
+        # not thread-local: the thread that closes a store may differ from the one that opened it
         lock = FileLock(path, timeout=timeout_s, poll_interval=POLL_S, thread_local=False)
         lock.acquire()
     except Timeout:
@@ -372,7 +372,7 @@ def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Ite
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, as far as the kernel tells."""
+    """Return a description of the process that holds a lock, if the kernel lists it."""
     try:
         inode = str(path.stat().st_ino)
         lines = Path("/proc/locks").read_text().splitlines()

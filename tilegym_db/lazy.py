@@ -1,4 +1,4 @@
-"""Packages whose public names load on first use: importing one costs next to nothing, and brings only what is asked for."""
+"""Lazy loading of a package's public names, so that importing the package costs almost nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 
 def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package.
+    """Return a ``__getattr__`` for a package.
 
     Args:
-        package: its name.
-        homes: public name -> the module that defines it, or that it is.
+        package: the package's name.
+        homes: public name -> the module that defines it, or the module itself.
     """
 
     def load(name: str) -> object:

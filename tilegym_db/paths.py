@@ -1,4 +1,4 @@
-"""Where things lie: the shipped catalog, the user's home folder of this package, and the store inside it."""
+"""Paths of the shipped catalog and the user's home folder of this package, and temporary scratch folders."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HOME_VARIABLE = "TILEGYM_DB_HOME"
 
 
 def home() -> Path:
-    """``$TILEGYM_DB_HOME``, else the platform's user data folder. Not created here.
+    """Return ``$TILEGYM_DB_HOME``, else the platform's user data folder. The folder is not created.
 
     Raises:
-        UsageError: the variable cannot name a folder: it is empty or relative, holds control characters, is too long, or
-            names something that is no folder.
+        UsageError: the variable cannot name a folder: it is empty, relative or too long, holds control characters, or names
+            something that is not a folder.
     """
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen is None:
         return Path(platformdirs.user_data_dir("tilegym-db"))
     try:
         path, problem, code = Path(chosen).expanduser(), "", ""
-    except RuntimeError as error:  # ~nobody-of-that-name
+    except RuntimeError as error:  # an unknown user, as in ~unknown_user
         path, problem, code = Path(chosen), str(error), "home_user_unknown"
     if not problem:
         problem, code = _problem(chosen, path)
@@ -46,7 +46,7 @@ def home() -> Path:
 
 
 def _problem(text: str, path: Path) -> tuple[str, str]:
-    """Return why a path cannot be the home folder, and the code of that; two empty texts if it can."""
+    """Return the reason why a path cannot be the home folder, and its code; two empty texts if it can."""
     if not text.strip():
         return "it is empty", "home_empty"
     if not text.isprintable():
@@ -58,13 +58,13 @@ def _problem(text: str, path: Path) -> tuple[str, str]:
     except FileNotFoundError:
         dangling = _dangling(path)
         return dangling, "home_dangling" if dangling else ""
-    except OSError as error:  # a loop of links, a name too long, a file on the way, a folder that may not be entered
+    except OSError as error:  # a loop of links, a name too long, a file as parent, or a folder without permission
         return error.strerror or str(error), "home_unreachable"
     return ("", "") if stat.S_ISDIR(mode) else ("it is no folder", "home_not_folder")
 
 
 def _dangling(path: Path) -> str:
-    """Return an empty text, or why a path that does not exist cannot be made: it goes through a link to nowhere."""
+    """Return the reason why a missing path cannot be created, a dangling link; empty if it can."""
     for place in (path, *path.parents):
         if place.is_symlink():
             return "" if place.exists() else f"{place} is a link to {os.readlink(place)!r}, which does not exist"
@@ -85,9 +85,7 @@ def use_root(root: Path) -> Iterator[Path]:
 
 
 def shipped_root() -> Path:
-    """Return the folder that holds ``definitions/ solutions/ workloads/ traces/ schema/``: the checkout, or package
-    data.
-    """
+    """Return the folder of ``definitions/ solutions/ workloads/ traces/ schema/``: the checkout, or package data."""
     if _chosen:
         return _chosen[-1]
     package = Path(__file__).resolve().parent
@@ -97,8 +95,8 @@ def shipped_root() -> Path:
     return package / "_data"
 
 
-# ---- scratch --------------------------------------------------------------------------------------
-# Scratch folders that do not outlive their process: one that was killed is cleaned up after by the next that starts.
+# ---- scratch folders ------------------------------------------------------------------------------
+# A killed process leaves its scratch folder; the next process that makes one removes it.
 
 PREFIX = "tilegym-db-scratch-"
 LOCK = "lock"
@@ -107,10 +105,10 @@ UNLOCKED_GRACE_S = 3600.0
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder that only this user can enter, removed at the end; first, those of processes that are gone are.
+    """Yield a new folder that only this user can enter, and remove it at the end. Remove abandoned ones first.
 
     Args:
-        parent: where; by default where temporary files go.
+        parent: the folder to create it in; by default the system's folder for temporary files.
     """
     where = parent or Path(tempfile.gettempdir())
     sweep(where)
@@ -125,10 +123,10 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(where: Path) -> list[Path]:
-    """Remove this user's scratch folders that no process holds, and return what they were."""
+    """Remove this user's scratch folders that no process holds, and return their paths."""
     removed = []
     for folder in where.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # someone else's, or another process sweeps it at this moment
+        with contextlib.suppress(OSError):  # of another user, or another process removes it at this moment
             if folder.lstat().st_uid == os.geteuid() and not folder.is_symlink() and _is_abandoned(folder):
                 remove_tree(folder)
                 removed.append(folder)
@@ -138,7 +136,7 @@ def sweep(where: Path) -> list[Path]:
 def _is_abandoned(folder: Path) -> bool:
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # its owner may be about to lock it
+    except FileNotFoundError:  # its process may be about to create the lock
         return time.time() - folder.lstat().st_mtime > UNLOCKED_GRACE_S
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,9 +148,9 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder whatever is in it: folders that cannot be entered, or nested deeper than any path can name.
+    """Remove a folder and everything in it, even folders without permissions or nested deeper than a path can name.
 
-    Every folder found inside is emptied by moving what it holds one level up, so that no path grows. Follows no links.
+    Each inner folder is emptied by moving its entries one level up, so that no path grows. Links are not followed.
     """
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -166,7 +164,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def _remove_files(folder: Path) -> list[str]:
-    """Remove what is no folder, and return the folders."""
+    """Remove every entry that is not a folder, and return the folders."""
     inner = []
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):

@@ -60,9 +60,9 @@ BAD = {
     "another file": ({"sha256": "0" * 64}, "is not what it was"),
     "no digest": ({"sha256": None}, f'"sha256": "{hashlib.sha256(X).hexdigest()}"'),
     "no digest at all": ({"sha256": "abc"}, "inputs.x.safetensors.sha256"),
-    "elsewhere": ({"path": "definitions/x.safetensors"}, "does not lie in blob/, or is no .safetensors file"),
-    "no such kind": ({"path": "blob/x.json"}, "does not lie in blob/, or is no .safetensors file"),
-    "the folder itself": ({"path": "blob"}, "does not lie in blob/, or is no .safetensors file"),
+    "elsewhere": ({"path": "definitions/x.safetensors"}, "does not lie in blob/, or is not a .safetensors file"),
+    "no such kind": ({"path": "blob/x.json"}, "does not lie in blob/, or is not a .safetensors file"),
+    "the folder itself": ({"path": "blob"}, "does not lie in blob/, or is not a .safetensors file"),
 }
 
 

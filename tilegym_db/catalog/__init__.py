@@ -1,8 +1,8 @@
-"""The catalog: folders of records on disk, read into validated records with their digests and checked against the lock.
+"""The catalog: folders of records, read into validated records with digests and checked against the lock.
 
-Roots, nearest first: the shipped catalog (the checkout this package runs from, else the package data of an installed
-wheel) and the user's overlay (``$TILEGYM_DB_HOME/catalog``). A name may live in one root only: an overlay record never
-shadows a shipped one. A record that cannot be read is left out and named once; it stops only what is about it.
+The roots are, in this order, the shipped catalog (a checkout, or the data of an installed wheel) and the user's overlay
+(``$TILEGYM_DB_HOME/catalog``). A name may exist in one root only: an overlay record never shadows a shipped one.
+A broken record is left out and named once; only commands about that record fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "stock_of", "write_atomically"]
 
-# What reads and writes records loads them, which takes as long as all else of a command that only asks for the roots.
+# These modules load the record classes, which take as long as the rest of a command that only needs the roots.
 _HOMES = {
     "SolutionFiles": "tilegym_db.catalog.record_files",
     "check_entry_point": "tilegym_db.catalog.record_files",
@@ -34,28 +34,28 @@ __getattr__ = loader(__name__, _HOMES)
 
 
 class Catalog(CatalogReader):
-    """Every record under a list of roots, to read and to add to."""
+    """A catalog to read records from and add records to."""
 
     @classmethod
     def default(cls, *, warns: bool = True, trust_foreign: bool = False) -> Catalog:
-        """Return the shipped catalog and the user's overlay, where it exists."""
+        """Return the shipped catalog and, if it exists, the user's overlay."""
         overlay = home() / "catalog"
         return cls((shipped_root(), overlay) if overlay.is_dir() else (shipped_root(),), warns, trust_foreign)
 
     # -- the lock -----------------------------------------------------------------------------------------------------
 
     def lock_findings(self) -> list[str]:
-        """What disagrees between the Definitions and ``definitions.lock.json``; empty if all is well."""
+        """Return the differences between the Definitions and ``definitions.lock.json``; empty if they agree."""
         from tilegym_db.catalog import writers
 
         return writers.findings(self)
 
     def update_lock(self, root: Path) -> list[str]:
-        """Add the versions that the lock does not know yet; never changes a locked digest. Returns what was added.
+        """Add versions that the lock does not have, and return them; never change a locked digest.
 
         Raises:
             RecordError: the lock is damaged.
-            StoreError: it cannot be written.
+            StoreError: the lock cannot be written.
         """
         from tilegym_db.catalog import writers
 
@@ -65,7 +65,7 @@ class Catalog(CatalogReader):
 
     @property
     def write_root(self) -> Path:
-        """Where ``add-*`` writes: the shipped catalog if it is a writable checkout, else the user's overlay."""
+        """The root that ``add-*`` writes to: the shipped catalog if it is a writable checkout, else the user's overlay."""
         shipped = shipped_root()
         if (shipped / "pyproject.toml").is_file() and os.access(shipped, os.W_OK):
             return shipped
@@ -75,19 +75,19 @@ class Catalog(CatalogReader):
         """Write a new Definition, or a new version of one, and lock it.
 
         Raises:
-            ConflictError: the same version exists with another meaning, or is not newer than the one that exists.
-            StoreError: it cannot be written, or another process holds the catalog's lock.
+            ConflictError: the version exists with another meaning, or is not newer than the existing one.
+            StoreError: the file cannot be written, or another process holds the catalog's lock.
         """
         from tilegym_db.catalog import writers
 
         return writers.add_definition(self, record, self.write_root)
 
     def add_solution(self, record: Solution, sources: Mapping[str, bytes]) -> Path:
-        """Write a new Solution folder in one step: it appears whole or not at all. What is there already is never touched.
+        """Write a new Solution folder in one step: it appears whole or not at all. Existing files are never changed.
 
         Raises:
-            ConflictError: a Solution, a folder or a file of that name exists.
-            StoreError: it cannot be written, or another process holds the catalog's lock.
+            ConflictError: a Solution, folder or file of that name exists.
+            StoreError: the folder cannot be written, or another process holds the catalog's lock.
         """
         from tilegym_db.catalog import writers
 
@@ -96,15 +96,15 @@ class Catalog(CatalogReader):
     def add_workloads(
         self, workloads: Iterable[Workload], root: Path | None = None, blobs_from: Path | None = None
     ) -> list[tuple[Path, Workload]]:
-        """Append new Workloads to their files; one that exists already is left alone and not returned.
+        """Append new Workloads to their files and return them; existing ones are skipped.
 
-        ``root`` is the catalog to write to, by default :attr:`write_root`. Files that hold inputs are copied from below
-        ``blobs_from``; without it, they lie in the catalog already.
+        ``root`` is the catalog to write to, by default :attr:`write_root`. Files that hold inputs are copied from
+        ``blobs_from``; without it, they must already be in the catalog.
 
         Raises:
-            RecordError: one does not fit its Definition, or a file is missing or another one; then none is added.
-            ConflictError: the catalog has another file of that name.
-            StoreError: it cannot be written, or another process holds the catalog's lock.
+            RecordError: a Workload does not fit its Definition, or a file is missing or differs; nothing is added.
+            ConflictError: the catalog has a different file of that name.
+            StoreError: a file cannot be written, or another process holds the catalog's lock.
         """
         from tilegym_db.catalog import writers
 

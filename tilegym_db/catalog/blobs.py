@@ -1,4 +1,4 @@
-"""Files that hold inputs of Workloads: where they lie below a root, and whether they still are what a Workload says."""
+"""Files that hold inputs of Workloads: finds, checks and copies them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ FOLDER, SUFFIX = "blob", ".safetensors"
 
 
 def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple[Path, bytes]:
-    """Return the file that holds an input, in the first root that has it, and its bytes.
+    """Return the path and the bytes of the file that holds an input, from the first root that has it.
 
     Raises:
-        RecordError: no root has it, it leads out of its root, its digest is not stated, or its bytes are not of that digest.
+        RecordError: the file is missing in every root, leads out of its root, or differs from its sha256; or the Workload
+            states no sha256.
     """
     root = next((root for root in roots if (root / spec.path).is_file()), None)
     if root is None:
@@ -42,21 +43,21 @@ def find_blob(roots: Sequence[Path], name: str, spec: SafetensorsInput) -> tuple
 
 
 def check_blobs(workloads: Iterable[Workload], source: Path) -> None:
-    """Raise :class:`RecordError` where a file that Workloads name could not be added from below ``source``."""
+    """Raise :class:`RecordError` if a file that Workloads name cannot be added from ``source``."""
     for name, spec in _named(workloads).values():
         find_blob((source,), name, spec)
 
 
 def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) -> None:
-    """Copy the files that Workloads name from below ``source`` to below ``root``; one that is there already stays.
+    """Copy the files that Workloads name from ``source`` to ``root``; existing files stay.
 
     Raises:
-        RecordError: a file is missing, is another one than the Workload says, or does not lie in ``blob/``.
-        ConflictError: the root has another file there.
+        RecordError: a file is missing, differs from its sha256, or does not lie in ``blob/``.
+        ConflictError: the root has a different file of that name.
     """
     named, roots = _named(workloads), (root,) if source is None else (source,)
     new = {place: given for place, given in named.items() if not os.path.lexists(root / place)}
-    for place, (name, spec) in named.items():  # all of them before one is written
+    for place, (name, spec) in named.items():  # check all of them before writing one
         if place in new:
             find_blob(roots, name, spec)
         else:
@@ -66,14 +67,15 @@ def add_blobs(workloads: Iterable[Workload], source: Path | None, root: Path) ->
 
 
 def _named(workloads: Iterable[Workload]) -> dict[str, tuple[str, SafetensorsInput]]:
-    """Path -> an input that it holds, and how the Workload says so."""
+    """Return path -> name and spec of an input that the file holds."""
     named: dict[str, tuple[str, SafetensorsInput]] = {}
     for workload in workloads:
         for name, spec in workload.files().items():
             place = PurePosixPath(spec.path)
             if place.parts[:1] != (FOLDER,) or len(place.parts) < 2 or place.suffix != SUFFIX:
                 raise RecordError(
-                    f"inputs.{name}: {spec.path} does not lie in {FOLDER}/, or is no {SUFFIX} file.", code="blob_place"
+                    f"inputs.{name}: {spec.path} does not lie in {FOLDER}/, or is not a {SUFFIX} file.",
+                    code="blob_place",
                 )
             _, known = named.setdefault(place.as_posix(), (name, spec))
             if known.sha256 != spec.sha256:

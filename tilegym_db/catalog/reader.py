@@ -1,4 +1,4 @@
-"""Reads the records of a catalog: folders -> validated records, and what is broken among them."""
+"""Reads the folders of a catalog into validated records and collects the broken ones."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ T = TypeVar("T")
 
 @dataclass
 class CatalogReader:
-    """Every record under a list of roots, to read. Records are read on first use and kept; make a new one to see changes."""
+    """A catalog reader over a list of roots. Records are read on first use and cached; make a new reader to see changes."""
 
     roots: tuple[Path, ...]
     warns: bool = True
-    """Whether a record that is left out is named on stderr; what lists them itself turns it off."""
+    """Whether a warning on stderr names each broken record; commands that list broken records turn it off."""
     trust_foreign: bool = False
-    """Whether traces count that neither came with the package nor were measured by this installation (``--trust``)."""
+    """Whether foreign traces count (``--trust``): neither shipped with the package nor measured by this installation."""
 
     def reread(self, root: Path) -> Self:
-        """Return the same roots and ``root`` as they are on disk now."""
+        """Return a new reader of the same roots and ``root``, as they are on disk now."""
         return type(self)(self.roots if root in self.roots else (*self.roots, root), self.warns, self.trust_foreign)
 
     def trusting(self, foreign: bool = True) -> Self:
-        """Return the same records; with ``foreign``, foreign traces count too."""
+        """Return a reader of the same roots; with ``foreign``, foreign traces count too."""
         same = not foreign or self.trust_foreign
         return self if same else type(self)(self.roots, self.warns, trust_foreign=True)
 
@@ -52,13 +52,13 @@ class CatalogReader:
 
     @cached_property
     def definition_paths(self) -> dict[str, Path]:
-        """Name -> file of every Definition, read or not."""
+        """Name -> file of every Definition, valid or not."""
         paths = (path for root in self.roots for path in visible(root / "definitions", "*/*.json"))
         return self._unique(((path.stem, path) for path in paths), lambda path: path.parent.name)
 
     @cached_property
     def solution_paths(self) -> dict[str, Path]:
-        """Name -> file of the record of every Solution, whether there is such a file or not."""
+        """Name -> record file of every Solution; the file may be missing."""
         paths = (path for root in self.roots for path in record_paths(root))
         return self._unique(((name_at(path), path) for path in paths), definition_at)
 
@@ -74,22 +74,22 @@ class CatalogReader:
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:
-        """Name -> Definition, sorted by name, of those that are valid."""
+        """Name -> valid Definition, sorted by name."""
         kept = ((name, self._kept(self.read_definition, path)) for name, path in sorted(self.definition_paths.items()))
         return {name: record for name, record in kept if record is not None}
 
     @cached_property
     def solutions(self) -> dict[str, SolutionFiles]:
-        """Name -> Solution with its sources, sorted by name, of those that are valid."""
+        """Name -> valid Solution with its sources, sorted by name."""
         kept = ((name, self._kept(self.read_solution, path)) for name, path in sorted(self.solution_paths.items()))
         return {name: files for name, files in kept if files is not None}
 
     def definition(self, name: str) -> Definition:
-        """Return one Definition, without reading the others.
+        """Return one Definition without reading the others.
 
         Raises:
-            NotFoundError: no such name; suggests the nearest.
-            RecordError: it is broken.
+            NotFoundError: no Definition has this name; the message suggests the nearest names.
+            RecordError: the Definition is broken.
         """
         check_kind(name, str, "a definition is asked for by its name, a text")
         path = self.definition_paths.get(name)
@@ -99,7 +99,7 @@ class CatalogReader:
         return self.read_definition(path)
 
     def solution(self, name: str) -> SolutionFiles:
-        """Return one Solution, without reading the others; raises as :meth:`definition` does."""
+        """Return one Solution without reading the others; raises the same errors as :meth:`definition`."""
         check_kind(name, str, "a solution is asked for by its name, a text")
         path = self.solution_paths.get(name)
         if path is None:
@@ -111,28 +111,28 @@ class CatalogReader:
 
     @cached_property
     def _solution_paths_of(self) -> dict[str, dict[str, list[Path]]]:
-        """Op type -> Definition -> its Solutions' records, by name; filled when an op type is first asked for."""
+        """Op type -> Definition -> record files of its Solutions, sorted by name; an op type is filled on first use."""
         return {}
 
     def solutions_for(self, definition: str) -> list[SolutionFiles]:
-        """Return the valid Solutions of one Definition, by name."""
+        """Return the valid Solutions of one Definition, sorted by name."""
         op_type = self.definition_paths[definition].parent.name if definition in self.definition_paths else ""
         found = self._solution_paths_of.get(op_type)
         if found is None:
             found = self._solution_paths_of[op_type] = {}
             for _, path in sorted(self.solution_paths.items()):
-                # A family says in its records what they are for; those of other op types need not be read.
+                # Only the records of a family name their Definition; records of other op types need not be read.
                 if not in_family(path) or path.parent.parent.name == op_type:
                     found.setdefault(definition_at(path), []).append(path)
         kept = (self._kept(self.read_solution, path) for path in found.get(definition, ()))
         return [files for files in kept if files is not None]
 
     def workloads_for(self, definition: str) -> list[Workload]:
-        """Return the valid Workloads of one Definition, in the order of their files; overlay after shipped.
+        """Return the valid Workloads of one Definition in file order, shipped ones before those of the overlay.
 
         Raises:
-            NotFoundError: no such Definition.
-            RecordError: it is broken.
+            NotFoundError: the Definition does not exist.
+            RecordError: the Definition is broken.
         """
         from tilegym_db.catalog.record_files import read_workloads
 
@@ -148,16 +148,14 @@ class CatalogReader:
         return list(found.values())
 
     def count_workloads(self, definition: str) -> int:
-        """Return how many Workloads the files of one Definition state, broken ones among them."""
+        """Return the number of Workloads in the files of one Definition, including broken ones."""
         from tilegym_db.catalog.record_files import workloads_stated
 
         files = (path for root in self.roots for path in visible(root / "workloads", f"*/{definition}.jsonl"))
         return len({one for path in files for one in workloads_stated(path)})
 
     def backwards_of(self, definition: str) -> list[Definition]:
-        """Return the Definitions that compute gradients of one, those of most gradients first. One that does not fit is
-        left out.
-        """
+        """Return the Definitions that compute gradients of one, most gradients first. One that does not fit is left out."""
         from tilegym_db.records.backward import backward_problem
 
         forward = self.definition(definition)
@@ -179,7 +177,7 @@ class CatalogReader:
             yield from self.workloads_for(name)
 
     def read_definition(self, path: Path) -> Definition:
-        """Return the Definition of a file of this catalog; :class:`RecordError` where it is broken."""
+        """Return the Definition in a file of this catalog; raise :class:`RecordError` if it is broken."""
         from tilegym_db.records import Definition
 
         cached = self._cache.get(path)
@@ -196,10 +194,10 @@ class CatalogReader:
         return cached
 
     def with_forward(self, record: Definition, path: Path) -> Definition:
-        """Return the Definition of a file; one with saved tensors knows the forward of this catalog that computes them.
+        """Return a Definition; one with saved tensors is bound to the forward that computes them.
 
         Raises:
-            RecordError: there is no such forward, it is broken, or this is no backward of it.
+            RecordError: the forward does not exist, is broken, or does not match this backward.
         """
         from tilegym_db.records.backward import bind_forward
 
@@ -211,7 +209,7 @@ class CatalogReader:
             raise RecordError(f"{path}: backward_of: {error}", code=error.code) from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
-        """Return the Solution of a record of this catalog; :class:`RecordError` where it is broken."""
+        """Return the Solution of a record file of this catalog; raise :class:`RecordError` if it is broken."""
         from tilegym_db.catalog.record_files import SolutionFiles
         from tilegym_db.records.solution import signature_problem
 
@@ -242,7 +240,7 @@ class CatalogReader:
     def _cache(self) -> dict[Path, Definition | SolutionFiles]:
         return {}
 
-    # -- what is broken -----------------------------------------------------------------------------------------------
+    # -- broken records -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _broken(self) -> dict[str, Broken]:
@@ -264,18 +262,18 @@ class CatalogReader:
 
     @property
     def left_out(self) -> bool:
-        """Whether something of what was read so far is broken."""
+        """True if a record read so far is broken."""
         return bool(self._broken)
 
     def broken(self, names: tuple[str, ...] = ()) -> list[Broken]:
-        """Everything that cannot be read, or of it what concerns some names, after reading all there is."""
+        """Read every record and return the broken ones; with ``names``, only those that concern these names."""
         _ = self.definitions, self.solutions
         for _ in self.all_workloads():
             pass
         return [item for item in self._broken.values() if item.concerns(names)]
 
     def refuse_broken(self, name: str) -> None:
-        """Raise :class:`RecordError` with the reason where a record of this name exists and is broken."""
+        """Raise :class:`RecordError` with the reason if a record of this name exists and is broken."""
         if name in self.definition_paths:
             self.definition(name)
         if name in self.solution_paths:

@@ -1,4 +1,4 @@
-"""A Solution as it lies on disk: its record, where that is, and the bytes of its sources."""
+"""Reads record files: Solutions with their sources, files of Workloads, broken records, and the cache of parsed sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolutionFiles:
-    """A Solution with the file that its record was read from and the bytes of its sources at that moment."""
+    """A Solution, the file of its record, and the bytes of its sources when they were read."""
 
     record: Solution
     path: Path
@@ -38,22 +38,22 @@ class SolutionFiles:
 
     @property
     def folder(self) -> Path:
-        """Where its sources lie, and those of its family."""
+        """The folder of its sources, which a family shares."""
         return self.path.parent
 
     @property
     def root(self) -> Path:
-        """The root of the catalog that holds it, links resolved."""
+        """The catalog root that holds it, with links resolved."""
         return root_of(self.folder.resolve() / self.path.name)
 
     @cached_property
     def digest(self) -> str:
-        """Identity of exactly this source under exactly this spec."""
+        """The digest of these sources under this spec."""
         return self.record.digest(self.sources)
 
     @cached_property
     def uses_torch_compile(self) -> bool:
-        """Whether it compiles through inductor, which takes long, by what its text says."""
+        """True if a source mentions ``torch.compile``, which takes long to compile."""
         return any(b"torch.compile" in source for source in self.sources.values())
 
     @classmethod
@@ -64,8 +64,8 @@ class SolutionFiles:
             place: the file of the record, or a folder with ``solution.json``.
 
         Raises:
-            RecordError: the record is not valid, a source is missing, is a link out of the folder, is no Python in UTF-8, or
-                does not define the entry point.
+            RecordError: the record is not valid, or a source is missing, is a link out of the folder, is not Python in UTF-8,
+                or does not define the entry point.
         """
         path = record_path(place)
         content = read_bytes(path, "solution")
@@ -83,24 +83,23 @@ class SolutionFiles:
 
 
 def stock_of(solutions: Iterable[SolutionFiles]) -> SolutionFiles | None:
-    """Return the code that runs where nothing else does: of those that provide what models run, the one with the fewest
-    constraints.
+    """Return the stock code with the fewest constraints, which is the fallback of all calls; None without stock code.
 
-    A model may have several ways of running one operator, as transformers has for experts. Kernels must beat all of them.
+    A model may have several stock implementations, as transformers has for experts. Kernels must beat all of them.
     """
     stock = [files for files in solutions if files.record.spec.provides == "stock"]
     return min(stock, key=lambda files: (len(files.record.spec.constraints), files.name), default=None)
 
 
 def read_source(record_path: Path, name: str) -> bytes:
-    """Return a source file of the Solution whose record this is; refuses a link that leads out of the folder."""
+    """Return the bytes of a source beside a Solution's record; refuse a link that leads out of the folder."""
     folder = record_path.parent
     path = folder / name
     if not path.exists():
         raise RecordError(
             f"{record_path}: sources: '{name}' does not exist beside {record_path.name}.", code="source_missing"
         )
-    # a plain name that is no link lies in the folder, whatever leads there
+    # A plain name that is not a link lies in the folder, even if links lead to the folder.
     if ("/" in name or path.is_symlink()) and not path.resolve().is_relative_to(folder.resolve()):
         raise RecordError(
             f"{record_path}: sources: '{name}' is a link out of the folder ({path.resolve()}). Copy the file.",
@@ -110,7 +109,7 @@ def read_source(record_path: Path, name: str) -> bytes:
 
 
 def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Path) -> None:
-    """Raise :class:`RecordError` unless every Python source is UTF-8, and the entry point's parses and defines its function."""
+    """Raise :class:`RecordError` unless every Python source is UTF-8 and the entry file parses and defines its function."""
     for name, content in sources.items():
         if name.endswith(".py"):
             decode(content, f"{where}: source '{name}'")
@@ -134,27 +133,27 @@ def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Pat
 
 
 # ---- solution places ------------------------------------------------------------------------------
-# Where the record of a Solution lies: in a folder of its own, or beside the kernel that its family shares.
+# The record of a Solution lies in its own folder, or beside the kernel that its family shares:
 #
 # ``solutions/<op_type>/<definition>/<solution>/solution.json`` with the sources beside it, or
 # ``solutions/<op_type>/<family>_<language>/<solution>.json`` beside the ``kernel.py`` of all Solutions of that
-# folder. A digest covers definition, spec and sources, never the place: a Solution can be moved from one layout to
-# the other, or be copied alone.
+# folder. A digest covers definition, spec and sources, but not the path. A Solution can move between the layouts or
+# be copied alone.
 
 
 def record_paths(root: Path) -> Iterator[Path]:
-    """Yield every file under a root that is the record of a Solution, or has to be one: not all of them exist."""
+    """Yield the path of every Solution's record below a root; a path need not exist if only sources are there."""
     for folder in solution_folders(root):
         inside = visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
         sources = [path for path in inside if path.suffix == ".py"]
         if sources and not records:
-            yield folder / f"{folder.name}.json"  # a kernel without a record: reading it says what is missing
+            yield folder / f"{folder.name}.json"  # a kernel without a record: reading it reports the missing file
         yield from records
         for path in inside:
             if path in records or not path.is_dir() or path.name == "__pycache__":
                 continue
-            # Beside records, a folder without one holds further sources of the family.
+            # A folder beside records and without a record holds further sources of the family.
             if (path / RECORD_NAME).is_file() or (not records and _holds_something(path)):
                 yield path / RECORD_NAME
 
@@ -162,7 +161,7 @@ def record_paths(root: Path) -> Iterator[Path]:
 def solution_folders(root: Path) -> list[Path]:
     """Return the folders ``solutions/<op_type>/<definition or family>`` of a root.
 
-    A link to a folder that holds the link itself is none: following it would come back here, and may read the whole disk.
+    Skip a link to a folder that contains the link: following it would loop, or read the whole disk.
     """
     found = visible(root / "solutions", "*/*")
     links = {path for path in {*found, *(path.parent for path in found)} if path.is_symlink()}
@@ -178,15 +177,15 @@ def _leads_upwards(link: Path) -> bool:
 
 
 def _holds_something(path: Path) -> bool:
-    """Return True if a folder has more in it than bytecode, which stays behind where a Solution has moved away."""
+    """Return True if a folder holds more than bytecode, which stays after a Solution was moved away."""
     return any(inside.name != "__pycache__" for inside in visible(path, "*"))
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:
-    """What matches in a folder, by name; hidden files are nobody's records.
+    """Return the files and folders that match a pattern, sorted by name and without hidden ones.
 
-    Give the folder itself, not its root with a longer pattern: a confined worker may read the folders of a root and not the root,
-    which Python 3.12 lists for a pattern's first part.
+    Pass the folder itself, not its root with a longer pattern: Python 3.12 lists the root for the first part of a pattern, and
+    a confined worker may not read the root.
     """
     try:
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
@@ -195,7 +194,7 @@ def visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def record_path(place: Path) -> Path:
-    """Return the record of a folder of one Solution, or the file itself."""
+    """Return the record file of a place: ``solution.json`` in a folder, or the file itself."""
     return place / RECORD_NAME if place.is_dir() else place
 
 
@@ -205,12 +204,12 @@ def in_family(path: Path) -> bool:
 
 
 def name_at(path: Path) -> str:
-    """What the Solution of a record's file must be called."""
+    """Return the name that the Solution in a record file must have."""
     return path.stem if in_family(path) else path.parent.name
 
 
 def definition_at(path: Path) -> str:
-    """Return the Definition that the Solution of a record's file is for; empty if a family's record does not say."""
+    """Return the Definition that a record file belongs to; empty if the record of a family does not name one."""
     from tilegym_db.records.base import parse_object
 
     if not in_family(path):
@@ -224,12 +223,12 @@ def definition_at(path: Path) -> str:
 
 
 def root_of(path: Path) -> Path:
-    """Return the root of the catalog that a record's file belongs to."""
+    """Return the catalog root that a record file belongs to."""
     return path.parents[3 if in_family(path) else 4]
 
 
 def misplaced(path: Path, record: Solution, op_type: str) -> str | None:
-    """Where a Solution of a Definition of ``op_type`` belongs, or None if it lies there."""
+    """Return the place where a Solution of a Definition of ``op_type`` belongs, or None if it lies there."""
     family = f"solutions/{op_type}/<family>_{record.spec.language}"
     if not in_family(path):
         if (record.name, record.definition) == (path.parent.name, path.parent.parent.name):
@@ -244,14 +243,14 @@ def misplaced(path: Path, record: Solution, op_type: str) -> str | None:
 
 
 # ---- workload files -------------------------------------------------------------------------------
-# Files of Workloads: one JSON object a line, each judged by itself.
+# Files of Workloads have one JSON object per line. Each line is validated alone.
 
 WORKLOAD_BYTES = 256 << 20
-"""The most that one file of Workloads may hold."""
+"""Largest file of Workloads that is read, in bytes."""
 
 
 def workloads_stated(path: Path) -> set[str | bytes]:
-    """What tells the Workloads of a file apart, a uuid or a line, without judging them: to count them in a tenth of the time."""
+    """Return the uuid of each Workload in a file, or its line without a uuid; takes a tenth of the time of validation."""
     try:
         lines = read_bytes(path, "workload file", WORKLOAD_BYTES).splitlines()
     except RecordError:
@@ -267,7 +266,7 @@ def workloads_stated(path: Path) -> set[str | bytes]:
 
 
 def read_workloads(path: Path, definition: Definition) -> Iterator[Workload | Broken]:
-    """Yield every Workload of a file, in order, and in its place what a line holds that is none of this Definition."""
+    """Yield each line of a file in order, as a Workload of this Definition or as a :class:`Broken`."""
     try:
         lines = read_bytes(path, "workload file", WORKLOAD_BYTES).splitlines()
     except RecordError as error:
@@ -292,11 +291,11 @@ def read_workloads(path: Path, definition: Definition) -> Iterator[Workload | Br
             yield Broken(path, "", definition.name, str(error))
 
 
-# ---- broken ---------------------------------------------------------------------------------------
-# Records that cannot be read: left out, named once, and in the way of nothing but the commands that are about them.
+# ---- broken records -------------------------------------------------------------------------------
+# A broken record is left out and named once. Only commands about that record fail.
 
 RECORD_NAME = "solution.json"
-"""The record of a Solution, in the folder that is called as it is."""
+"""Name of a Solution's record file in its own folder."""
 
 DEFINITION_BROKEN = "its definition is broken"
 
@@ -308,7 +307,7 @@ _named: set[Path] = set()
 class Broken:
     """A file or folder that should hold a record and does not.
 
-    ``path`` is the file, ``name`` what the record would be called, ``definition`` what it would belong to, and ``reason`` a
+    ``path`` is the file, ``name`` the record's expected name, ``definition`` the Definition it belongs to, and ``reason`` a
     paragraph that names file and key.
     """
 
@@ -319,16 +318,16 @@ class Broken:
 
     @property
     def is_consequence(self) -> bool:
-        """True for a Solution of a Definition that is broken itself: mending that mends this."""
+        """True for a Solution whose Definition is broken: repairing the Definition repairs it."""
         return f": {DEFINITION_BROKEN}: " in self.reason
 
     def concerns(self, names: tuple[str, ...]) -> bool:
-        """Return True if a command that is about ``names`` is about this too; without names it is about all."""
+        """Return True if it concerns one of ``names``; without names, always."""
         return not names or self.name in names or self.definition in names
 
 
 def name_once(broken: Broken) -> None:
-    """Warn about a file that is left out, the first time that this process meets it. Python prints that on stderr."""
+    """Log a warning about a broken record, once per file and process. Python prints it on stderr."""
     if broken.path not in _named:
         _named.add(broken.path)
         if not broken.is_consequence:
@@ -337,32 +336,30 @@ def name_once(broken: Broken) -> None:
 
 
 # ---- parsed sources -------------------------------------------------------------------------------
-# What parsing the sources of a catalog found, kept from one command to the next: it is most of what ``list`` would
-# take.
+# Headers of functions that were parsed from sources, cached between commands: parsing takes most of the time of
+# ``list``.
 #
-# The headers of a source's functions are filed under the sha256 of its text and the version of Python that parsed it,
-# so that a source that changed is parsed again. Whatever is wrong with the file, or with writing it, costs time and
-# nothing else. A file of the same kind comes with the package, for a home that is new: ``python
-# tools/write_parsed_sources.py`` writes it. What the oldest Python parsed, every later one parses alike, and a test
-# holds that.
+# The key is the sha256 of a source's text and the version of Python, so a changed source is parsed again. A damaged or
+# unwritable cache costs only time. The package ships such a file for a new home, written by
+# ``python tools/write_parsed_sources.py``. Every later Python parses like the oldest one, which a test checks.
 
 FILE_NAME = "parsed-sources.json"
 MAX_BYTES = 8 << 20
 PARSER = f"{sys.implementation.cache_tag} {sys.hexversion:x}"
 ANY_PARSER = "any"
-"""The parser of the file that comes with the package."""
+"""Parser name in the file that comes with the package."""
 
 
 def shipped_file() -> Path:
-    """Return the headers of the sources that come with the package."""
+    """Return the path of the headers that come with the package."""
     return shipped_root() / "solutions" / FILE_NAME
 
 
 @contextmanager
 def keeping_parsed_sources(home: Path) -> Iterator[None]:
-    """Inside the block, sources that an earlier command parsed need not be parsed; afterwards the new ones are kept too.
+    """Load the headers of sources that earlier commands parsed; save the new ones after the block.
 
-    Nothing is kept where there is no home folder yet. Of two processes at once one keeps what it found; the file is whole.
+    Without a home folder nothing is saved. If two processes save at once, one of the two files stays, complete.
     """
     path = home / FILE_NAME
     shipped, known = _read(shipped_file(), ANY_PARSER), _read(path, PARSER)
@@ -372,7 +369,7 @@ def keeping_parsed_sources(home: Path) -> Iterator[None]:
     if found.keys() == known.keys() or not home.is_dir():
         return
     content = json.dumps({"parser": PARSER, "headers": found}).encode()
-    if len(content) > MAX_BYTES:  # of sources long gone: begin again
+    if len(content) > MAX_BYTES:  # mostly sources that no longer exist: start again
         content = json.dumps({"parser": PARSER, "headers": {}}).encode()
     with suppress(TilegymDBError):
         write_atomically(path, content)

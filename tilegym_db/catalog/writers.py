@@ -1,4 +1,4 @@
-"""What ``add-*`` does: under the lock of the root it looks again at what is there, and then writes in one step."""
+"""Adds records to a catalog. Under the lock of the root, each function checks the root again and writes in one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilegym_db.records.layouts import overlap_words
 def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
     """Write a Definition and lock its version; see :meth:`Catalog.add_definition`."""
     check_kind(record, Definition, "add_definition takes a Definition")
-    _check_new_definition(catalog, record, root)  # before anything is made, the lock's file included
+    _check_new_definition(catalog, record, root)  # before any file is created, including the lock file
     with writing(root):
         locked = _check_new_definition(catalog.reread(root), record, root)
         target = root / "definitions" / record.op_type / f"{record.name}.json"
@@ -33,7 +33,7 @@ def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Pa
 
 
 def _check_new_definition(now: CatalogReader, record: Definition, root: Path) -> dict[str, dict[str, str]]:
-    """Return the lock of the root; :class:`ConflictError` where the Definition cannot be added."""
+    """Return the lock of the root; raise :class:`ConflictError` if the Definition cannot be added."""
     locked = read_lock(root)
     known = locked.get(record.name, {}).get(record.version)
     path = now.definition_paths.get(record.name)
@@ -49,7 +49,7 @@ def _check_new_definition(now: CatalogReader, record: Definition, root: Path) ->
 
 
 def _check_successor(now: CatalogReader, record: Definition, path: Path, root: Path, *, is_locked: bool) -> None:
-    """Raise :class:`ConflictError` unless a record may take the place of the one of its name."""
+    """Raise :class:`ConflictError` unless a Definition may replace the existing one of its name."""
     if not path.is_relative_to(root):
         raise ConflictError(
             f"definition '{record.name}' is shipped in {path} and cannot be shadowed. Use another name.",
@@ -63,7 +63,7 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
             code="definition_broken",
         ) from None
     if existing.digest == record.digest:
-        if is_locked:  # else a process was killed between the two files, and this finishes its work
+        if is_locked:  # if not, a process was killed between the two writes, and this call completes them
             raise ConflictError(
                 f"definition '{record.name}' {existing.version} already exists at {path}.", code="definition_exists"
             )
@@ -88,7 +88,7 @@ def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str,
     check_kind(sources, Mapping, "the sources of a solution are a mapping of paths to bytes")
     for name, content in sources.items():
         check_kind(content, bytes, f"the source '{name}' is bytes")
-    _folder_for(catalog, record, root)  # before anything is made, the lock's file included
+    _folder_for(catalog, record, root)  # before any file is created, including the lock file
     with writing(root):
         folder = _folder_for(catalog.reread(root), record, root)
         content = (record.to_json(indent=2) + "\n").encode()
@@ -97,7 +97,7 @@ def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str,
 
 
 def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
-    """Where a new Solution goes; :class:`ConflictError` where something of its name is there."""
+    """Return the folder of a new Solution; raise :class:`ConflictError` if its name is taken."""
     definition = now.definition(record.definition)
     folder = root / "solutions" / definition.op_type / record.definition / record.name
     existing = now.solution_paths.get(record.name)
@@ -130,7 +130,7 @@ def add_workloads(
     added = []
     with writing(root):
         now = catalog.reread(root)
-        # Before any line that names them; of a process that is killed in between, only files stay that nothing names.
+        # Blobs come before the lines that name them: a process killed in between leaves only unused files.
         add_blobs([workload for group in groups.values() for workload in group.values()], blobs_from, root)
         for name, group in groups.items():
             known = {item.uuid for item in now.workloads_for(name)}
@@ -147,12 +147,12 @@ def add_workloads(
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """``1.10.0`` -> (1, 10, 0), to compare."""
+    """Return a version as a tuple to compare: ``1.10.0`` -> (1, 10, 0)."""
     return tuple(int(part) for part in version.split("."))
 
 
-# ---- locked ---------------------------------------------------------------------------------------
-# ``definitions.lock.json``: name -> version -> digest, so that no meaning changes under an old version.
+# ---- definitions lock -----------------------------------------------------------------------------
+# ``definitions.lock.json`` maps name -> version -> digest, so that a version cannot change its meaning.
 
 LOCK_FILE = "definitions.lock.json"
 
@@ -160,15 +160,15 @@ Locked = dict[str, dict[str, str]]
 
 
 def _path(root: Path) -> Path:
-    """Return the lock of one root."""
+    """Return the path of the lock of one root."""
     return root / "definitions" / LOCK_FILE
 
 
 def read_lock(root: Path) -> Locked:
-    """name -> version -> digest of one root; empty if it has no lock.
+    """Return name -> version -> digest of one root; empty if it has no lock.
 
     Raises:
-        RecordError: the file is damaged; it is then never written over.
+        RecordError: the file is damaged; it is never overwritten then.
     """
     path = _path(root)
     if not path.exists():
@@ -190,7 +190,7 @@ def read_lock(root: Path) -> Locked:
 
 
 def findings(catalog: CatalogReader) -> list[str]:
-    """What disagrees between the valid Definitions of a catalog and the locks of its roots."""
+    """Return the differences between the valid Definitions of a catalog and the locks of its roots."""
     found = []
     for root in catalog.roots:
         try:
@@ -216,7 +216,7 @@ def findings(catalog: CatalogReader) -> list[str]:
 
 
 def update(catalog: CatalogReader, root: Path) -> list[str]:
-    """Add the versions that the lock of a root does not know yet, and return them as ``name version``."""
+    """Add versions that the lock of a root does not have, and return them as ``name version``."""
     with writing(root):
         locked = read_lock(root)
         added = []
@@ -230,15 +230,15 @@ def update(catalog: CatalogReader, root: Path) -> list[str]:
 
 
 def write_lock(root: Path, locked: Locked) -> None:
-    """Replace the lock of a root, whose folder lock the caller holds."""
+    """Replace the lock of a root; the caller holds the folder lock."""
     write_atomically(_path(root), (json.dumps(locked, indent=2, sort_keys=True) + "\n").encode())
 
 
 # ---- call rules -----------------------------------------------------------------------------------
-# What the names of scalars and the places of inputs say, which no record of an operator states.
+# Rules that a Definition does not state: values of scalars by their names, and layouts of tensors.
 #
-# A record bounds axes alone: a negative eps or count fits its dtype, and the results of it are NaN, or none. Contents
-# cannot be drawn for an input of which two elements have one address, nor can an output be written.
+# A record bounds only axes. A negative eps or count fits its dtype, but its results are NaN or meaningless.
+# Two elements of a tensor must not share an address: contents could not be drawn, and outputs could not be written.
 
 # Pattern over the name of a scalar -> why it is not negative.
 NOT_NEGATIVE: tuple[tuple[str, str], ...] = (
@@ -248,14 +248,14 @@ NOT_NEGATIVE: tuple[tuple[str, str], ...] = (
 
 
 def check_call(definition: Definition, workload: Workload) -> None:
-    """Raise :class:`RecordError` where a Workload does not fit its Definition, or has a scalar or a layout that makes no call."""
+    """Raise :class:`RecordError` if a Workload does not fit its Definition, or has an invalid scalar or layout."""
     workload.check_against(definition)
     check_scalar_values(definition, workload.scalars())
     check_layouts(definition, workload.axes, workload.layouts)
 
 
 def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
-    """Raise :class:`RecordError` for a scalar whose value its name excludes, or that is a flag where a number is due."""
+    """Raise :class:`RecordError` for a scalar that is negative though its name forbids it, or a bool instead of a number."""
     for name, value in scalars.items():
         spec = definition.inputs.get(name)
         if spec is not None and isinstance(value, bool) and spec.dtype != "bool":
@@ -271,7 +271,7 @@ def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -
 
 
 def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str]) -> None:
-    """Raise :class:`RecordError` for a layout that is none, or that gives two elements of a tensor one address."""
+    """Raise :class:`RecordError` if a layout is invalid or overlaps itself in memory."""
     sizes = definition.bind_axes(dict(axes)) if layouts else {}
     for name, text in layouts.items():
         if name in definition.tensor_inputs or name in definition.outputs:
