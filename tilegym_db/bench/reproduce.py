@@ -94,8 +94,9 @@ def reproduce(
 
 def _checked(definition: Definition, case: Case) -> Case:
     """Return a case with all axes and dtypes bound. Raise as :func:`reproduce` does if it does not fit the Definition."""
-    _check_contents(definition, case.distribution, case.scalars)
-    bound = replace(case, axes=definition.bind_axes(case.axes), dtypes=definition.bind_dtypes(case.dtypes))
+    _check_contents(definition, case.distribution, case.call.scalars)
+    axes, dtypes = definition.bind_axes(case.call.axes), definition.bind_dtypes(case.call.dtypes)
+    bound = replace(case, call=replace(case.call, axes=axes, dtypes=dtypes))
     _check_layouts(definition, bound)
     return bound
 

@@ -370,7 +370,7 @@ def _point_of_case(
 
 def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
     """Return the command that verifies this one case again. Seeds give other numbers on another kind of device."""
-    variable = {name: size for name, size in case.axes.items() if name in definition.var_axes}
+    variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
     words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
     for option, values in (
         ("--axes", variable),
