@@ -159,7 +159,7 @@ def audit_clock(
 
 
 def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
-    """Return the reason why this machine, not the Solution, may have slowed down a run on a CPU; else ""."""
+    """Return the reason why this machine, not the Solution, may have slowed down a run on a CPU; empty without one."""
     if may_be_host_delay(claimed_us, run):
         return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when the host is less busy"
     now_us = _latency_now(runner, range(pool.slots // 4, pool.slots))
@@ -176,14 +176,12 @@ def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: Wa
 def _contents_reason(
     runner: Runner, pool: BufferPool, contents: WorkloadContents, claimed_us: float, run: WallRun
 ) -> str | Failure:
-    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; else "".
+    """Return the reason why the last run on a GPU may be slower than a true claim of a baseline; empty without one.
 
-    It is never used for kernels.
-
-    Some code waits for the device within a call, for example to loop over the experts that its contents name. It then calls
-    other products for each contents, and the first call of each takes longer. Its worker measures this on unseen contents
-    with its own clock; a worker with a false clock repeats its first claim. A call that caches results would be slower
-    there as well. So this never turns into a pass, and baselines are not dispatched to.
+    It is never used for kernels. Some code waits for the device within a call, for example to loop over the experts that
+    its contents name. It then calls other products for each contents, and the first call of each takes longer. Its worker
+    measures this on unseen contents with its own clock; a worker with a false clock repeats its first claim. A call that
+    caches results would be slower there as well. The result is UNSUPPORTED, not a pass, so a false claim gains nothing.
     """
     unseen = contents.fresh(GPU_CLOCK_ATTEMPTS, 4 * run.calls)
     if len(unseen) < 4 * run.calls:

@@ -213,7 +213,7 @@ def peaks_or_reason(machine: Machine, known: GpuPeaks | None, home: Path) -> tup
 
 def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = ROUNDS) -> Measured:
     """Return the highest rate (amount per second) of the candidates. They take turns, so that drift affects all of them."""
-    blocks = [_calls_a_block(candidate, watch) for candidate in candidates]
+    blocks = [_calls_per_block(candidate, watch) for candidate in candidates]
     rates: list[list[float]] = [[] for _ in candidates]
     for _ in range(rounds):
         for candidate, calls, found in zip(candidates, blocks, rates, strict=True):
@@ -223,7 +223,7 @@ def best_rate(candidates: Sequence[PeakCall], watch: StopWatch, rounds: int = RO
     return _measured(rates[best], candidates[best].how)
 
 
-def _calls_a_block(candidate: PeakCall, watch: StopWatch) -> int:
+def _calls_per_block(candidate: PeakCall, watch: StopWatch) -> int:
     """Return the number of calls per block. This also warms up: libraries choose and load their kernels."""
     watch.cold(candidate.call, 2)
     once_us = max(median(watch.cold(candidate.call, 3)), 1.0)

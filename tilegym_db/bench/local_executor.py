@@ -165,10 +165,10 @@ class LocalExecutor:
 
         Args:
             definition: the operator.
-        solution: the source.
+            solution: the source.
             config: a value per tunable; empty for the source's own defaults.
             interpret: run it in the interpreter of its language.
-        profiled: if true, its time can be audited.
+            profiled: if true, its time can be audited.
         """
         machine = self.context.machine
         findings = scan.scan_sources(solution.record, solution.sources)

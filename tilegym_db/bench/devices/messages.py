@@ -202,12 +202,10 @@ class WorkQueue:
 
 
 def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
-    """Return items that devices end at about the same time, the largest first.
+    """Return work items with which all devices end at about the same time, the largest item first.
 
-    Every planned workload is in exactly one item.
-
-    The candidates of a Definition are started, compiled and fuzzed again in every item with a part of it. So a Definition
-    is divided only if all devices together then end earlier.
+    Every planned workload is in exactly one item. The candidates of a Definition are started, compiled and fuzzed again in
+    every item with a part of it. So a Definition is divided only if all devices together then end earlier.
     """
     whole = [part for part in map(_Part.of, plans) if part.pairs]
     if not whole:

@@ -168,9 +168,7 @@ class _Cluster:
             from ray.exceptions import RayError
 
             while not ended.wait(LOOK_EVERY_S):
-                with contextlib.suppress(
-                    RayError, OSError
-                ):  # the cluster does not answer now; try again at the next look
+                with contextlib.suppress(RayError, OSError):  # no answer now: the next look tries again
                     nodes = self._unseen()
                     for device in self._taken_in(nodes, self._described(nodes)):
                         self._found.put(device)

@@ -149,7 +149,7 @@ class Search:
         Args:
             candidates: in order.
             ahead: compiles them, also while a wave is raced.
-        deadline: value of ``time.monotonic()``.
+            deadline: value of ``time.monotonic()``.
         """
         left = len(candidates)
         for start in range(0, len(candidates), self.budget.wave):
