@@ -75,8 +75,8 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(model_state, "LEAST_TOTAL", 0.2)
-    monkeypatch.setattr(model_state, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
+    monkeypatch.setattr(model_state, "MIN_TOTAL_SPEEDUP", 0.2)
+    monkeypatch.setattr(model_state, "MIN_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 

@@ -220,7 +220,7 @@ def _print_export(export: Export, folder: Path, as_json: bool) -> None:
 def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | str:
     """Bytes of all blobs and of one; or why there are none."""
     from tilegym_db.errors import UsageError
-    from tilegym_db.interchange.export_blobs import LARGEST_MIB, MIB, TOTAL_MIB
+    from tilegym_db.interchange.export_blobs import MAX_BLOB_MIB, MAX_TOTAL_MIB, MIB
 
     if total == "none":
         if largest is not None:
@@ -230,8 +230,8 @@ def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | st
             )
         return ""
     limits = (
-        int(_mib("--blobs", total, TOTAL_MIB, " or 'none'") * MIB),
-        int(_mib("--largest-blob", largest, LARGEST_MIB) * MIB),
+        int(_mib("--blobs", total, MAX_TOTAL_MIB, " or 'none'") * MIB),
+        int(_mib("--largest-blob", largest, MAX_BLOB_MIB) * MIB),
     )
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if not missing:

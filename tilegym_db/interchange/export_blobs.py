@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
-TOTAL_MIB = 64.0
+MAX_TOTAL_MIB = 64.0
 """Of all blobs of an export by default: less than the sources in it have."""
-LARGEST_MIB = 8.0
+MAX_BLOB_MIB = 8.0
 """Of one blob by default."""
 
 _HEADER_BYTES = 256
@@ -56,8 +56,8 @@ class BlobFolder:
     """Draws blobs into a folder, the smallest first, until they have so many bytes."""
 
     folder: Path
-    total_bytes: int = int(TOTAL_MIB * MIB)
-    largest_bytes: int = int(LARGEST_MIB * MIB)
+    total_bytes: int = int(MAX_TOTAL_MIB * MIB)
+    largest_bytes: int = int(MAX_BLOB_MIB * MIB)
     refused: dict[str, str] = field(default_factory=dict)
     """Path -> why there is no such blob."""
 

@@ -1,6 +1,6 @@
-"""A task as one Markdown page for its author, whoever that is. The same task and history give the same bytes.
+"""Write a task as one Markdown page for its author. The same task and history give the same bytes.
 
-No seed of a run and no tolerance is in it: an author who knows them writes for them.
+The page has no seed and no tolerance, so that authors cannot fit a kernel to them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 from tilegym_db.store.loop import read_patterns
 
 _BOUND = re.compile(r"exceed rtol \S+ and \S+ of the row's rms")
-"""How the verifier spells a bound that was exceeded: nobody is to write for it."""
+"""The verifier's text for an exceeded tolerance. It is replaced, so that authors cannot fit a kernel to the bound."""
 SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99}
-"""What one block may ask for."""
+"""Maximum shared memory per block, by target."""
 
 
 def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = None) -> str:
-    """Return the page of a task, from the records and the journal of attempts.
+    """Return the page of a task, from the records and the journaled attempts.
 
     Raises:
-        ConflictError: the Definition or a pattern is not what it was when the task was made.
+        ConflictError: the Definition or a pattern changed since the task was made.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     definition = catalog.definition(task.definition)
