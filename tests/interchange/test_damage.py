@@ -192,14 +192,14 @@ def test_one_uuid_with_other_axes_is_a_finding(tree: Tree, home: Path) -> None:
     assert [item.findings for item in items] == [
         (),
         (),
-        (f"uuid 'w-1' is in {WORKLOADS}:1 too, with other axes or inputs; that one is used",),
+        (f"uuid 'w-1' is also in {WORKLOADS}:1 with other axes or inputs; that one is used",),
     ]
 
 
 def test_a_link_to_itself_is_refused(tree: Tree, home: Path) -> None:
     (tree.root / "loop").symlink_to("loop")
     found = import_data_set(tree.root).data_set
-    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or no regular file")]
+    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or not a regular file")]
 
 
 def test_a_blob_with_a_name_that_no_file_can_have_is_a_finding(tree: Tree, home: Path) -> None:

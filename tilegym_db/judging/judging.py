@@ -540,7 +540,10 @@ class ForeignRule:
             wrong = error > self.atol + self.rtol * b.abs()
         right = 1.0 - float(wrong.double().mean())
         if right < self.share:
-            return f"{right:.4%} of elements are correct, and {self.share:.0%} must be; the maximum error is {float(error.max()):.3g}"
+            worst = float(error.max())
+            return (
+                f"{right:.4%} of elements are correct, and {self.share:.0%} must be; the maximum error is {worst:.3g}"
+            )
         if self.cap is not None and float(error.max()) > self.cap:
             return f"the maximum error is {float(error.max()):.3g}, and {self.cap:g} is allowed"
         return None
