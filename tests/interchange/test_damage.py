@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
                                  "leads out"),
     "source twice": (SOLUTION, with_sources(MAIN, MAIN), SOLUTION, "sources[1].path", "listed twice"),
     "empty source": (SOLUTION, with_sources({"path": "main.py", "content": ""}), SOLUTION, "sources[0].content", "not empty"),
-    "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "no source"),
+    "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "is not a source"),
     "entry without function": (SOLUTION, solution(entry_point="main.py"), SOLUTION, "spec.entry_point", "<file>::<function>"),
     "no hardware": (SOLUTION, solution(target_hardware=[]), SOLUTION, "spec.target_hardware", "at least one"),
     "blob out of the root": (WORKLOADS, lines(of_workload(workload(x=ESCAPING))), f"{WORKLOADS}:1", "workload.inputs.x.path",

@@ -100,7 +100,7 @@ V1, V2 = (f"python_row_scale_cpu_float32_M4-N8_v{number}" for number in (1, 2))
         ({"tier": "screen"}, "a screen trace with the status PASSED promotes nothing"),
         ({"role": "baseline"}, "a baseline is what others are measured against"),
         ({"sandbox_level": 1}, "sandbox level 1"),
-        ({"ci_low": 1.09}, "1.10x is required"),
+        ({"ci_low": 1.09}, "1.10x is asked for"),
     ],
 )
 def test_a_trace_that_does_not_clear_the_bar_earns_nothing(

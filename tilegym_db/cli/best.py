@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 
-MOST_ROWS = 1 << 31
+MAX_ROWS = 1 << 31
 
 
 def best_command(
@@ -44,7 +44,7 @@ def best_command(
     gpu: Gpu = None,
     axes: Axes = None,
     language: Language = None,
-    limit: Annotated[int | None, typer.Option(min=1, max=MOST_ROWS, help="Maximum number of rows.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.")] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,

@@ -20,7 +20,7 @@ QUERY_THREAD = "tilegym-db-query"
 ALLOCATION_FAILURES = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflowed")
 """Texts of PyTorch's RuntimeError if memory is short."""
 STANDARD_STREAMS = (0, 1, 2)
-LONGEST_WORD = 4096
+MAX_WORD = 4096
 """Maximum length of a word in a message, equal to that of a path."""
 
 
@@ -151,7 +151,7 @@ def _say(text: str, status: int) -> int:
 
 def _readable(text: str) -> str:
     """Shorten words that would fill the screen, such as a repeated argument, in their middle."""
-    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:200]}...{word[0][-60:]}", text)
+    return re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][:200]}...{word[0][-60:]}", text)
 
 
 def _spelled_os_error(error: OSError) -> str:

@@ -161,7 +161,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """A database of transformer operators and of the verified, measured tile kernels that implement them."""
+    """Query and extend a database of transformer operators and their verified, measured tile kernels."""
 
 
 @functools.cache

@@ -126,7 +126,7 @@ def _print_import(report: ImportReport, dry_run: bool) -> None:
 # Exports the catalog with its verified traces, an imported data set unchanged, or an imported definition as a draft.
 
 FORMATS = ("flashinfer", "original", "draft")
-MOST_MIB = 1 << 20
+MAX_MIB = 1 << 20
 """Maximum blob size in MiB, which is one tebibyte."""
 
 Form = Annotated[
@@ -248,9 +248,9 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
         value = default if text is None else float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= MOST_MIB:
+    if not 0 < value <= MAX_MIB:
         raise UsageError(
-            f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.", code="size_invalid"
+            f"{option} takes a number of MiB above 0 and at most {MAX_MIB}{other}, not '{text}'.", code="size_invalid"
         )
     return value
 

@@ -37,8 +37,8 @@ def publish_command(
     confined process are published, and traces that a later failure revoked are removed. If workers cannot be confined, promoted
     kernels that the package ships are published, but only into the user's folder.
 
-    With --to nothing is written here. The data set gets every trace of that GPU that this installation measured and that it lacks,
-    and a resolver table of the promoted kernels. Others fetch both with 'tilegym-db sync'. Credentials come from the environment.
+    With --to nothing is written here. The data set gets every missing trace of that GPU from this installation, and a resolver
+    table of the promoted kernels. Others fetch both with 'tilegym-db sync'. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.kit.reader import open_reader

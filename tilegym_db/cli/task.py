@@ -12,7 +12,7 @@ import typer
 
 from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.kit.options import (
-    MOST_TOKENS,
+    MAX_PROMPT_TOKENS,
     ConfigFile,
     MachineGpu,
     complete_definition,
@@ -78,7 +78,9 @@ def from_model(
     config: ConfigFile,
     language: Language = "triton",
     gpu: TaskGpu = "auto",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MOST_TOKENS)] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MAX_PROMPT_TOKENS)
+    ] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
@@ -203,7 +205,7 @@ def _with_short_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # ---- Auto-kernelize -------------------------------------------------------------------------------------
 
-MOST_BUDGET_S = 30 * 24 * 3600
+MAX_BUDGET_S = 30 * 24 * 3600
 
 
 def auto_kernelize_command(
@@ -221,7 +223,9 @@ def auto_kernelize_command(
     ] = "triton",
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.", min=1, max=MOST_TOKENS)] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Random tokens of the measured call.", min=1, max=MAX_PROMPT_TOKENS)
+    ] = 128,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
@@ -296,7 +300,7 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.", code="budget_invalid")
     seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
-    if seconds > MOST_BUDGET_S:
+    if seconds > MAX_BUDGET_S:
         raise UsageError(f"--budget {text} is more than 30 days; at most 720h.", code="budget_too_large")
     return seconds
 
@@ -308,7 +312,7 @@ def recommend_command(
     config: ConfigFile,
     gpu: Annotated[str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)],
     prompt: Annotated[
-        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MOST_TOKENS)
+        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MAX_PROMPT_TOKENS)
     ] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int, typer.Option(help="Keep only the first so many layers.", min=1)] = 1,

@@ -66,7 +66,7 @@ def status_of(definition: Definition) -> str:
 # ---- Pairs ----------------------------------------------------------------------------------------------
 # Every command accepts ``--axes M=1,N=4096`` and ``--axes M=1 --axes N=4096``.
 
-LARGEST_SIZE = (1 << 63) - 1
+MAX_SIZE = (1 << 63) - 1
 
 
 def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
@@ -107,7 +107,7 @@ def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{option}: {name} must be a finite number, not {value}.", code="number_not_finite")
-        if isinstance(value, int) and not -LARGEST_SIZE <= value <= LARGEST_SIZE:
+        if isinstance(value, int) and not -MAX_SIZE <= value <= MAX_SIZE:
             raise UsageError(f"{option}: {name} does not fit in 64 bits.", code="number_too_large")
     return scalars
 
@@ -149,7 +149,7 @@ def _size(option: str, axis: str, text: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
         raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
-    if len(digits) > 19 or abs(int(text)) > LARGEST_SIZE:
+    if len(digits) > 19 or abs(int(text)) > MAX_SIZE:
         raise UsageError(f"{option}: {axis} does not fit in 64 bits.", code="number_too_large")
     return int(text)
 
@@ -249,7 +249,7 @@ def _starting(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MOST_TOKENS = 1 << 20
+MAX_PROMPT_TOKENS = 1 << 20
 """Maximum prompt length. Attention over more tokens takes hours or too much memory."""
 
 DefinitionName = Annotated[

@@ -17,7 +17,7 @@ import typer
 
 WIDTH_OF_A_FILE = 80
 """Width of a table in a pipe or a file, unless COLUMNS is set."""
-LONGEST_CELL = 2000
+MAX_CELL = 2000
 NAMES_IN_A_NOTE = 6
 
 
@@ -86,7 +86,7 @@ def _cell(value: Any) -> str:
         return spelled_map(value)
     if isinstance(value, list | tuple):
         return ", ".join(_cell(item) for item in value)
-    return str(value)[:LONGEST_CELL]
+    return str(value)[:MAX_CELL]
 
 
 def printable(text: str) -> str:
@@ -166,7 +166,7 @@ def plain_value(value: Any) -> Any:
 GAP = 2
 READABLE_TEXT = 24
 """Minimum width of a cut text while less important columns can still be dropped."""
-SHORTEST_TEXT = 12
+MIN_TEXT = 12
 """Minimum width of a cut text before other columns are dropped."""
 CUT = ".."
 INDENT = 4
@@ -210,7 +210,7 @@ def lay_out(
             index: full if columns[index] in numeric else min(full, max(shortest, text_width(columns[index])))
             for index, full in natural.items()
         }
-        for shortest in (READABLE_TEXT, SHORTEST_TEXT)
+        for shortest in (READABLE_TEXT, MIN_TEXT)
     )
     if width is not None:
         order = [columns.index(name) for name in least if name in columns]
@@ -322,7 +322,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
 """Characters for terminals that cannot print blocks."""
 WIDTH = 10
-LEAST_SIZES = 3
+MIN_SIZES = 3
 """Minimum number of sizes for a line."""
 
 
@@ -359,7 +359,7 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
     lines = {}
     for row in rows:
         group = limits[row["definition"], row["gpu"]]
-        if len(row["latencies_us"]) >= LEAST_SIZES:
+        if len(row["latencies_us"]) >= MIN_SIZES:
             line = spark_line(row["latencies_us"], min(group), max(group))
             lines[row["definition"], row["gpu"], row["solution"]] = line
     return lines
@@ -369,7 +369,7 @@ def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
     """Print a line for each row with enough sizes: its label, its spark line, and the first and last time."""
     for row in rows:
         values = row["latencies_us"]
-        if len(values) >= LEAST_SIZES:
+        if len(values) >= MIN_SIZES:
             ends = f"{values[0]:.4g} to {values[-1]:.4g} us at {len(values)} sizes"
             free = table_width() - len(ends) - len(":  ")
             what = cut(label.format(**row), max(free - WIDTH, WIDTH))
