@@ -144,8 +144,8 @@ def promote_command(
 ) -> None:
     """Run the promotion tier. Only what passes it is verified, and used by best, the resolver and patched models.
 
-    It uses new confined processes, new secrets, all fuzz cases, five bitwise equal runs, checks that the kernel's own device time
-    counts, and compares the time with the harness's own clock.
+    The tier uses fresh confined processes, fresh secrets and all fuzz cases. It requires five bitwise equal runs, device time
+    that belongs to the solution's own kernels, and a time that the harness's own clock confirms.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names

@@ -42,7 +42,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "The loop": {
         "task": "Create a task, print it for its author, submit a kernel, see the verdict.",
-        "auto-kernelize": "Let an author write kernels for a model's costliest operators, and keep those that make it faster.",
+        "auto-kernelize": "Let an author write kernels for a model's costliest operators, and keep those that help.",
         "recommend": "Show which promoted kernels would serve a model's calls; nothing is applied.",
         "mcp": "Offer the loop's commands to agents as tools of the Model Context Protocol, over stdio.",
     },

@@ -230,11 +230,12 @@ def auto_kernelize_command(
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
 ) -> None:
-    """Profile a model, let an author write kernels for the costliest stock code, and keep those that make the model faster.
+    """Profile a model, let an author write kernels for the costliest stock code, and keep those that help.
 
-    It stops if no piece above 1% is left, if less of the budget is left than the quickest experiment took, after five experiments
-    in a row that were not kept, or on Ctrl-C. Run it again to continue. On a CPU it uses the process's CPU time instead of GPU
-    time, and the records state this.
+    A kernel is kept if it raises the coverage without slowing the model. The loop stops if no piece
+    above 1% is left, if less of the budget is left than the quickest experiment took, after five experiments in a row that were not
+    kept, or on Ctrl-C. Run it again to continue. On a CPU it uses the process's CPU time instead of GPU time, and the records state
+    this.
     """
     budget_s = parse_duration(budget)
     machine = checked_machine(language, author, gpu)

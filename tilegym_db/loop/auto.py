@@ -261,7 +261,9 @@ def auto_kernelize(
     say: Say = lambda text: None,
     done: list[Experiment] | None = None,
 ) -> tuple[list[Experiment], str]:
-    """Let an author write kernels for a model, costliest stock code first, and keep those that make the model faster.
+    """Let an author write kernels for a model, costliest stock code first.
+
+    A kernel is kept if it raises the coverage without slowing the model.
 
     Args:
         state: the model, its machine and the shape of its call.
