@@ -176,5 +176,5 @@ def test_doctor_says_what_a_machine_without_confinement_does() -> None:
         Sandbox(Confinement(1), "level 1: a session of its own", ("level 2 is not available: no Landlock",))
     )
     assert check.state == "missing"
-    assert "only kernels that the package ships are promoted, and serve you alone (level 1" in check.detail
+    assert "only kernels that the package ships are promoted, and only you can use them (level 1" in check.detail
     assert "no Landlock" in check.detail

@@ -189,7 +189,7 @@ def test_what_the_static_scan_only_notes_is_added(cli, row_scale, source):
     source.write_text("import os\n" + RUN)
     result = cli("add-solution", source, "-d", "row_scale", "-l", "triton")
     assert result.code == 0
-    assert "the static scan noted 1 places" in result.err
+    assert "the static scan has 1 notes" in result.err
 
 
 BAD_RECORDS = {

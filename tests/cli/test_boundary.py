@@ -296,5 +296,5 @@ def test_an_argument_that_fills_screens_is_not_repeated_whole(cli, row_scale):
 def test_a_dash_is_no_path(words, cli, row_scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = cli(*words)
-    assert (result.code, "'-' is no path here" in result.err) == (2, True)
+    assert (result.code, "'-' is not a path here" in result.err) == (2, True)
     assert not (tmp_path / "-").exists()

@@ -127,7 +127,7 @@ def test_broken_files_of_the_home_folder_are_counted_and_named_with_what_to_do(f
     assert check["detail"].startswith(f"5 of 5 {what} are broken and left out: ")
     assert check["detail"].count("broken") >= 4
     assert check["detail"].endswith("and 2 more")
-    assert f"move it out of {home / folder}" in check["fix"]
+    assert f"move them out of {home / folder}" in check["fix"]
 
 
 def test_journals_with_broken_lines_stay_where_they_are(cli, row_scale, home, journal_traces):

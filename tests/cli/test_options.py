@@ -138,7 +138,7 @@ def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
         ("h200", "h200", [], 0, "tilegym-db bench rms_norm --gpu h200 --promote"),
         ("h200", "h200", [], 2, "tilegym-db promote rms_norm"),
         ("h100", "h100-sxm", [], 0, "--gpu h100-sxm --promote"),
-        ("h200", "cpu", ["h200"], 0, "has no GPU, so nothing can be measured for h200 here. What is measured on h200"),
+        ("h200", "cpu", ["h200"], 0, "has no GPU, so nothing can be measured for h200 here. Kernels measured on h200"),
         ("b200", "cpu", ["h200"], 0, "tilegym-db best rms_norm --gpu h200"),
         ("b200", "h200", [], 0, "This machine has a h200"),
         ("b200", "cpu", [], 0, "tilegym-db compile rms_norm"),

@@ -57,7 +57,7 @@ def test_a_trace_is_also_one_json_object(cli, failed):
 
 def test_the_traces_of_a_solution_lead_to_the_one_that_failed(cli, failed):
     result = cli("show", "row_scale_stock")
-    assert f"why one failed: tilegym-db show {failed[:8]}" in result.err
+    assert f"details of a failure: tilegym-db show {failed[:8]}" in result.err
     assert failed[:8] in result.out
 
 
@@ -128,7 +128,7 @@ def test_a_pass_says_how_near_the_speed_of_light_it_came_and_at_what_clock(cli, 
     ("changes", "standing"),
     [
         ({"tier": "interpreter", "performance": None}, "no: the interpreter tier is not enough"),
-        ({"solution_digest": "0" * 64}, "no: the definition or the source is another one now"),
+        ({"solution_digest": "0" * 64}, "no: the definition or the source has changed since"),
         ({"timestamp": "2026-10-31T00:00:00Z"}, "no: there is a newer pass"),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_pass_that_was_taken_back_names_the_failure(cli, journal_traces):
     passed, failed = journal_traces(10.0), None
     (_, failed) = journal_traces(1.0, 1.0, **FAILED, tier="screen")
     shown = " ".join(cli("show", passed[0]).out.split())
-    assert f"no: a later failure took it back, see tilegym-db show {failed[:8]}" in shown
+    assert f"no: a later failure revoked it, see tilegym-db show {failed[:8]}" in shown
 
 
 def test_several_traces_of_one_beginning_are_told_apart(cli, journal_traces):

@@ -98,7 +98,7 @@ def test_blobs_hold_what_a_draw_of_all_inputs_has(shipped: Catalog) -> None:
 
 
 def test_what_is_positive_here_and_around_zero_there_is_noted(blob_export: Export) -> None:
-    assert blob_export.notes["normalize_weight.weights"] == "drawn here by the generator positive; there at random"
+    assert blob_export.notes["normalize_weight.weights"] == "drawn by the generator positive here, and at random there"
 
 
 def test_only_what_cannot_be_drawn_there_lies_in_a_blob(blob_export: Export, shipped: Catalog) -> None:
@@ -348,12 +348,12 @@ BAD: dict[str, tuple[bytes, str | None, str, str, str]] = {
                                        "was changed after the export"),
     "cut": (GOOD[:-1], declared(GOOD), of_blob(), "workload.inputs.x.path", "was changed after the export"),
     "cut, and nobody says so": (GOOD[:-1], None, of_blob(), "workload.inputs.x.tensor_key", "has no tensor 'x'"),
-    "no safetensors": (b"hello", None, of_blob(), "workload.inputs.x.path", "is no safetensors file"),
+    "no safetensors": (b"hello", None, of_blob(), "workload.inputs.x.path", "is not a safetensors file"),
     "no such key": (GOOD, declared(GOOD), of_blob(tensor_key="y"), "workload.inputs.x.tensor_key", "no tensor 'y' (it has x)"),
     "shape": (save({"x": torch.ones(8, 4)}), None, of_blob(), "workload.inputs.x",
-              f"{BLOB} holds shape [8, 4], the definition says [4, 8]"),
+              f"{BLOB} holds shape [8, 4], but the definition says [4, 8]"),
     "dtype": (save({"x": torch.ones(4, 8).bfloat16()}), None, of_blob(), "workload.inputs.x",
-              f"{BLOB} holds dtype BF16, the definition says float32"),
+              f"{BLOB} holds dtype BF16, but the definition says float32"),
     "dimensions": (save({"x": torch.ones(32)}), None, of_blob(), "workload.inputs.x", "holds shape [32]"),
 }  # fmt: skip
 
@@ -457,7 +457,7 @@ def refused_with_its_blobs(tree: Tree, reason: str) -> None:
     (line,) = [item for item in found.refused if item.path == f"{WORKLOADS}:1"]
     assert line.key == "workload.inputs.x.path"
     unknown, _, side = line.reason.partition(f": {SIDE_FILE} ")
-    assert unknown == f"nobody knows whether {BLOB} was changed after the export"
+    assert unknown == f"{BLOB} may have changed after the export, and this cannot be checked"
     assert reason in side
     assert side in [item.reason for item in found.refused if item.path == SIDE_FILE]
     assert [item.name for item in found.of_kind("workload")] == ["w-2"]

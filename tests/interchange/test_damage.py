@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
                                  "leads out"),
     "source twice": (SOLUTION, with_sources(MAIN, MAIN), SOLUTION, "sources[1].path", "listed twice"),
     "empty source": (SOLUTION, with_sources({"path": "main.py", "content": ""}), SOLUTION, "sources[0].content", "not empty"),
-    "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "no source"),
+    "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "is not a source"),
     "entry without function": (SOLUTION, solution(entry_point="main.py"), SOLUTION, "spec.entry_point", "<file>::<function>"),
     "no hardware": (SOLUTION, solution(target_hardware=[]), SOLUTION, "spec.target_hardware", "at least one"),
     "blob out of the root": (WORKLOADS, lines(of_workload(workload(x=ESCAPING))), f"{WORKLOADS}:1", "workload.inputs.x.path",
@@ -192,14 +192,14 @@ def test_one_uuid_with_other_axes_is_a_finding(tree: Tree, home: Path) -> None:
     assert [item.findings for item in items] == [
         (),
         (),
-        (f"uuid 'w-1' is in {WORKLOADS}:1 too, with other axes or inputs; that one is used",),
+        (f"uuid 'w-1' is also in {WORKLOADS}:1 with other axes or inputs; that one is used",),
     ]
 
 
 def test_a_link_to_itself_is_refused(tree: Tree, home: Path) -> None:
     (tree.root / "loop").symlink_to("loop")
     found = import_data_set(tree.root).data_set
-    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or no regular file")]
+    assert [(item.path, item.reason) for item in found.refused] == [("loop", "a broken link, or not a regular file")]
 
 
 def test_a_blob_with_a_name_that_no_file_can_have_is_a_finding(tree: Tree, home: Path) -> None:

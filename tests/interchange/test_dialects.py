@@ -59,7 +59,7 @@ def test_one_dump_alone_can_be_imported(dumps: Tree, home: Path) -> None:
 def test_a_fifo_among_dumps_is_refused_and_not_waited_for(dumps: Tree, home: Path) -> None:
     os.mkfifo(dumps.root / "a.json")
     found = import_data_set(dumps.root).data_set
-    assert ("a.json", "a broken link, or no regular file") in {(item.path, item.reason) for item in found.refused}
+    assert ("a.json", "a broken link, or not a regular file") in {(item.path, item.reason) for item in found.refused}
 
 
 def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path) -> None:

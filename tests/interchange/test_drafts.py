@@ -73,7 +73,7 @@ def test_what_bench_could_not_run_is_left_out_with_its_reason(tree: Tree, home: 
     draft = draft_of(imported(tree), "scale_n8")
     assert [what for what, _ in draft.left_out] == ["workload w-1", "solution cuda"]
     assert "is a number, and the workload gives none" in draft.left_out[0][1]
-    assert "builds no C++ or CUDA sources" in draft.left_out[1][1]
+    assert "does not build C++ or CUDA sources" in draft.left_out[1][1]
 
 
 def test_integers_are_drawn_in_the_range_of_flashinfer_bench(tree: Tree, home: Path) -> None:

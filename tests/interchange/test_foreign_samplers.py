@@ -86,7 +86,7 @@ def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
     assert record.outputs["out"].dtype == dtype
     assert f"the law of {'_'.join(given)}_sampling_from_probs" in made.judged
     assert made.solutions == []
-    assert "makes its own random numbers" in dict(made.left_out)["solution own"]
+    assert "draws its own random numbers" in dict(made.left_out)["solution own"]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
     assert on_file["scale_torch"].oracle == "fp64"
     assert on_file["triton"].adapted
     assert (on_file["wrong"].rule, on_file["wrong"].rule_passed) == ("flashinfer-bench default", True)
-    assert "no C++ or CUDA" in on_file["cuda"].reason
+    assert "does not build C++ or CUDA" in on_file["cuda"].reason
     broken = {item.reason for item in judgements if item.workload == "random"}
     assert broken == {"the contents break the constraint x[0, 0].item() == 2."}
 

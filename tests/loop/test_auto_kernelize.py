@@ -75,8 +75,8 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(model_state, "LEAST_TOTAL", 0.2)
-    monkeypatch.setattr(model_state, "LEAST_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
+    monkeypatch.setattr(model_state, "MIN_TOTAL_SPEEDUP", 0.2)
+    monkeypatch.setattr(model_state, "MIN_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 
@@ -110,7 +110,7 @@ def test_coverage_rises_after_a_wrong_kernel_a_slow_one_and_a_good_one(
     # What a discarded change leaves as it was is not measured again, nor what was measured with a change that was kept.
     kept_and_tried = (sum(one.decision == "keep" for one in done), sum(one.after is not None for one in done))
     assert measured == {"pieces": 1 + kept_and_tried[0], "coverage": 1 + kept_and_tried[1], "stock_times": 1}
-    assert why.startswith("nothing above 1% of the time is left"), said
+    assert why.startswith("every piece above 1% of the time is decided"), said
     by_definition = {one.definition: one for one in done}
     kept = by_definition["rms_norm"]
     assert kept.decision == "keep", kept.reason
@@ -134,7 +134,7 @@ def test_coverage_rises_after_a_wrong_kernel_a_slow_one_and_a_good_one(
     written, traces = calls.read_text(), sorted((home / "runs").iterdir())
     again, why = auto_kernelize(state, **options)  # type: ignore[arg-type]
     assert again == []
-    assert why.startswith("nothing above 1%")
+    assert why.startswith("every piece above 1% of the time is decided")
     assert (calls.read_text(), sorted((home / "runs").iterdir())) == (written, traces)
     assert len(journaled(Task, home)) == len(journaled(Experiment, home)) == len(done)
     assert Kernelizer(state, "python", None, 0.0, 1, home, said.append).run() == "the budget is spent"

@@ -113,7 +113,7 @@ def test_what_became_of_an_author_is_told(operator: Path, tmp_path: Path) -> Non
     assert run_author(f"{python} -c 'import time; time.sleep(60)'", "", folder, catalog, 0.2) == "timeout"
     ended = run_author(f"{python} -c 'import sys; sys.exit(sys.stdin.read())'", "no idea", folder, catalog, 60.0)
     assert ended == "the author ended with status 1: no idea"
-    assert run_author(f"{python} -c pass", "", folder, catalog, 60.0) == "the author left nothing"
+    assert run_author(f"{python} -c pass", "", folder, catalog, 60.0) == "the author wrote no files"
 
 
 # -- coverage ---------------------------------------------------------------------------------------------------------

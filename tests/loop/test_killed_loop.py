@@ -125,7 +125,7 @@ def test_a_loop_that_was_killed_goes_on_and_repeats_only_what_was_not_journaled(
         dies(patch, owner, name, after=after)
         killed(loop)
     _, why = loop()
-    assert why.startswith("nothing above 1%")
+    assert why.startswith("every piece above 1% of the time is decided")
     (experiment,) = journaled(Experiment, home)
     assert (experiment.decision, experiment.before.median, experiment.after and experiment.after.median) == (
         "keep", 0.0, 0.4,

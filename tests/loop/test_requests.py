@@ -53,11 +53,11 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("author", "reason"),
     [
-        ("", "--author '' is no command"),
-        ("''", "is no command"),
+        ("", "--author '' is empty"),
+        ("''", "is empty"),
         ('"', "No closing quotation"),
-        ("no-such-author --fast", "there is no program 'no-such-author'"),
-        (__file__, "test_requests.py', or it may not be run"),
+        ("no-such-author --fast", "the program 'no-such-author' does not exist"),
+        (__file__, "test_requests.py' does not exist or is not executable"),
     ],
 )
 def test_an_author_that_is_no_command_is_refused_before_a_model_is_built(
@@ -124,6 +124,6 @@ def test_a_task_whose_kernels_nothing_can_promote_here_says_so(
 def test_a_part_that_the_profiled_call_does_not_reach_is_named_as_such(config: Path) -> None:
     found = tasks_from_model(config, language="python", gpu="cpu", prompt=16, dtype="float32")
     outcomes = {piece.definition: piece.outcome for piece in found.pieces}
-    assert outcomes["attention_decode"] == "no task: the profiled call holds no call of attention_decode"
+    assert outcomes["attention_decode"] == "no task: the profiled call does not call attention_decode"
     assert outcomes["rms_norm"].startswith("task ")
     assert not any("()" in piece.outcome for piece in found.pieces)

@@ -54,7 +54,7 @@ def test_a_pick_that_compiled_code_does_without_is_said_to_be_one(shop: Any, sto
     shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(kernel, 5.0)], dtypes={"T": "float32"})])
     result = run(*POINT)
     assert "picked" in result.stdout
-    assert "under torch.compile stock code runs: a call of 5.00 us is left to the compiler" in " ".join(
+    assert "Under torch.compile, stock code runs: a call of 5.00 us is left to the compiler" in " ".join(
         result.output.split()
     )
     assert json.loads(run(*POINT, "--json").stdout)["left_to_compilers"].startswith("a call of 5.00 us")

@@ -401,7 +401,7 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
             journal.append(trace.model_copy(update=changes))
     anywhere.at("ada")
     assert app(["publish", "--gpu", GPU, "--to", anywhere.address]) == 0
-    assert "a resolver table of what was promoted here was added, in 2 files" in capsys.readouterr().err
+    assert "added a resolver table of the kernels promoted here, in 2 files" in capsys.readouterr().err
     anywhere.at("bob")
     assert app(["sync", anywhere.address, "--tables"]) == 0
     told = capsys.readouterr()

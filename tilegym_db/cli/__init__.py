@@ -1,1 +1,1 @@
-"""The command line: parse, call once, print. One file a command; :mod:`tilegym_db.cli.app` lists them."""
+"""The command line. Commands parse options, call one function and print; :mod:`tilegym_db.cli.commands` lists them."""

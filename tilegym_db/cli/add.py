@@ -1,4 +1,4 @@
-"""``tilegym-db add-definition``: a new operator, or a new version of one, into the catalog."""
+"""``tilegym-db add-definition``, ``add-solution`` and ``add-workload``: add records to the catalog."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_definition_command(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Validate a definition, run its reference once on small inputs, and copy it into the catalog; of a draft, its sizes too."""
+    """Validate a definition, run its reference once on small inputs, and copy it into the catalog, with the sizes of a draft."""
     import importlib.util
 
     from tilegym_db.catalog import Catalog
@@ -38,7 +38,7 @@ def add_definition_command(
 
     record = Catalog.default().with_forward(read_definition_file(file), file)
     if importlib.util.find_spec("torch") is None:
-        note("the reference was not run: torch is missing here (pip install 'tilegym-db[torch]').")
+        note("the reference was not run: torch is not installed (pip install 'tilegym-db[torch]').")
     else:
         from tilegym_db.verify.admission import run_reference_once
 
@@ -64,8 +64,7 @@ def add_definition_command(
     )
 
 
-# ---- add solution ---------------------------------------------------------------------------------
-# ``tilegym-db add-solution``: a kernel for an operator, into the catalog.
+# ---- Solutions ----------------------------------------------------------------------------------------
 
 
 def add_solution_command(
@@ -89,11 +88,11 @@ def add_solution_command(
     name: Annotated[
         str | None, typer.Option(help="Name of the solution; default: from definition, language, file.")
     ] = None,
-    author: Annotated[str | None, typer.Option(help="Who wrote it; default: the name of the login.")] = None,
+    author: Annotated[str | None, typer.Option(help="Author; default: the login name.")] = None,
     description: Annotated[str, typer.Option(help="How it works, in one line.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Validate a solution and copy it into the catalog in one step: it appears whole or not at all."""
+    """Validate a solution and copy it into the catalog in one step, completely or not at all."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import RecordError
     from tilegym_db.records.base import problems_of
@@ -124,18 +123,17 @@ def _note_next(record: Solution, noted: int) -> None:
     first = "" if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: "
     note(f"added solution '{record.name}' for {record.definition}. Next: {first}{after}")
     if noted:
-        note(f"the static scan noted {noted} places, which is no fault. To read them: tilegym-db check --verbose")
+        note(f"the static scan has {noted} notes, which are not errors. To read them: tilegym-db check --verbose")
 
 
 def from_record(
     place: Path, definition: str | None, language: str | None, name: str | None
 ) -> tuple[Solution, dict[str, bytes]]:
-    """Return the Solution of a record or of its folder; options may repeat what it says, and ``name`` replaces its
-    name.
+    """Read the Solution of a record or of its folder. Options must agree with the record; ``name`` replaces its name.
 
     Raises:
-        RecordError: it is no valid Solution.
-        UsageError: an option contradicts it.
+        RecordError: the Solution is invalid.
+        UsageError: an option contradicts the record.
     """
     from tilegym_db.catalog import SolutionFiles
     from tilegym_db.errors import UsageError
@@ -166,11 +164,11 @@ def from_file(
     author: str,
     description: str,
 ) -> tuple[Solution, dict[str, bytes]]:
-    """Return a Solution made of one source file; it declares nothing but contiguous tensors and every target.
+    """Make a Solution from one source file, for contiguous tensors and every target.
 
     Raises:
-        UsageError: ``definition`` or ``language`` is missing or unknown, or the file is no Python source.
-        NotFoundError: no such Definition.
+        UsageError: ``definition`` or ``language`` is missing or unknown, or the file is not a Python source.
+        NotFoundError: the Definition does not exist.
         RecordError: the source does not parse or defines no ``run``.
     """
     from tilegym_db.catalog import check_entry_point
@@ -214,10 +212,10 @@ def from_file(
 
 
 def normalise_language(language: str | None) -> str | None:
-    """Return the language as records spell it.
+    """Return the language in the spelling of records.
 
     Raises:
-        UsageError: no such language.
+        UsageError: the language is unknown.
     """
     from tilegym_db.errors import UsageError, did_you_mean
     from tilegym_db.records import LANGUAGES
@@ -233,7 +231,7 @@ def normalise_language(language: str | None) -> str | None:
 
 
 def returns_its_outputs(record: Solution, source: bytes, definition: Definition) -> bool:
-    """Return True if ``run`` takes the inputs only, so that it must return what it computes."""
+    """Return True if ``run`` takes only the inputs, and therefore returns its outputs."""
     from tilegym_db.records.solution import find_function
 
     function = find_function(source, record.spec.entry_function)
@@ -246,7 +244,7 @@ def returns_its_outputs(record: Solution, source: bytes, definition: Definition)
 
 
 def check_callable(record: Solution, sources: dict[str, bytes], definition: Definition, where: Path) -> None:
-    """Raise :class:`RecordError` where the entry point cannot take the arguments of the Definition."""
+    """Raise :class:`RecordError` if the entry point cannot take the Definition's arguments."""
     from tilegym_db.errors import RecordError
     from tilegym_db.records.solution import signature_problem
 
@@ -256,10 +254,10 @@ def check_callable(record: Solution, sources: dict[str, bytes], definition: Defi
 
 
 def check_source(record: Solution, sources: dict[str, bytes], where: Path) -> int:
-    """Scan the sources; returns how many places the scan notes without refusing them.
+    """Scan the sources and return the number of notes, which do not refuse them.
 
     Raises:
-        RecordError: the scan refuses something; names every line and rule.
+        RecordError: the scan refuses the sources; the message has every line and rule.
     """
     from tilegym_db.errors import RecordError
     from tilegym_db.sandbox.scan import hard_findings, scan_sources
@@ -275,7 +273,7 @@ def check_source(record: Solution, sources: dict[str, bytes], where: Path) -> in
 
 
 def default_name(definition: str, language: str, stem: str) -> str:
-    """``rms_norm_triton_row`` for ``row.py``; file names that say nothing add nothing."""
+    """Return a name such as ``rms_norm_triton_row`` for ``row.py``. Generic file names are left out."""
     detail = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_")
     parts = [definition, language]
     if detail not in ("kernel", "solution", "run", "main", *parts, "_".join(parts)):
@@ -284,17 +282,16 @@ def default_name(definition: str, language: str, stem: str) -> str:
 
 
 def login_name() -> str:
-    """Who runs this, as the system says."""
+    """Return the login name of the user, or ``unknown``."""
     import getpass
 
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user need not have a name
+    except (KeyError, OSError):  # a container's user may have no name
         return "unknown"
 
 
-# ---- add workload ---------------------------------------------------------------------------------
-# ``tilegym-db add-workload``: concrete sizes for the operators, into the catalog.
+# ---- Workloads ----------------------------------------------------------------------------------------
 
 
 def add_workload_command(
@@ -310,7 +307,7 @@ def add_workload_command(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Validate workloads and append them to the catalog; all of them or, where one is wrong, none.
+    """Validate workloads and append them to the catalog: all of them, or none if one is invalid.
 
     Files that hold inputs (safetensors) are copied from the folder of FILE; each workload states their sha256.
     """
@@ -335,11 +332,10 @@ def add_workload_command(
 
 
 def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None) -> list[Workload]:
-    """Return every Workload of a file, checked against its Definition, which may be a draft that the catalog does not
-    have yet.
+    """Read the Workloads of a file and check each against its Definition, which may be a draft outside the catalog.
 
     Raises:
-        RecordError: a line is no Workload, or does not fit its Definition; names file, line and key.
+        RecordError: a line is not a valid Workload of its Definition; the message names file, line and key.
         NotFoundError: a line names an unknown Definition.
     """
     from tilegym_db.catalog.record_files import WORKLOAD_BYTES
@@ -366,7 +362,7 @@ def read_workloads(file: Path, catalog: Catalog, draft: Definition | None = None
 
 
 def split_objects(file: Path, content: bytes) -> list[tuple[str, bytes]]:
-    """(where, text) of every object: the whole file if it is one JSON object over several lines, else its lines."""
+    """Return (location, text) of every object: the whole file if it is one JSON object, else each of its lines."""
     from pydantic_core import from_json
 
     try:

@@ -1,7 +1,7 @@
-"""The command line ``tilegym-db``, and the one place where an error leaves the process.
+"""The entry point of the command line ``tilegym-db``, and the place where errors become exit statuses.
 
-This module imports next to nothing: Typer loads inside :func:`main`, and a command's module when that command is asked for.
-So help is quick, and an interrupt is quiet from the first moment on.
+This module imports very little. Typer loads in :func:`main`, and the module of a command when it runs. Help is therefore
+quick, and an interrupt is quiet from the start.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 ALLOCATIONS_A_COLLECTION = 50_000
 MUST_BE_COLLECTED = frozenset(("duckdb", "torch"))
-"""Packages that complain when the process ends, or leave devices as they are, where their objects were not collected."""
+"""Packages whose objects must be collected at exit. Otherwise they print errors or leave devices in a bad state."""
 
 
 def app(arguments: Sequence[str] | None = None) -> int:
-    """Run one command without the boundary of :func:`main`; returns its exit status."""
+    """Run one command without the error handling of :func:`main`, and return its exit status."""
     from tilegym_db.cli.commands import root_command
 
     status = root_command().main(args=arguments, prog_name="tilegym-db", standalone_mode=False)
@@ -26,7 +26,7 @@ def app(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Run the command line and leave: every known error is one paragraph on stderr and its own exit status."""
+    """Run the command line and exit. A known error prints one paragraph on stderr and sets the exit status."""
     _start_quickly()
     try:
         with _leaving_on_interrupt():
@@ -37,10 +37,10 @@ def main() -> None:
         status = run(app)
     except KeyboardInterrupt:
         status = 130
-    except Exception as error:  # of what even the help needs; a command's own are told where it ran
+    except Exception as error:  # an import of the help failed; `run` reports errors of commands
         status = _told(error)
     if MUST_BE_COLLECTED.isdisjoint(sys.modules):
-        gc.freeze()  # else the interpreter looks for cycles among all records that were read, a tenth of what 'list' takes
+        gc.freeze()  # skips the final search for cycles, which takes a tenth of the time of 'list'
     raise SystemExit(status)
 
 
@@ -56,10 +56,10 @@ def _told(error: Exception) -> int:
 
 
 def _start_quickly() -> None:
-    """Spare the start what no command needs.
+    """Reduce the start-up time of every command.
 
-    Python's collector looks for cycles every few hundred allocations, and a command makes hundreds of thousands that it keeps.
-    Pydantic looks through the metadata of every installed package for plugins, of which this package has none.
+    Python's collector searches for cycles every few hundred allocations, but a command keeps hundreds of thousands of objects.
+    Pydantic searches the metadata of every installed package for plugins, but this package has none.
     """
     gc.set_threshold(ALLOCATIONS_A_COLLECTION, *gc.get_threshold()[1:])
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
@@ -67,10 +67,10 @@ def _start_quickly() -> None:
 
 @contextmanager
 def _leaving_on_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process at once and in silence, for as long as it has only imported modules.
+    """Exit at once and silently on Ctrl-C while modules are imported.
 
-    An exception would not do: Python wraps what interrupts the making of a class, and drops what interrupts a callback of its
-    import system. A caller that ignores interrupts, or handles them, stays as it is.
+    An exception is not enough: Python wraps it during the creation of a class and drops it in a callback of the import system.
+    If the caller ignores or handles interrupts, nothing changes.
     """
     import signal
 

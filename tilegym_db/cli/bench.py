@@ -1,4 +1,4 @@
-"""``tilegym-db bench``: verify and time Solutions on this machine."""
+"""``tilegym-db bench``, ``promote``, ``tune`` and ``regress``: verify, time and tune Solutions on this machine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def bench_command(
     executor: Executor = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
-    again: Annotated[bool, typer.Option(help="Measure anew what has a trace already.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure again what has a trace already.")] = False,
     promote: Annotated[bool, typer.Option("--promote", help="Then promote what passed (see promote).")] = False,
     allow_unsandboxed: Annotated[
-        bool, typer.Option(help="Promote where workers cannot be confined; such traces are never published.")
+        bool, typer.Option(help="Promote even if workers cannot be confined; such traces are never published.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
 ) -> None:
     """Build, verify and time solutions; every result becomes a trace in the database.
 
-    This is the screen: what passes it is a candidate, and counts as verified once it is promoted. Interrupt it at any time:
-    what was measured is kept, and the next run goes on from there.
+    This is the screen. What passes is a candidate, and is verified once it is promoted. Interrupt it at any time: results are
+    kept, and the next run continues.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
@@ -67,7 +67,7 @@ def bench_command(
 
 
 def finish(report: BenchReport, *, as_json: bool) -> None:
-    """Print a run and leave with its exit status: 130 interrupted, 1 where something failed."""
+    """Print a run and exit: status 130 if interrupted, 1 if something failed."""
     if as_json:
         for trace in report.traces:
             typer.echo(trace.to_json())
@@ -89,7 +89,7 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
 
 
 def print_summary(report: BenchReport) -> None:
-    """One row per solution: workloads passed, geometric mean against stock, and each kind of failure with its reason."""
+    """Print one row per solution: workloads passed, geometric mean against stock, and the failures with their reasons."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -123,8 +123,7 @@ def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
     return row.solution, row.language, f"{row.passed}/{row.total}", speedup, over_best, light, note
 
 
-# ---- promote --------------------------------------------------------------------------------------
-# ``tilegym-db promote``: verify solutions for good.
+# ---- Promote ------------------------------------------------------------------------------------------
 
 
 def promote_command(
@@ -137,16 +136,16 @@ def promote_command(
     executor: Executor = None,
     workload: WorkloadGlob = None,
     quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
-    again: Annotated[bool, typer.Option(help="Promote anew what has a verdict already.")] = False,
+    again: Annotated[bool, typer.Option(help="Promote again what has a verdict already.")] = False,
     allow_unsandboxed: Annotated[
-        bool, typer.Option(help="Promote where workers cannot be confined; such traces are never published.")
+        bool, typer.Option(help="Promote even if workers cannot be confined; such traces are never published.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
 ) -> None:
-    """Run the promotion tier: only what passes it is verified, and used by best, the resolver and patched models.
+    """Run the promotion tier. Only what passes it is verified, and used by best, the resolver and patched models.
 
-    Fresh confined processes, fresh secrets, all fuzz cases, five runs bit for bit, ownership of the device time,
-    and a time that the harness's own clock agrees with.
+    The tier uses fresh confined processes, fresh secrets and all fuzz cases. It requires five bitwise equal runs, device time
+    that belongs to the solution's own kernels, and a time that the harness's own clock confirms.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
@@ -172,8 +171,7 @@ def promote_command(
     finish(report, as_json=as_json)
 
 
-# ---- tune -----------------------------------------------------------------------------------------
-# ``tilegym-db tune``: search the tunables of Solutions on this machine.
+# ---- Tune ---------------------------------------------------------------------------------------------
 
 Budget = Annotated[
     float | None,
@@ -195,10 +193,10 @@ def tune_command(
     again: Annotated[bool, typer.Option(help="Forget what earlier runs tried.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,
 ) -> None:
-    """Find the fastest config of each solution per workload; it is verified as that config and becomes a trace.
+    """Find the fastest config of each solution per workload, verify it and store it as a trace.
 
-    What is searched are the tunables that a solution declares, and nothing is ever tuned at run time. Interrupt it at any
-    time: configs that were given up are not tried again. Exit status 1 where a declared config gives a wrong result.
+    The search covers the tunables that a solution declares. Nothing is tuned at run time. Interrupt it at any time: rejected
+    configs are not tried again. Exit status 1 if a declared config gives a wrong result.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
@@ -238,7 +236,7 @@ COLUMNS = ("solution", "axes", "dtypes", "config", "vs defaults", "tried", "left
 
 
 def print_report(report: TuneReport) -> None:
-    """One row per pair, what was left out and why, and the next step."""
+    """Print one row per pair, what was left out with the reasons, and the next step."""
     from tilegym_db.cli.kit.output import note, print_table
 
     if report.results:
@@ -269,7 +267,7 @@ def _cells(result: TuneResult) -> tuple[Any, ...]:
 
 
 def report_record(report: TuneReport) -> dict[str, Any]:
-    """Return a run as JSON: what won, every config that was judged, and what was left out."""
+    """Return a run as JSON: the winners, every config that was judged, and what was left out."""
     return {
         "run_id": report.run_id,
         "gpu": report.machine.gpu,
@@ -280,11 +278,10 @@ def report_record(report: TuneReport) -> dict[str, Any]:
     }
 
 
-# ---- regress --------------------------------------------------------------------------------------
-# ``tilegym-db regress``: is anything slower than it was?
+# ---- Regress ------------------------------------------------------------------------------------------
 
 VOID = 4
-"""Exit status of a session whose times cannot be believed."""
+"""Exit status of a session whose times are not reliable."""
 
 
 def regress_command(
@@ -301,8 +298,8 @@ def regress_command(
 ) -> None:
     """Time every solution that changed since then, old and new version interleaved on this machine.
 
-    Exit status 1 where a new version is slower by more than noise, or fails where the old one passes; 4 where a control,
-    one source timed against itself, shows that the session cannot be believed. Nothing is stored.
+    Exit status 1 if a new version is slower by more than noise, or fails although the old one passes. Exit status 4 if a
+    control, one source timed against itself, shows that the times are not reliable. Nothing is stored.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
@@ -335,7 +332,7 @@ def regress_command(
 
 
 def print_regressions(report: RegressionReport) -> None:
-    """One row per solution and workload; on stderr what follows from them."""
+    """Print one row per solution and workload, and the conclusions on stderr."""
     columns = ("solution", "workload", "verdict", "old_us", "new_us", "change", "noise", "why")
     rows = [
         (
@@ -361,5 +358,7 @@ def print_regressions(report: RegressionReport) -> None:
     for reason in report.void:
         note(f"void: {reason}")
     if report.void:
-        note("no time of this session counts: something else used the device, or its clocks moved. Repeat it")
+        note(
+            "the times of this session are not reliable: something else used the device, or its clocks changed. Repeat it"
+        )
     note(f"{len(report.findings)} regressions against {report.against} on {report.machine.gpu_name}")

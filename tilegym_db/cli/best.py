@@ -1,4 +1,4 @@
-"""``tilegym-db best``: the fastest verified solution per operator, shape and GPU."""
+"""``tilegym-db best``, ``leaderboard`` and ``compare``: rank verified solutions per operator, shape and GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.database import Store
 
 
-MOST_ROWS = 1 << 31
+MAX_ROWS = 1 << 31
 
 
 def best_command(
@@ -44,7 +44,7 @@ def best_command(
     gpu: Gpu = None,
     axes: Axes = None,
     language: Language = None,
-    limit: Annotated[int | None, typer.Option(min=1, max=MOST_ROWS, help="So many rows at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.")] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,
@@ -88,7 +88,7 @@ def best_command(
 def none_verified(
     name: str | None, op_type: str | None, where: str, measured: Sequence[str], unverified: str | None
 ) -> NoSolutionError:
-    """What to say where nothing that was asked for is verified; ``where`` limits the question."""
+    """Return the error if no verified solution matches. ``where`` describes the filter."""
     from tilegym_db.errors import NoSolutionError
 
     what = name or (f"op_type {op_type}" if op_type else "any definition")
@@ -100,14 +100,14 @@ def none_verified(
 
 
 def _of_fastest(sized: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of times by size those of what is the fastest somewhere."""
+    """Return the rows of latencies by size for solutions that are the fastest somewhere."""
     keys = ("gpu", "dtypes_key", "solution")
     fastest = {tuple(row[key] for key in keys) for row in rows}
     return [row for row in sized if tuple(row[key] for key in keys) in fastest]
 
 
 def _where(gpu: str | None, sizes: Mapping[str, int], language: str | None) -> str:
-    """What limits a question, as the end of a sentence."""
+    """Describe the filter as the end of a sentence."""
     where = f" on {gpu}" if gpu else ""
     where += f" at {spelled_map(sizes)}" if sizes else ""
     return where + (f" in {language}" if language else "")
@@ -133,7 +133,7 @@ BEST_DROPPED_FIRST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the cells of one row of the view ``best`` under :data:`COLUMNS`."""
+    """Return the cells of one row of the view ``best`` under :data:`BEST_COLUMNS`."""
     return (
         row["definition"],
         row["gpu"],
@@ -153,10 +153,10 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chosen_gpu(gpu: str | None) -> str | None:
-    """Return the slug or family that ``--gpu`` names; ``auto`` is the device of this machine, None stays None.
+    """Return the slug or family of ``--gpu``. ``auto`` means the device of this machine; None stays None.
 
     Raises:
-        HardwareError: no such GPU.
+        HardwareError: the GPU is unknown.
     """
     from tilegym_db.records.hardware import parse_gpu
 
@@ -169,8 +169,7 @@ def chosen_gpu(gpu: str | None) -> str | None:
     return parse_gpu(gpu)
 
 
-# ---- leaderboard ----------------------------------------------------------------------------------
-# ``tilegym-db leaderboard``: how every solution fares over all shapes of its operator.
+# ---- Leaderboard --------------------------------------------------------------------------------------
 
 
 def leaderboard_command(
@@ -188,7 +187,7 @@ def leaderboard_command(
 ) -> None:
     """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.
 
-    Exit status 3 where nothing is verified.
+    Exit status 3 if nothing is verified.
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
@@ -227,7 +226,7 @@ LEADERBOARD_DROPPED_FIRST = ("origin", "role", "language", "sol", BY_SIZE)
 def print_leaderboard(
     rows: list[dict[str, Any]], sized: Sequence[Mapping[str, Any]] = (), *, wide: bool = False
 ) -> None:
-    """The table of the rows of the view ``leaderboard``; with latencies by size, a line of them in a last column."""
+    """Print the rows of the view ``leaderboard``; with latencies by size, add a column of spark lines."""
     lines = by_size(sized)
     columns = (*COLUMNS, BY_SIZE) if lines else COLUMNS
     cells = [tuple(row[key] for key in KEYS) for row in rows]
@@ -240,8 +239,7 @@ def print_leaderboard(
     print_table(columns, cells, wide=wide, least=LEADERBOARD_DROPPED_FIRST)
 
 
-# ---- compare --------------------------------------------------------------------------------------
-# ``tilegym-db compare``: two solutions of one operator, size by size.
+# ---- Compare ------------------------------------------------------------------------------------------
 
 SolutionName = Annotated[str, typer.Argument(help="A solution.", autocompletion=complete_solution)]
 
@@ -258,7 +256,7 @@ def compare_command(
     wide: Wide = False,
     trust: Trust = False,
 ) -> None:
-    """Set two solutions of one operator side by side, wherever both are verified. Exit status 3 where that is nowhere."""
+    """Compare two solutions of one operator at every size at which both are verified. Exit status 3 without such a size."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.store.queries.fastest import rows_of_both, winner
@@ -286,13 +284,13 @@ COMPARE_DROPPED_FIRST = ("layouts", "scalars", "dtypes", "why")
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the cells of one row under :data:`COLUMNS`."""
+    """Return the cells of one row under :data:`COMPARE_COLUMNS`."""
     keys = ("dtypes_key", "scalars_key", "layouts_key", "a_us", "b_us", "ratio", "faster", "why")
     return (row["gpu"], spelled_call(row) or None, *(row[key] or None for key in keys))
 
 
 def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
-    """Return one line per GPU: how often each is known to be faster, and the geometric mean of the ratios."""
+    """Return one line per GPU: how often each solution is faster, and the geometric mean of the ratios."""
     from statistics import geometric_mean
 
     lines = []
@@ -308,11 +306,11 @@ def summary(rows: list[dict[str, Any]], a: str, b: str) -> list[str]:
 
 
 def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
-    """Refuse the same solution twice, and solutions of different operators.
+    """Raise if a solution is given twice or the solutions belong to different operators.
 
     Raises:
-        NotFoundError: no such solution.
-        UsageError: they cannot be compared.
+        NotFoundError: a solution does not exist.
+        UsageError: the solutions cannot be compared.
     """
     from tilegym_db.errors import UsageError
 
@@ -328,13 +326,13 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
 
 
 def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exception:
-    """What to say where no size has a verified trace of both."""
+    """Return the error if no size has a verified trace of both solutions."""
     from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.queries import measured_gpus
 
     where = f" on {gpu}" if gpu else ""
     return NoSolutionError(
-        f"'{a}' and '{b}' are verified at no size in common{where}; GPUs with verified traces: "
+        f"'{a}' and '{b}' have no verified size in common{where}; GPUs with verified traces: "
         f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --promote",
         code="sizes_disjoint",
     )

@@ -1,6 +1,6 @@
-"""What leaves the process: its exit status, and for every known error one paragraph on stderr.
+"""Run a command, print every known error as one paragraph on stderr, and return the exit status.
 
-An error that is not known here is a defect of this package and keeps its traceback.
+An unknown error is a bug of this package and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ INTERRUPTED = 130
 FAILED = 1
 QUERY_THREAD = "tilegym-db-query"
 ALLOCATION_FAILURES = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflowed")
-"""How PyTorch says so, in a RuntimeError."""
+"""Texts of PyTorch's RuntimeError if memory is short."""
 STANDARD_STREAMS = (0, 1, 2)
-LONGEST_WORD = 4096
-"""Of a message: as long as a path may be."""
+MAX_WORD = 4096
+"""Maximum length of a word in a message, equal to that of a path."""
 
 
 def run(command: Callable[[], int]) -> int:
-    """Run ``command`` and return the exit status; what it raises is told where it is known.
+    """Run ``command`` and return the exit status; print known errors.
 
-    A reader of the output that went away (``| head``) is no error: the status is 0 and nothing is said.
+    If the reader of the output closes early (``| head``), the status is 0 and nothing is printed.
     """
     _open_closed_streams()
     _make_output_total()
@@ -50,7 +50,7 @@ def _run(command: Callable[[], int], interrupts: list[int]) -> int:
     except SystemExit as stop:
         if not isinstance(stop.__context__, BrokenPipeError):
             raise
-        _discard_output()  # Typer's answer to it, which would be 1
+        _discard_output()  # Typer would exit with status 1
         return 0
     except OSError as error:
         _discard_output()
@@ -70,20 +70,20 @@ def _run(command: Callable[[], int], interrupts: list[int]) -> int:
 
 def _interrupted() -> int:
     _discard_output()
-    # Python notes an interrupt that leaves a text given to exec, such as that of a dataclass, and would end by the signal: a
-    # later text that is not interrupted takes the note back.
+    # Python remembers an interrupt that leaves text run by exec, as in a dataclass, and would then exit by the signal. Running
+    # another text clears that state.
     exec("")
     if any(thread.name == QUERY_THREAD for thread in threading.enumerate()):
-        os._exit(INTERRUPTED)  # a query that does not stop would hold the interpreter up, or abort it
+        os._exit(INTERRUPTED)  # a query that does not stop would block or abort the interpreter
     return INTERRUPTED
 
 
 @contextmanager
 def _remembering_interrupts() -> Iterator[list[int]]:
-    """Yields what grows with every Ctrl-C, which is raised as :class:`KeyboardInterrupt` as ever.
+    """Yield a list that grows with every Ctrl-C, which still raises :class:`KeyboardInterrupt`.
 
-    While a class is made, Python 3.11 and Pydantic put an error of their own in the place of that exception. A caller that
-    ignores interrupts, or handles them, stays as it is.
+    During the creation of a class, Python 3.11 and Pydantic replace that exception with another one. If the caller ignores or
+    handles interrupts, nothing changes.
     """
     import signal
 
@@ -104,19 +104,19 @@ def _remembering_interrupts() -> Iterator[list[int]]:
 
 
 def _told(error: Exception) -> int | None:
-    """Return the exit status of an error that is known, told; None for one that is not."""
+    """Print a known error and return its exit status; return None for an unknown one."""
     import typer
     from typer.exceptions import TyperException
 
     from tilegym_db.cli.kit.output import printable_lines
     from tilegym_db.errors import TilegymDBError, missing_package
 
-    sys.last_value = error  # as Python itself leaves an error that ended a program, for a debugger
+    sys.last_value = error  # Python does the same at exit, for debuggers
     if isinstance(error, TilegymDBError):
         return _say(str(error), error.exit_code)
     if isinstance(error, TyperException):
         error.message = _readable(printable_lines(str(error.message)))
-        error.show()  # type: ignore[attr-defined]  # of its subclasses, all that Typer raises
+        error.show()  # type: ignore[attr-defined]  # every subclass that Typer raises has it
         return error.exit_code
     if isinstance(error, typer.Abort):
         return INTERRUPTED
@@ -130,7 +130,7 @@ def _told(error: Exception) -> int | None:
 
 
 def _told_broken(error: Exception) -> int | None:
-    """As :func:`_told`, for what the import of an installed package raises: a library of its own that does not load, mostly."""
+    """Like :func:`_told`, for a failed import of an installed package, mostly of a shared library."""
     from tilegym_db.errors import broken_package
 
     broken = broken_package(error)
@@ -138,7 +138,7 @@ def _told_broken(error: Exception) -> int | None:
 
 
 def _say(text: str, status: int) -> int:
-    with suppress(OSError, ValueError):  # nobody reads it, and the status still tells
+    with suppress(OSError, ValueError):  # the reader is gone; the exit status still reports the error
         _flush()
     from tilegym_db.cli.kit.output import printable_lines
 
@@ -150,8 +150,8 @@ def _say(text: str, status: int) -> int:
 
 
 def _readable(text: str) -> str:
-    """Without the middle of a word that fills screens, such as an argument that is repeated."""
-    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:200]}...{word[0][-60:]}", text)
+    """Shorten words that would fill the screen, such as a repeated argument, in their middle."""
+    return re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda word: f"{word[0][:200]}...{word[0][-60:]}", text)
 
 
 def _spelled_os_error(error: OSError) -> str:
@@ -167,7 +167,7 @@ def _flush() -> None:
 
 
 def _discard_output() -> None:
-    """What stdout still holds is thrown away, so that the interpreter does not fail over it when it ends."""
+    """Discard buffered output, so that the interpreter does not fail on it at exit."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, sys.stdout.fileno())
@@ -175,8 +175,11 @@ def _discard_output() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give a descriptor that the caller closed (``>&-``) to the null device: else the next file opened, such as the
-    database, would get its number. Standard output is opened for reading, so that writing to it is an error."""
+    """Open the null device for descriptors that the caller closed (``>&-``).
+
+    Otherwise the next opened file, such as the database, would get that number. Standard output is opened for reading, so
+    that writing to it fails.
+    """
     for number in STANDARD_STREAMS:
         try:
             os.fstat(number)
@@ -191,7 +194,7 @@ def _open_closed_streams() -> None:
 
 
 def _make_output_total() -> None:
-    """Every string can be printed: what the terminal's encoding does not have is escaped."""
+    """Escape characters that the terminal's encoding lacks, so that every string can be printed."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

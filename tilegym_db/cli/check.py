@@ -1,4 +1,4 @@
-"""``tilegym-db check``: is every record valid, locked, and its Definition's verifier able to tell right from wrong?"""
+"""``tilegym-db check``: validate records, the lock, references, self-tests and sources."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Run the whole admission: records, the lock, references, self-tests, sources; one list of all that is missing or wrong.
+    """Check records, the lock, references, self-tests and sources, and list every problem.
 
     Exit status 1 if anything is found.
     """
@@ -64,51 +64,49 @@ def command(
         if names and not findings:
             note_next(drafts, added)
     if added and (others := len(catalog.broken()) - len(catalog.broken(added))):
-        note(f"{others} broken records are about something else. To list them: tilegym-db check")
+        note(f"{others} other records are broken. To list them: tilegym-db check")
     if findings:
         raise typer.Exit(1)
 
 
 def with_new_locks(catalog: Catalog) -> Catalog:
-    """Return the catalog after its new versions are locked, each of them named."""
+    """Lock new versions, print each of them, and return the catalog read again."""
     for locked in catalog.update_lock(catalog.write_root):
         note(f"locked {locked}")
     return type(catalog).default(warns=False)
 
 
 def note_next(drafts: Sequence[Path], added: Sequence[str]) -> None:
-    """What comes after a check that found nothing."""
+    """Print the next commands after a check without findings."""
     after = [f"tilegym-db add-definition {path}" for path in drafts]
     note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
 
 
 def counted(catalog: Catalog, names: Sequence[str], added: Sequence[str]) -> str:
-    """Return how many were checked, and of what kind."""
+    """Return the number and kind of the checked records."""
     kind = "records" if catalog.solution_paths.keys() & {*added} else "definitions"
     return f"{len(names or catalog.definitions)} {kind}"
 
 
 def print_findings(findings: Sequence[str], checked: str) -> None:
-    """A line each, then how many there are."""
+    """Print one line per finding, then their number."""
     for finding in findings:
         print_line(finding)
     note(f"checked {checked}: {len(findings)} findings")
 
 
 def scan_note(text: str) -> None:
-    """Print what is worth knowing, but no finding."""
+    """Print a note that is not a finding."""
     note(f"note: {text}")
 
 
 def check_catalog(
     catalog: Catalog, names: tuple[str, ...], on_note: Callable[[str], None] | None = None, *, runs: bool = True
 ) -> list[str]:
-    """Return every finding as one line; what the static scan only notes goes to ``on_note``; no self-test without
-    ``runs``.
-    """
+    """Return every finding as one line. Notes of the static scan go to ``on_note``. Without ``runs``, skip the self-tests."""
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
-            catalog.definition(name)  # says that there is none, before anything takes long
+            catalog.definition(name)  # raises for an unknown name before any slow step
     from tilegym_db.verify.admission import run_self_test
     from tilegym_db.verify.inputs import blob_problems
     from tilegym_db.verify.self_test import tiny_workloads
@@ -120,7 +118,7 @@ def check_catalog(
     }
     for name in names or tuple(catalog.definitions):
         if name in broken:
-            continue  # and said so above
+            continue  # reported above
         if name in catalog.solutions and name not in catalog.definitions:
             findings += scan_findings(catalog.solutions[name], on_note)
             continue
@@ -141,7 +139,7 @@ def check_catalog(
 
 
 def check_patterns(catalog: Catalog) -> list[str]:
-    """Patterns whose evidence is gone, was taken back, or is of other versions than are pinned."""
+    """Return problems of the patterns: lost or withdrawn evidence, and versions other than the pinned ones."""
     from tilegym_db.loop.architecture import pattern_findings
     from tilegym_db.published.input_files import pattern_files
     from tilegym_db.store.connection import open_store
@@ -153,14 +151,14 @@ def check_patterns(catalog: Catalog) -> list[str]:
 
 
 def looks_like_a_draft(name: str) -> bool:
-    """Return True if an argument is a path, and not the name of a definition."""
+    """Return True if an argument is a path rather than a name."""
     return "/" in name or name.endswith(".json")
 
 
 def check_draft(path: Path, catalog: Catalog) -> list[str]:
-    """Return every reason why a definition that is not in the catalog yet would not be admitted.
+    """Return the reasons why a definition outside the catalog would not be admitted.
 
-    Its workloads are those of the draft's folder, or else the catalog's.
+    Its workloads come from the draft's folder, else from the catalog.
     """
     from tilegym_db.errors import RecordError
     from tilegym_db.scaffold import read_definition_file
@@ -187,7 +185,7 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
 
 
 def _draft_workloads(file: Path, record: Definition) -> tuple[list[Workload], list[str]]:
-    """(the workloads of a draft that are valid, why the others are not)."""
+    """Return the valid workloads of a draft, and the problems of the others."""
     from tilegym_db.errors import RecordError
     from tilegym_db.files import read_bytes
     from tilegym_db.records import Workload
@@ -209,7 +207,7 @@ def _draft_workloads(file: Path, record: Definition) -> tuple[list[Workload], li
 
 
 def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
-    """Return why a Definition is no backward of the one that it names."""
+    """Return why a Definition is not a backward of the one it names; empty if it is."""
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.records.backward import backward_problem
 
@@ -227,7 +225,7 @@ def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
 
 
 def scan_findings(solution: SolutionFiles, on_note: Callable[[str], None] | None) -> list[str]:
-    """What the static scan refuses in one Solution."""
+    """Return what the static scan refuses in one Solution."""
     from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 
     found = scan_sources(solution.record, solution.sources)

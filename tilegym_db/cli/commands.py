@@ -1,4 +1,4 @@
-"""The table of commands: what there is, in which panel of the help, and one line on each."""
+"""The table of commands with their help panels, and the Typer group that loads and lists them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typer.core import TyperGroup
 
 COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
-        "list": "List definitions, or with --solutions or --workloads what belongs to them.",
-        "show": "Show a definition, a solution or one trace, whole.",
+        "list": "List definitions, or their solutions (--solutions) or workloads (--workloads).",
+        "show": "Show a definition, a solution or one trace in full.",
         "best": "Print the fastest verified solution per operator, shape and GPU.",
         "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
-        "compare": "Set two solutions of one operator side by side, wherever both are verified.",
-        "explain": "Say which solution the resolver picks for a call, and why not each of the others.",
+        "compare": "Compare two solutions of one operator at every size at which both are verified.",
+        "explain": "Show which solution the resolver picks for a call, and why it rejects the others.",
         "report": "Write one page of everything in the database, for a browser without a network.",
         "sql": "Run one read-only SQL statement over the database.",
     },
@@ -31,41 +31,39 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Measure": {
         "bench": "Build, verify and time solutions; every result becomes a trace in the database.",
         "tune": "Find the fastest config of each solution per workload.",
-        "promote": "Verify for good what passed a screen; only that is ever served.",
-        "reproduce": "Verify one case of one solution and say what every gate found.",
+        "promote": "Run the final verification of what passed a screen; only verified kernels are served.",
+        "reproduce": "Verify one case of one solution and print the result of every gate.",
         "sanitize": "Run kernels under compute-sanitizer at fuzz shapes; a finding is a failed verdict.",
         "profile": "Profile one call with Nsight Compute: bandwidth, occupancy, registers, stalls.",
         "regress": "Time every solution that changed since a revision, old and new interleaved.",
         "publish": "Write the traces and the resolver table of one GPU.",
-        "ingest": "Bring journals into the database.",
-        "sync": "Bring the traces of a data set that a team shares into the database.",
+        "ingest": "Add journals to the database.",
+        "sync": "Add the traces of a shared data set to the database.",
     },
     "The loop": {
-        "task": "Make a task, print it for its author, hand a kernel in, see what became of it.",
-        "auto-kernelize": "Have kernels written for what a model spends its time on, and keep what makes it better.",
-        "recommend": "Say which promoted kernels would serve which calls of a model; nothing is applied.",
-        "mcp": "Offer the loop's verbs to agents as tools of the Model Context Protocol, over stdio.",
+        "task": "Create a task, print it for its author, submit a kernel, see the verdict.",
+        "auto-kernelize": "Let an author write kernels for a model's costliest operators, and keep those that help.",
+        "recommend": "Show which promoted kernels would serve a model's calls; nothing is applied.",
+        "mcp": "Offer the loop's commands to agents as tools of the Model Context Protocol, over stdio.",
     },
     "Models": {
-        "fit": "Measure what could serve a model here, publish it for you, prove it and time the model.",
+        "fit": "Measure the kernels for a model here, publish them for you, prove them and time the model.",
         "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
-        "model-bench": "Time a patched model against the same model as it is.",
+        "model-bench": "Time a patched model against the unpatched one.",
     },
     "In and out": {
-        "import": "Read a foreign data set into a folder of its own, as it is; nothing of it is run.",
-        "export": "Write this database, or a data set that was imported, as files for other tools.",
-        "compare-foreign": "Run imported solutions in the sandbox and set our verdicts beside theirs.",
+        "import": "Import a foreign data set into a separate folder, unchanged; nothing of it is run.",
+        "export": "Write this database, or an imported data set, as files for other tools.",
+        "compare-foreign": "Run imported solutions in the sandbox and compare our verdicts with theirs.",
     },
     "This machine": {
-        "demo": "Show the whole of tilegym-db on this machine in a few minutes.",
-        "doctor": "Say what works here and how to fix what does not.",
+        "demo": "Show the main features of tilegym-db on this machine in a few minutes.",
+        "doctor": "Report what works here and how to fix what does not.",
         "calibrate": "Measure the peaks of this GPU.",
         "version": "Print the version of tilegym-db and of the packages it works with.",
     },
 }
-"""Panel of the help -> command -> what it does, in the order in which the help shows them.
-
-"""
+"""Commands with one-line summaries, by panel of the help, in the order of the help."""
 
 MODULES = {
     **dict.fromkeys(("add-definition", "add-solution", "add-workload"), "add"),
@@ -78,25 +76,24 @@ MODULES = {
     **dict.fromkeys(("fit", "model-bench", "verify-model"), "models"),
     **dict.fromkeys(("doctor", "calibrate", "version"), "doctor"),
 }
-"""Command -> the module of ``cli`` that has it as ``<command>_command``.
+"""Module of ``cli`` with the function ``<command>_command``, by command.
 
-A command that is not listed is the function ``command``, or the Typer app ``app``, of a module of its own name.
+A command that is not listed is ``command`` or the Typer app ``app`` in the module of that name.
 """
 
 
-# ---- group ----------------------------------------------------------------------------------------
-# The Typer group behind ``tilegym-db``: loads a command's module when it is asked for, and prints help in panels.
+# ---- Typer group --------------------------------------------------------------------------------------
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EPILOG = (
-    "Exit status: 0 ok, 1 something was found or failed, 2 wrong usage or a missing package, 3 no verified solution, "
-    "4 a measurement that is void, 130 interrupted."
+    "Exit status: 0 ok, 1 a finding or a failure, 2 wrong usage or a missing package, 3 no verified solution, "
+    "4 an invalid measurement, 130 interrupted."
 )
 
 
 @functools.cache
 def load_command(name: str) -> Any:
-    """Return the command of that name, from its own module."""
+    """Import the module of a command and return the command."""
     stem = name.replace("-", "_")
     module = importlib.import_module(f"tilegym_db.cli.{MODULES.get(name, stem)}")
     function = getattr(module, f"{stem}_command", None)
@@ -110,7 +107,7 @@ def load_command(name: str) -> Any:
 
 
 def every_command() -> dict[str, Any]:
-    """Return every command that does something, by what is typed: ``list``, ``task create``, ..."""
+    """Return every command that does something, by its full name: ``list``, ``task create``, ..."""
     found = {}
     for name in (name for panel in COMMANDS.values() for name in panel):
         command = load_command(name)
@@ -122,18 +119,18 @@ def every_command() -> dict[str, Any]:
 
 
 class CommandTable(TyperGroup):
-    """A group whose commands are those of :data:`COMMANDS`."""
+    """The Typer group of :data:`COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return every name, in the order of the help."""
         return [name for panel in COMMANDS.values() for name in panel]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command, loaded now; None if there is none of that name."""
+        """Load and return a command; None if it does not exist."""
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As Typer's, with the nearest names for one that is unknown."""
+        """Resolve a command like Typer, but suggest the nearest names for an unknown one."""
         from tilegym_db.errors import UsageError, did_you_mean
 
         known = self.list_commands(ctx)
@@ -144,7 +141,7 @@ class CommandTable(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """One section per panel, from the table alone: no command is loaded to print it."""
+        """Write one section per panel from the table, without loading the commands."""
         width = max(map(len, self.list_commands(ctx)))
         for panel, commands in COMMANDS.items():
             with formatter.section(panel):
@@ -164,12 +161,12 @@ def _options(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """A database of transformer operators and of the verified, measured tile kernels that implement them."""
+    """Query and extend a database of transformer operators and their verified, measured tile kernels."""
 
 
 @functools.cache
 def root_command() -> Any:
-    """``tilegym-db`` as Typer runs it."""
+    """Return ``tilegym-db`` as a Typer command."""
     app = typer.Typer(
         name="tilegym-db",
         cls=CommandTable,

@@ -1,4 +1,4 @@
-"""``tilegym-db compile``: build solutions ahead of time for GPUs that this machine need not have."""
+"""``tilegym-db compile``: compile solutions ahead of time, for GPUs that need not be in this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compile_catalog(
     language: str | None = None,
     workload: str | None = None,
 ) -> list[Outcome]:
-    """Compile what :func:`select_jobs` selects, with a progress bar; outcomes by definition, solution and target."""
+    """Compile the jobs of :func:`select_jobs` with a progress bar; sort the outcomes by definition, solution and target."""
     from tilegym_db.backends.aot import compile_many
 
     jobs = select_jobs(catalog, names, targets, language, workload)
@@ -71,7 +71,7 @@ def compile_catalog(
 
 
 def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
-    """Solution -> why it is not built, for each one that the static scan refuses: a build runs its code."""
+    """Return the solutions that the static scan refuses, with reasons. They are not built, because a build runs their code."""
     from tilegym_db.backends.compile_jobs import CompileResult
     from tilegym_db.sandbox.scan import hard_findings, scan_sources
 
@@ -85,10 +85,10 @@ def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
 
 
 def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the targets that ``--target`` names, once each, in the order given.
+    """Return the targets of ``--target`` without repeats, in the order given.
 
     Raises:
-        HardwareError: no such target.
+        HardwareError: a target is unknown.
     """
     from tilegym_db.records.hardware import TARGETS, normalise_target
 
@@ -100,11 +100,11 @@ def parse_targets(texts: Sequence[str] | None) -> tuple[str, ...]:
 def select_jobs(
     catalog: Catalog, names: Sequence[str], targets: Sequence[str], language: str | None, workload: str | None
 ) -> list[CompileJob]:
-    """What to compile: every tile solution, in every dtype that it declares, for every target that it declares.
+    """Return what to compile: every tile solution, in every dtype and for every target that it declares.
 
     Raises:
         NotFoundError: a name is neither a Definition nor a Solution.
-        UsageError: unknown language, or nothing is left to compile; says why.
+        UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
     """
     from tilegym_db.backends.compile_jobs import CompileJob
     from tilegym_db.cli.add import normalise_language
@@ -135,7 +135,7 @@ def select_jobs(
 
 
 def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
-    """Return the Solutions that names of Solutions or Definitions stand for, by name; all of them where none is given."""
+    """Return the Solutions of some Definitions or Solutions, sorted by name; all of them without names."""
     from tilegym_db.errors import NotFoundError, did_you_mean
 
     chosen: dict[str, SolutionFiles] = {}
@@ -148,7 +148,7 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
             catalog.refuse_broken(name)
             hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is not a definition or a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     return [item for _, item in sorted(chosen.items())]
 
@@ -156,13 +156,12 @@ def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFile
 def choose_workloads(
     definition: Definition, solution: SolutionFiles, workloads: Sequence[Workload], pattern: str | None
 ) -> list[Workload]:
-    """Return the Workloads to compile for: those that match a glob, else one in each choice of dtypes that the Solution
-    declares.
+    """Return the Workloads to compile for: those that match a glob, else one per choice of dtypes that the Solution declares.
 
-    That is the first real one in these dtypes. Where none has them, it is the first one with its dtypes exchanged: what a
-    Solution declares has to compile, whether or not somebody measures it.
+    That is the first real Workload in these dtypes. If no Workload has them, it is the first one with its dtypes replaced,
+    because everything that a Solution declares must compile.
     """
-    # 'tiny' ones exist for tests: they serve only where a dtype has nothing else.
+    # 'tiny' workloads exist for tests, so they are used only if a dtype has no other.
     ordered = sorted(workloads, key=lambda item: "tiny" in item.tags)
     if pattern is not None:
         matching = {item.uuid: item for item in ordered if _matches(item, pattern)}
@@ -189,14 +188,14 @@ def _serves(solution: SolutionFiles, definition: Definition, workload: Workload)
 
 
 def _in_dtypes(workload: Workload, dtypes: dict[str, str]) -> Workload:
-    """Return the same call in other dtypes, as a Workload of its own."""
+    """Return a Workload of the same call in other dtypes."""
     content = workload.model_dump(mode="json", exclude={"uuid"})
     return type(workload).model_validate({**content, "dtypes": dtypes})
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr where that is a terminal; yields what to call after each job."""
+    """Show a bar on stderr if it is a terminal; yield the function to call after each job."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -212,9 +211,7 @@ COLUMNS = ("solution", "language", "target", "compiled", "seconds", "KiB", "note
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[tuple[Any, ...]]:
-    """Return one row per solution and target: how many sizes compiled, seconds, size, and the first thing that went
-    wrong.
-    """
+    """Return one row per solution and target: sizes compiled, seconds, size, and the first problem."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for job, result in outcomes:
         groups.setdefault((job.solution.name, job.target), []).append((job, result))
@@ -234,7 +231,7 @@ def _reason(outcome: Outcome | None) -> str:
     if outcome is None:
         return ""
     job, result = outcome
-    # What the worker says comes first, what was printed on the way after it: the cause is the last line of the former.
+    # The worker's message comes first, then what was printed. The cause is the last line of the message.
     said = result.log.partition(PRINTED)[0].strip() or result.log.replace(PRINTED, "").strip()
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = lines[-1] if result.status == "failed" and lines else " ".join(lines)
@@ -261,14 +258,15 @@ def outcome_record(job: CompileJob, result: CompileResult) -> dict[str, Any]:
 
 
 def failure_count(outcomes: Sequence[Outcome]) -> int:
-    """Return how many failed or lack their compiler. A target that a compiler refuses altogether is reported, not
-    counted.
+    """Return how many compilations failed or lack their compiler.
+
+    A target that a compiler does not support at all is reported but not counted.
     """
     return sum(result.status in ("failed", "toolchain-missing") for _, result in outcomes)
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """The summary table, and where to read on if something failed."""
+    """Print the summary table and, after a failure, where to find the compilers' output."""
     print_table(COLUMNS, summarise(outcomes), prose=("note",), least=("KiB", "seconds"))
     if failure_count(outcomes):
         note(f"{failure_count(outcomes)} of {len(outcomes)} failed; --json has the compilers' own output")

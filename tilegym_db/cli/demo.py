@@ -1,6 +1,6 @@
-"""``tilegym-db demo``: the main job from end to end, on whatever machine this is, in two or three minutes.
+"""``tilegym-db demo``: show the main features on this machine in two or three minutes.
 
-Its results go into a home of its own, so that it can be run again and changes nothing else.
+Its results go into a separate home folder, so it can be repeated and changes nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOKENS = 16
 OPERATORS = ("rms_norm", "fused_add_rms_norm", "swiglu", "rope_neox")
-"""What the patched model consists of, apart from matrix products and attention."""
+"""The operators of the patched model, apart from matrix products and attention."""
 
 SHIPPED = """
     SELECT definition, solution, language, round(latency_us, 1) AS us, round(latency_us * speedup, 1) AS stock_us,
@@ -39,13 +39,13 @@ SHIPPED = """
 def command(
     tokens: Annotated[int, typer.Option(help="Prompt length of the model.", min=2, max=4096)] = TOKENS,
 ) -> None:
-    """Show the whole of tilegym-db on this machine in two or three minutes."""
+    """Show the main features of tilegym-db on this machine in two or three minutes."""
     from tilegym_db.bench.machine import select_machine
 
     started = time.monotonic()
     say("tilegym-db demo: database, verifier, compilers, resolver and a patched model.")
     folder = own_home()
-    with heartbeat("looking at this machine"):
+    with heartbeat("inspecting this machine"):
         machine = select_machine("auto")
     say(f"This machine: {machine.gpu_name} ({machine.gpu}). Results of this demo go to {folder}.")
     failed = ask_shipped() + prove_a_definition() + compile_for_hopper()
@@ -55,14 +55,14 @@ def command(
     step("next", f"The demo took {time.monotonic() - started:.0f} s.")
     say("tilegym-db list                                  what is in the catalog")
     say("tilegym-db best rms_norm --gpu h200              the fastest verified kernel per shape")
-    say("tilegym-db new definition my_op                  an operator of your own: docs/how-to/add-an-operator.md")
+    say("tilegym-db new definition my_op                  add your own operator: docs/how-to/add-an-operator.md")
     say("tilegym-db doctor                                what works on this machine, and how to fix what does not")
     if failed:
         raise typer.Exit(1)
 
 
 def own_home() -> Path:
-    """Return a folder under the user's home of this package that everything below reads and writes."""
+    """Create the demo's home folder and make it the home of this process."""
     from tilegym_db.paths import HOME_VARIABLE, home
 
     folder = home() / "demo"
@@ -75,7 +75,7 @@ def own_home() -> Path:
 
 
 def ask_shipped() -> int:
-    """1. What ships: measurements of an H200."""
+    """Query the shipped measurements of an H200 (step 1)."""
     from tilegym_db.store.sql import run_user_query
 
     step(
@@ -91,7 +91,7 @@ def ask_shipped() -> int:
 
 
 def prove_a_definition() -> int:
-    """2. Why a verdict can be believed: an operator is admitted only if planted mistakes are caught."""
+    """Run the self-test of an operator (step 2). It is admitted only if planted errors are caught."""
     from tilegym_db.catalog import Catalog
 
     step(
@@ -115,7 +115,7 @@ def prove_a_definition() -> int:
 
 
 def compile_for_hopper() -> int:
-    """3. Writing kernels needs no GPU: three languages compile for one."""
+    """Compile kernels in three languages without a GPU (step 3)."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.compile import compile_catalog, failure_count, print_outcomes
 
@@ -130,7 +130,7 @@ def compile_for_hopper() -> int:
 
 
 def measure(machine: Machine, folder: Path, tokens: int) -> int:
-    """4. A verdict on this machine, published for the resolver."""
+    """Verify and time kernels on this machine, and publish them for the resolver (step 4)."""
     from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.bench import print_summary
@@ -141,7 +141,7 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     if machine.is_gpu:
         step(
             "4. verify and time",
-            f"The norms of a Llama on {machine.gpu_name}: screened, then verified for good in confined processes.",
+            f"The norms of a Llama on {machine.gpu_name}: screened, then fully verified in confined processes.",
         )
         names: tuple[str, ...] = ("rms_norm", "fused_add_rms_norm")
         workload = None
@@ -149,17 +149,17 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
         step(
             "4. verify and time",
             "No GPU here, so the kernel is PyTorch code for a CPU: an RMSNorm that works in\n"
-            "place, against the model's own code. First it is screened; then it is verified for\n"
-            "good, in a confined process, with secret seeds, 24 fuzzed cases and the\n"
+            "place, against the model's own code. First it is screened; then it is fully\n"
+            "verified in a confined process, with secret seeds, 24 fuzzed cases and the\n"
             "supervisor's own clock. A kernel that fails any of this never reaches a model.",
         )
         add_demo_kernel(folder / "catalog", tokens)
         names, workload = ("rms_norm_demo",), "stage:demo"
-    with heartbeat("trying how well a worker can be confined here"):
+    with heartbeat("testing the sandbox of this machine"):
         sandbox = best_level(machine.device)
         promote = sandbox.level >= MIN_SANDBOX_LEVEL
     if not promote:
-        say(f"No promotion, so nothing will count as verified: {'; '.join(sandbox.reasons)}")
+        say(f"There is no promotion, so nothing will count as verified: {'; '.join(sandbox.reasons)}")
     with heartbeat("verifying and timing"), Progress() as progress:
         report = benchmark(
             names, gpu=machine.gpu, workload=workload, quick=machine.is_gpu, again=True, promote=promote,
@@ -170,14 +170,13 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     return sum(count for status, count in report.counts.items() if status not in ("PASSED", "UNSUPPORTED"))
 
 
-# ---- demo model -----------------------------------------------------------------------------------
-# The demo's model: patched on this machine, and as an H200 would run it.
+# ---- Model ----------------------------------------------------------------------------------------------
 
 REFERENCE_GPU = "h200"
 
 
 def patch_a_model(machine: Machine, tokens: int) -> int:
-    """5. One line: the model runs verified kernels where they are faster."""
+    """Patch a model, so that it runs verified kernels where they are faster (step 5)."""
     import torch
 
     from tilegym_db.catalog import Catalog
@@ -209,12 +208,12 @@ def patch_a_model(machine: Machine, tokens: int) -> int:
     )
     say(f"After unpatching, the model gives its own logits bit for bit: {torch.equal(stock, again)}.")
     if not report.kernel_calls:
-        say("None was faster than the model's own code by more than the noise of this machine, so none was used.")
+        say("No kernel was faster than the model's own code by more than the noise of this machine, so none is used.")
     return 0 if torch.equal(stock, again) else 1
 
 
 def foresee(tokens: int) -> None:
-    """6. The same model on an H200, from the shipped measurements."""
+    """Show which kernels the same model would use on an H200, from the shipped measurements (step 6)."""
     from tilegym_db.catalog import Catalog
 
     step(
@@ -229,7 +228,7 @@ def foresee(tokens: int) -> None:
 
 
 def build_config(layers: int = 2) -> Any:
-    """Return the sizes of Llama-3.2-1B, cut to a few layers and a small vocabulary."""
+    """Return the config of Llama-3.2-1B with a few layers and a small vocabulary."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -244,7 +243,7 @@ def build_config(layers: int = 2) -> Any:
 
 
 def build_llama(layers: int = 2) -> Any:
-    """Return a Llama of :func:`build_config` with random weights."""
+    """Build a Llama of :func:`build_config` with random weights."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -254,7 +253,7 @@ def build_llama(layers: int = 2) -> Any:
 
 
 def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[Any, ...]]:
-    """What the resolver gives each call site of such a model, for one prompt and for one new token: rows of a table."""
+    """Return the resolver's choice for each call site of such a model, for one prompt and for one new token, as table rows."""
     from tilegym_db.records.call import Call
     from tilegym_db.resolver import decide_request, make_request
 
@@ -279,8 +278,7 @@ def explain_sites(config: Any, catalog: Catalog, *, tokens: int) -> list[tuple[A
     return rows
 
 
-# ---- demo kernel ----------------------------------------------------------------------------------
-# The demo's own kernel for a CPU, and the table of what was verified.
+# ---- Kernel and published table -------------------------------------------------------------------------
 
 KERNEL = '''"""RMSNorm in float32 without temporaries: the norm of each row at once, and two products in place."""
 
@@ -316,7 +314,7 @@ HIDDEN = 2048
 
 
 def add_demo_kernel(catalog: Path, tokens: int) -> None:
-    """The kernel for a CPU and the sizes of the model below, into the demo's own catalog."""
+    """Add the CPU kernel and the sizes of the demo's model to the demo's catalog."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.files import write_atomically
     from tilegym_db.records import Workload
@@ -339,7 +337,7 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
 
 
 def publish_here(machine: Machine, folder: Path) -> None:
-    """Let the resolver of this demo use what was verified."""
+    """Publish the verified kernels for the resolver of this demo."""
     from tilegym_db.errors import NotFoundError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.publish import publish
@@ -357,23 +355,22 @@ def publish_here(machine: Machine, folder: Path) -> None:
     say(f"Published {report.entries} shapes for {machine.gpu}: from now on the resolver of this demo may use them.")
 
 
-# ---- demo output ----------------------------------------------------------------------------------
-# What the demo says while it works.
+# ---- Output ---------------------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
-    """One line of the story, on standard output at once."""
+    """Print one line to standard output."""
     typer.echo(text)
 
 
 def step(title: str, why: str) -> None:
-    """Begin a part: its name, and why it matters."""
+    """Print the title of a step and its explanation."""
     say(f"\n== {title}\n{why}\n")
 
 
 @contextmanager
 def heartbeat(what: str, every_s: float = 3.0) -> Iterator[None]:
-    """Say every few seconds that something is still at work, into a pipe as well as on a terminal."""
+    """Print every few seconds that a step is still running, also into a pipe."""
     done, began = threading.Event(), time.monotonic()
 
     def beat() -> None:

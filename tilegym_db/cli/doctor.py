@@ -1,4 +1,4 @@
-"""``tilegym-db doctor``: what this machine can do and, for each thing it cannot, the exact fix."""
+"""``tilegym-db doctor``, ``calibrate`` and ``version``: report what works on this machine, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.broken_files import BrokenFiles
 
 
-# ---- doctor check ---------------------------------------------------------------------------------
-# One line of what ``tilegym-db doctor`` found, and how it is printed.
+# ---- Lines of the report ------------------------------------------------------------------------------
 
 State = Literal["ok", "missing", "problem"]
 MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PROBLEM"}
@@ -39,7 +38,7 @@ MARKS: dict[State, str] = {"ok": "ok     ", "missing": "missing", "problem": "PR
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``missing`` is something optional that is not here, ``problem`` something broken."""
+    """One line of the report. ``missing`` is something optional that is absent, ``problem`` is something broken."""
 
     what: str
     state: State
@@ -48,7 +47,7 @@ class Check:
 
 
 def check_lines(check: Check, width: int | None) -> list[str]:
-    """Return a check in lines of ``width`` characters; None: one line each for what it found and for its fix."""
+    """Wrap a check into lines of ``width`` characters. None means one line for the detail and one for the fix."""
     import textwrap
 
     head = f"{MARKS[check.state]}  {check.what:<11}  "
@@ -64,14 +63,13 @@ def check_lines(check: Check, width: int | None) -> list[str]:
     return lines
 
 
-# ---- doctor files ---------------------------------------------------------------------------------
-# What ``tilegym-db doctor`` says of the files of the home folder.
+# ---- Files of the home folder -------------------------------------------------------------------------
 
 FILES_NAMED = 3
 
 
 def check_files() -> Iterator[Check]:
-    """Yield every file of measurements in the home folder can be read; says how many cannot, which, and why."""
+    """Yield the measurement files in the home folder that cannot be read, with the reasons."""
     from tilegym_db.paths import home
     from tilegym_db.store.broken_files import broken_files
 
@@ -80,7 +78,7 @@ def check_files() -> Iterator[Check]:
 
 
 def check_shared_tables() -> Iterator[Check]:
-    """Tables that came from a team: how many serve here, and why the others do not; nothing if there are none."""
+    """Yield the shared resolver tables: how many are used here, and why the others are not. Nothing without tables."""
     from tilegym_db.paths import home
     from tilegym_db.published.shared_tables import damage_of, tables_in
 
@@ -96,24 +94,24 @@ def check_shared_tables() -> Iterator[Check]:
 
 
 def files_checks(found: BrokenFiles) -> Iterator[Check]:
-    """What is wrong with the files of one folder; nothing if there are none, or nothing is."""
+    """Yield the problems of the files in one folder."""
     whole = [fault for fault in found.broken if fault.line == 0]
     lines = [fault for fault in found.broken if fault.line != 0]
     if whole:
         which = "is broken and left out" if len(whole) == 1 else "are broken and left out"
-        fix = f"mend what is named, or move it out of {found.folder}; what is whole counts all the same"
+        fix = f"repair these files, or move them out of {found.folder}; all other files are still used"
         yield Check(found.what, "problem", f"{len(whole)} of {found.read} {found.what} {which}: {_named(whole)}", fix)
     if lines:
         which = "has lines that are left out" if len(lines) == 1 else "have lines that are left out"
-        fix = "mend or delete the lines that are named, and leave the files where they are: their other lines count"
+        fix = "repair or delete these lines, and leave the files where they are: their other lines are still used"
         yield Check(found.what, "problem", f"{len(lines)} of {found.read} {found.what} {which}: {_named(lines)}", fix)
     if found.cut_off:
         count = "line was" if len(found.cut_off) == 1 else "lines were"
         detail = f"{len(found.cut_off)} {count} cut off when the writer was killed: {_named(found.cut_off)}"
-        fix = "nothing has to be done, all other lines count: the same command does again what is lost"
+        fix = "nothing to do: all other lines are used, and the same command repeats what is lost"
         yield Check(found.what, "missing", detail, fix)
     if found.read < found.files:
-        left = f"{found.files - found.read} older {found.what} were not read, which takes too long here"
+        left = f"{found.files - found.read} older {found.what} were not read, because that takes too long here"
         yield Check(found.what, "ok", f"{left}; tilegym-db ingest --rebuild reads them all")
 
 
@@ -124,10 +122,9 @@ def _named(faults: Sequence[RejectedLine]) -> str:
     return "; ".join(part.rstrip(".") for part in parts)
 
 
-# ---- calibrate ------------------------------------------------------------------------------------
-# ``tilegym-db calibrate``: measure what the GPU of this machine can do at most.
+# ---- Calibrate ----------------------------------------------------------------------------------------
 
-# Operands of the products that are not called after theirs; those that stay in float32 use no tensor cores.
+# Operand dtypes of the products that are not named after them. Products in float32 use no tensor cores.
 _OPERANDS = {"tf32": "float32", "float32": None}
 
 
@@ -135,9 +132,9 @@ def calibrate_command(
     gpu: Annotated[str, typer.Option(help="auto, or the GPU in this machine (h100, h200, ...).")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Measure the peaks of this GPU, which speed-of-light ratios are taken against, and store them.
+    """Measure the peaks of this GPU, which are the basis of speed-of-light ratios, and store them.
 
-    Takes a few seconds. Traces that exist keep the ratio that they were written with.
+    Takes a few seconds. Existing traces keep their ratios.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
 
@@ -155,7 +152,7 @@ def calibrate_command(
 
 
 def print_peaks(peaks: GpuPeaks) -> None:
-    """One row per peak: what was measured, how far the rounds lay apart, how, and the most that the driver admits to."""
+    """Print one row per peak: the measured value, the spread of the rounds, the driver's maximum, and the method."""
     from tilegym_db.records.roofline import product_ceiling
 
     bus = peaks.memory_ceiling_bytes_per_s / 1e12
@@ -179,8 +176,7 @@ def print_peaks(peaks: GpuPeaks) -> None:
     )
 
 
-# ---- version --------------------------------------------------------------------------------------
-# ``tilegym-db version``: this package and what a measurement depends on.
+# ---- Version ------------------------------------------------------------------------------------------
 
 PACKAGES = ("duckdb", "torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
@@ -206,7 +202,7 @@ def version_command(
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Distribution -> version, None if it is not installed; nothing is imported to find out."""
+    """Return the version of each distribution, None if it is not installed. Nothing is imported."""
     import importlib.metadata
     import platform
 
@@ -229,7 +225,7 @@ def doctor_command(
     output: OutputFile = None,
     wide: Wide = False,
 ) -> None:
-    """Say what works here and how to fix what does not. Exit status 1 if anything is broken."""
+    """Report what works here and how to fix what does not. Exit status 1 if anything is broken."""
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     found = [check for checks in CHECKS for check in _results(checks)]
     if not form.is_table:
@@ -245,7 +241,7 @@ def doctor_command(
 
 
 def _results(checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """What one group of checks finds; a package that does not import is a finding, and ends that group alone."""
+    """Yield the results of one group of checks. A package that cannot be imported is a result, and ends only that group."""
     from tilegym_db.errors import broken_package
 
     try:
@@ -254,7 +250,7 @@ def _results(checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         broken = broken_package(error)
         if broken is None:
             raise
-        yield Check("packages", "problem", str(broken))  # the message says what to do
+        yield Check("packages", "problem", str(broken))  # the message has the fix
 
 
 def check_python() -> Iterator[Check]:
@@ -266,7 +262,7 @@ def check_python() -> Iterator[Check]:
 
 
 def check_gpu() -> Iterator[Check]:
-    """What the driver reports, and whether PyTorch can use it."""
+    """Yield the GPUs that the driver reports, and PyTorch's ability to use them."""
     import importlib.util
 
     from tilegym_db.driver import driver_files, driver_gpus
@@ -274,7 +270,7 @@ def check_gpu() -> Iterator[Check]:
     names = driver_gpus() if driver_files() else ()
     if importlib.util.find_spec("torch") is None:
         yield Check("torch", "missing", "PyTorch is not installed", "pip install 'tilegym-db[torch]'")
-        yield Check("gpu", "ok" if names else "missing", ", ".join(names) or "the driver reports none")
+        yield Check("gpu", "ok" if names else "missing", ", ".join(names) or "the driver reports no GPU")
         return
     version, cuda = torch_build()
     yield Check("torch", "ok", f"{version} ({f'CUDA {cuda}' if cuda else 'CPU only'})")
@@ -282,9 +278,9 @@ def check_gpu() -> Iterator[Check]:
 
 
 def torch_build() -> tuple[str, str | None]:
-    """PyTorch's version and the CUDA version it was built for (None: for the CPU), without importing it where it says so.
+    """Return PyTorch's version and the CUDA version it was built for (None: CPU), without importing it if possible.
 
-    Its import takes seconds, and without a driver there is nothing else to ask it.
+    The import takes seconds and is useless without a driver.
     """
     import importlib.util
     import runpy
@@ -306,7 +302,7 @@ def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str 
     if usable:
         return Check("gpu", "ok", ", ".join(usable))
     if not driver:
-        detail = "none here; looking, authoring, checking and compiling work without one"
+        detail = "no GPU here; queries, authoring, checks and compilation work without one"
         return Check("gpu", "missing", detail, "run 'tilegym-db bench' on a machine with an NVIDIA GPU")
     if torch_cuda is None:
         fix = "install a CUDA build of PyTorch for this driver (see pytorch.org, 'Get started')"
@@ -317,7 +313,7 @@ def gpu_check(driver: tuple[str, ...], usable: tuple[str, ...], torch_cuda: str 
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """Return the CUDA devices of PyTorch, with the slug and target that tilegym-db calls them."""
+    """Return the CUDA devices of PyTorch, with their slugs and targets."""
     import torch
 
     from tilegym_db.records.hardware import gpu_slug
@@ -329,7 +325,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def check_toolchains() -> Iterator[Check]:
-    """Yield every tile language's compiler."""
+    """Yield the state of every tile language's compiler."""
     from tilegym_db.backends.toolchains import toolchain_status
     from tilegym_db.records import TILE_LANGUAGES
 
@@ -338,12 +334,12 @@ def check_toolchains() -> Iterator[Check]:
         if status.available:
             yield Check(language, "ok", f"{status.version} {status.detail}".strip())
         else:
-            # Installed but unusable is broken; not installed is a choice.
+            # Installed but unusable is a problem. Not installed is a choice.
             yield Check(language, "problem" if status.version else "missing", status.detail, status.fix)
 
 
 def check_fit() -> Iterator[Check]:
-    """Installed packages that do not fit together."""
+    """Yield installed packages with incompatible versions."""
     from tilegym_db.backends.toolchains import installed_versions, misfits, torch_requirements
 
     for misfit in misfits(installed_versions(), torch_requirements()):
@@ -351,7 +347,7 @@ def check_fit() -> Iterator[Check]:
 
 
 def check_libraries() -> Iterator[Check]:
-    """What the model integration and bulk ingest use."""
+    """Yield the libraries for model integration and bulk ingest."""
     import importlib.metadata
 
     for name, extra in (("transformers", "transformers"), ("pyarrow", "arrow")):
@@ -362,7 +358,7 @@ def check_libraries() -> Iterator[Check]:
 
 
 def check_catalog() -> Iterator[Check]:
-    """Yield every record can be read."""
+    """Yield the state of the catalog and every broken record."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
 
@@ -381,7 +377,7 @@ def check_catalog() -> Iterator[Check]:
 
 
 def check_store() -> Iterator[Check]:
-    """Yield the database can be opened, written and read."""
+    """Yield the state of the database: it must open, accept writes and answer."""
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.queries import count_traces, measured_gpus
@@ -391,11 +387,11 @@ def check_store() -> Iterator[Check]:
             counted, measured = count_traces(store), ", ".join(measured_gpus(store)) or "none"
             yield Check("store", "ok", f"{store.path}: {counted} traces; GPUs with verified ones: {measured}")
     except TilegymDBError as error:
-        yield Check("store", "problem", str(error))  # the message says what to do
+        yield Check("store", "problem", str(error))  # the message has the fix
 
 
 def check_sandbox() -> Iterator[Check]:
-    """Whether workers can be confined as a promotion asks for, and what is promoted where they cannot."""
+    """Yield the state of the sandbox, and which kernels are promoted if workers cannot be confined."""
     import importlib.util
 
     from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
@@ -413,21 +409,21 @@ def check_sandbox() -> Iterator[Check]:
 
 
 def sandbox_check(found: Sandbox) -> Check:
-    """Say what a machine without Landlock does."""
+    """Report the sandbox of a machine without Landlock."""
     from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
 
     if found.level >= MIN_SANDBOX_LEVEL:
         return Check("sandbox", "ok", found.description)
     detail = (
-        "workers cannot be confined here, so only kernels that the package ships are promoted, and serve you alone "
+        "workers cannot be confined here, so only kernels that the package ships are promoted, and only you can use them "
         f"({found.description})"
     )
-    fix = "Linux 6.2 or newer with Landlock switched on, not behind gVisor, confines them; kernels of your own need it"
+    fix = "your own kernels need Linux 6.2 or newer with Landlock enabled, and not gVisor"
     return Check("sandbox", "missing", f"{detail}; {'; '.join(found.reasons)}", fix)
 
 
 def check_peaks() -> Iterator[Check]:
-    """Whether the GPU here is calibrated; says nothing on a machine without one, which has no speed of light."""
+    """Yield the calibration of this GPU; nothing on a machine without one."""
     import importlib.util
 
     from tilegym_db.bench.machine import select_machine
@@ -451,13 +447,13 @@ def check_peaks() -> Iterator[Check]:
 
 
 def peaks_check(own: GpuPeaks | None, known: GpuPeaks | None, gpu: str, driver: str) -> Check:
-    """Say when and how a GPU was calibrated, or that what is known of it was measured under other conditions.
+    """Report the calibration of a GPU, or that the known values were measured under other conditions.
 
-    ``own``: on this machine, with this device and driver; ``known``: the best there is otherwise.
+    ``own`` has the values of this machine, device and driver. ``known`` has the best other ones.
     """
     if own is not None:
         return Check("peaks", "ok", f"{gpu} calibrated {_spelled_peaks(own)}")
-    fix = "tilegym-db calibrate (bench does so by itself, once)"
+    fix = "tilegym-db calibrate (bench does this once, automatically)"
     if known is None:
         return Check("peaks", "missing", f"{gpu} is not calibrated, so traces have no speed of light", fix)
     detail = f"{gpu} is not calibrated with driver {driver}; known: {_spelled_peaks(known)}"

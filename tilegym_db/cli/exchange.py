@@ -1,4 +1,4 @@
-"""``tilegym-db import``: bring in a data set of another project, without running any of it."""
+"""``tilegym-db import``, ``export`` and ``compare-foreign``: exchange data sets with other projects."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def import_command(
             parser=path_given,
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="What to call it; by default its folder's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the data set; by default its folder's name.")] = None,
     dialect: Annotated[
         str | None,
-        typer.Option(help="flashinfer-trace, fi-trace, sol-execbench or tilegym; told from the files otherwise."),
+        typer.Option(help="flashinfer-trace, fi-trace, sol-execbench or tilegym; detected by default."),
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Take the place of what that origin held before.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Import nothing where anything is refused.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the earlier content of that origin.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Import nothing if anything is refused.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and report; change nothing.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the imported data set of that origin.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Import a FlashInfer-Trace data set, fi_trace dumps of flashinfer, SOL-ExecBench problems or a TileGym inventory.
 
-    What comes in lives under its origin beside the catalog: shown, never ranked, published or resolved from. Nothing of it
-    is executed. Exit status 1 where something was refused.
+    Imported records live under their origin, apart from the catalog. They are shown but never ranked, published or resolved.
+    Nothing of them is executed. Exit status 1 if something was refused.
     """
     from tilegym_db.interchange.importing import import_data_set
 
@@ -72,7 +72,7 @@ def _remove(origin: str) -> None:
 
     with import_lock(home()):
         removed, count = forget_data_set(home(), origin)
-    note(f"removed {removed}, and {count} files that nothing else held.")
+    note(f"removed {removed}, and {count} files that no other data set uses.")
 
 
 def _as_json(report: ImportReport, dry_run: bool) -> dict[str, object]:
@@ -119,22 +119,21 @@ def _print_import(report: ImportReport, dry_run: bool) -> None:
     elif report.changed:
         note(f"Next: tilegym-db list --origin {found.origin}")
     else:
-        note("exactly this was imported before; nothing changed.")
+        note("the same content was imported before; nothing changed.")
 
 
-# ---- export ---------------------------------------------------------------------------------------
-# ``tilegym-db export``: the catalog and its verified traces for FlashInfer-Bench, or an imported data set as it was,
-# or a definition of one as a draft.
+# ---- Export -------------------------------------------------------------------------------------------
+# Exports the catalog with its verified traces, an imported data set unchanged, or an imported definition as a draft.
 
 FORMATS = ("flashinfer", "original", "draft")
-MOST_MIB = 1 << 20
-"""A tebibyte of blobs: more than a data set has."""
+MAX_MIB = 1 << 20
+"""Maximum blob size in MiB, which is one tebibyte."""
 
 Form = Annotated[
     str,
     typer.Argument(
         metavar="FORMAT",
-        help="flashinfer, original (an imported data set as it was) or draft (an imported definition).",
+        help="flashinfer, original (an imported data set, unchanged) or draft (an imported definition).",
     ),
 ]
 Folder = Annotated[
@@ -144,11 +143,11 @@ Blobs = Annotated[
     str | None,
     typer.Option(
         metavar="none|MIB",
-        help="MiB of all inputs that are written as files, since FlashInfer-Bench must not draw them; 64 by default.",
+        help="Maximum MiB of all inputs written as files because FlashInfer-Bench must not draw them; 64 by default.",
     ),
 ]
 LargestBlob = Annotated[
-    str | None, typer.Option(metavar="MIB", help="MiB of the inputs of one workload that are; 8 by default.")
+    str | None, typer.Option(metavar="MIB", help="Maximum MiB of these inputs per workload; 8 by default.")
 ]
 
 
@@ -167,10 +166,10 @@ def export_command(
 ) -> None:
     """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
 
-    What FlashInfer-Trace has no word for is left out; DIR/tilegym_db/export.json says what, and why. Imported records that
-    nobody edited come out byte for byte. A draft is what add-definition and add-solution take; nothing of it is run here.
+    What FlashInfer-Trace cannot express is left out; DIR/tilegym_db/export.json lists it with the reasons. Unedited imported
+    records are written byte for byte. A draft is the input of add-definition and add-solution; nothing of it is run here.
 
-    Offsets, ids and inputs that belong together are drawn here, with the seed of the workload, and written as safetensors.
+    Offsets, ids and related inputs are drawn here with a seed per workload, and written as safetensors.
     """
     from tilegym_db.errors import UsageError
     from tilegym_db.interchange.writing import refuse_taken
@@ -179,7 +178,7 @@ def export_command(
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.", code="format_unknown")
     if (form != "flashinfer" or origin is not None) and (blobs is not None or largest_blob is not None):
         raise UsageError(
-            "--blobs and --largest-blob are about the catalog's own workloads: give them with 'flashinfer' alone.",
+            "--blobs and --largest-blob apply to the catalog's own workloads: use them only with 'flashinfer'.",
             code="option_unfit",
         )
     refuse_taken(folder)
@@ -195,8 +194,8 @@ def export_command(
         )
     else:
         _print_export(_export_catalog(folder, gpu, op_type, _blob_limits(blobs, largest_blob)), folder, as_json)
-    if is_here:  # written beside it and renamed: a shell stands in the old one, which is gone
-        note('the folder you are in was replaced; enter it again: cd "$PWD"')
+    if is_here:  # the folder was replaced by renaming, so the shell is in the deleted one
+        note('the current folder was replaced; enter it again: cd "$PWD"')
 
 
 def _is_here(folder: Path) -> bool:
@@ -214,24 +213,24 @@ def _print_export(export: Export, folder: Path, as_json: bool) -> None:
     print_table(("kind", "exported"), list(export.counts.items()))
     for reason, count in reasons.most_common():
         note(f"left out, {count}: {reason}")
-    note(f"wrote {folder}; what is where: {folder}/tilegym_db/export.json")
+    note(f"wrote {folder}; its contents are listed in {folder}/tilegym_db/export.json")
 
 
 def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | str:
-    """Bytes of all blobs and of one; or why there are none."""
+    """Return the maximum bytes of all blobs and of one blob, or the reason that there are no blobs."""
     from tilegym_db.errors import UsageError
-    from tilegym_db.interchange.export_blobs import LARGEST_MIB, MIB, TOTAL_MIB
+    from tilegym_db.interchange.export_blobs import MAX_BLOB_MIB, MAX_TOTAL_MIB, MIB
 
     if total == "none":
         if largest is not None:
             raise UsageError(
-                "--largest-blob says how large a blob may be, and --blobs none leaves blobs out: give one of them.",
+                "--largest-blob limits blobs, but --blobs none leaves them out: give one of the two.",
                 code="options_clash",
             )
         return ""
     limits = (
-        int(_mib("--blobs", total, TOTAL_MIB, " or 'none'") * MIB),
-        int(_mib("--largest-blob", largest, LARGEST_MIB) * MIB),
+        int(_mib("--blobs", total, MAX_TOTAL_MIB, " or 'none'") * MIB),
+        int(_mib("--largest-blob", largest, MAX_BLOB_MIB) * MIB),
     )
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if not missing:
@@ -249,9 +248,9 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
         value = default if text is None else float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= MOST_MIB:
+    if not 0 < value <= MAX_MIB:
         raise UsageError(
-            f"{option} takes a number of MiB above 0 and at most {MOST_MIB}{other}, not '{text}'.", code="size_invalid"
+            f"{option} takes a number of MiB above 0 and at most {MAX_MIB}{other}, not '{text}'.", code="size_invalid"
         )
     return value
 
@@ -294,7 +293,7 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
     found = data_set(home(), origin)
     if form == "flashinfer" and found.dialect != DIALECT:
         raise UsageError(
-            f"{found.origin} is no FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}",
+            f"{found.origin} is not a FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}",
             code="data_set_dialect",
         )
     files = imported_files(found, op_type)
@@ -324,7 +323,7 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
         note(f"{name}: {draft.judged}")
     for text in draft.undrawn:
         note(
-            f"say how inputs are drawn that hold {text}: 'input_generators' or 'joint_inputs' in {folder}/definition.json"
+            f"add generators whose inputs satisfy {text}: 'input_generators' or 'joint_inputs' in {folder}/definition.json"
         )
     missing = " and ".join(f"{folder}/{file}" for file in STILL_TO_WRITE)
     note(
@@ -335,31 +334,30 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
         note(f"then: tilegym-db add-solution {folder}/{solution}")
 
 
-# ---- compare foreign ------------------------------------------------------------------------------
-# ``tilegym-db compare-foreign``: the verdicts and times of an imported data set beside ours.
+# ---- Compare with foreign verdicts --------------------------------------------------------------------
 
 
 def compare_foreign_command(
     origin: Annotated[str, typer.Argument(help="An imported data set (list --origin all).")],
     names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
-    run: Annotated[bool, typer.Option("--run", help="Run its solutions here, confined, and judge them.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Verify its solutions here, in the sandbox.")] = False,
     gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine.")] = "auto",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="With --run: at most so many workloads per definition.")
+        int | None, typer.Option(min=1, help="With --run: maximum number of workloads per definition.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     wide: Wide = False,
 ) -> None:
     """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
 
-    The reference of the data set runs there too, never in this process. What was found is kept with the data set and is no
-    trace: it ranks nothing and is resolved nowhere. What was added to the catalog from a draft (export draft) stands beside
-    it with its trace. Exit status 1 where a verdict disagrees.
+    The reference of the data set runs there too, never in this process. The results are stored with the data set. They are not
+    traces, so they rank and resolve nothing. A definition that was added from a draft (export draft) is shown with its trace.
+    Exit status 1 if a verdict disagrees.
     """
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
 
-    found = data_set(home(), origin)  # before what judges is loaded, which takes seconds
+    found = data_set(home(), origin)  # before the slow import of PyTorch
     known = _checked_names(found, names or [])
     from tilegym_db.judging.judging import compared, kept_judgements, summary
 
@@ -401,7 +399,7 @@ COLUMNS = (
 )
 
 PROMOTED = ("promoted", "promoted us")
-"""Columns that are shown where something of the data set was added to the catalog and measured."""
+"""Columns that are shown only if something of the data set was added to the catalog and measured."""
 
 
 def _checked_names(found: DataSet, names: list[str]) -> list[str]:
@@ -419,7 +417,7 @@ def _checked_names(found: DataSet, names: list[str]) -> list[str]:
 
 
 def _why_empty(found: DataSet, names: list[str]) -> str:
-    """Return why neither side has a verdict, and what gives one."""
+    """Return why neither side has a verdict, and the next command."""
     from tilegym_db.judging.judging import workloads_of
 
     chosen = [item for item in found.of_kind("solution") if not names or {item.name, item.definition} & set(names)]
@@ -444,7 +442,7 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
 
     def tell_and_keep(judgement: Judgement) -> None:
         note(f"{judgement.solution} on {judgement.workload}: {judgement.status} {judgement.reason}"[:200])
-        keep_judgements(found, [judgement])  # at once: what comes later may fail or be interrupted
+        keep_judgements(found, [judgement])  # at once, because a later step may fail
 
     judge_data_set(found, machine, names=names, limit=limit, observer=tell_and_keep)
 

@@ -1,4 +1,4 @@
-"""``tilegym-db explain``: what the resolver picks for a call, and why it picks none of the others."""
+"""``tilegym-db explain``: show which solution the resolver picks for a call, and why it rejects the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
     wide: Wide = False,
     trust: Trust = False,
 ) -> None:
-    """Say which solution the resolver picks for a call, and why not each of the others. Exit 3: stock code runs."""
+    """Show which solution the resolver picks for a call, and why it rejects the others. Exit 3: stock code runs."""
     from tilegym_db.catalog import Catalog, stock_of
     from tilegym_db.records.call import Call
     from tilegym_db.resolver import decide_request, make_request, unavailable_languages
@@ -95,7 +95,7 @@ def command(
 
 
 def _device(gpu: str) -> tuple[str, str | None]:
-    """(slug or family, compile target); only ``auto`` asks the driver."""
+    """Return (slug or family, compile target). Only ``auto`` asks the driver."""
     from tilegym_db.records.hardware import parse_gpu
     from tilegym_db.resolver.device import default_gpu
 
@@ -103,7 +103,7 @@ def _device(gpu: str) -> tuple[str, str | None]:
 
 
 def describe(request: Request, decision: Decision, stock: str | None) -> dict[str, Any]:
-    """Return the decision as plain values: what ``--json`` prints, and what the table is made of."""
+    """Return the decision as plain values, for ``--json`` and for the table."""
     from tilegym_db.resolver import not_in_compiled_code
 
     evidence, chosen = decision.evidence, decision.evidence.candidate
@@ -132,9 +132,7 @@ def describe(request: Request, decision: Decision, stock: str | None) -> dict[st
 
 
 def shared_tables(gpu: str, *, trust: bool = False) -> list[dict[str, Any]]:
-    """Return the tables of a team for a GPU slug or family: where each came from, who vouches for it, and whether it is
-    used.
-    """
+    """Return the shared tables for a GPU slug or family: origin, trust, and use."""
     from tilegym_db.paths import home
     from tilegym_db.published.shared_tables import serving, tables_in
     from tilegym_db.records.hardware import same_gpu
@@ -177,7 +175,7 @@ def _print(answer: dict[str, Any], wide: bool) -> None:
     ]
     print_table(COLUMNS, rows, wide=wide, least=LEAST, prose=("why",))
     if answer["left_to_compilers"]:
-        note(f"In code under torch.compile stock code runs: {answer['left_to_compilers']}.")
+        note(f"Under torch.compile, stock code runs: {answer['left_to_compilers']}.")
     if evidence["published"]:
         note(f"Measured on {evidence['gpu']}, published {evidence['published']}. Speedup is against stock code.")
     for table in answer["shared_tables"]:
@@ -186,7 +184,7 @@ def _print(answer: dict[str, Any], wide: bool) -> None:
 
 
 def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one flat record per candidate, the one that is picked first: for formats that are tables."""
+    """Return one flat record per candidate, the picked one first, for tabular formats."""
     picked = answer["evidence"]["measurement"] or {"solution": _stock_label(answer)}
     keys = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
     return [
@@ -198,7 +196,7 @@ def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _note_next(definition: str, gpu: str) -> None:
-    """What waits for a promotion, and what to do next on this machine."""
+    """Print how many passes await promotion, and the next step on this machine."""
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.errors import StoreError
     from tilegym_db.resolver.device import default_gpu
@@ -212,7 +210,7 @@ def _note_next(definition: str, gpu: str) -> None:
             unverified = unverified_note(store, definition=definition, gpu=gpu)
             waiting = count_unverified(store, definition=definition, gpu=gpu)
             measured = sorted({row["gpu"] for row in best_rows(store, definition=definition)})
-    except StoreError as error:  # the decision above was made without the store, and stands
+    except StoreError as error:  # the decision does not depend on the store
         unverified = f"note: {error}"
     if unverified:
         note(unverified)
@@ -228,27 +226,26 @@ def _row(mark: str, item: dict[str, Any], why: str) -> list[Any]:
     return [mark, *(item.get(key) for key in keys), why]
 
 
-# ---- next step ------------------------------------------------------------------------------------
-# What to do where the resolver has nothing to serve: pure, and only what is possible on this machine.
+# ---- Next step ------------------------------------------------------------------------------------------
 
 
 def next_step(
     definition: str, asked: str, here: str, measured: Sequence[str] = (), waiting: int = 0, *, can_bench: bool = True
 ) -> str:
-    """Return the next command for someone who asked about ``definition`` on the GPU ``asked``.
+    """Return the next command that is possible on this machine, for ``definition`` on the GPU ``asked``.
 
     Args:
         asked: a slug or a family.
-        here: the slug of this machine; ``cpu`` where it has no GPU.
-        measured: GPUs on which the definition has verified traces.
-        waiting: passes of a screen on the GPU asked for that wait for their promotion.
-        can_bench: whether PyTorch is installed here, which all measuring takes.
+        here: the slug of this machine; ``cpu`` without a GPU.
+        measured: GPUs with verified traces of the definition.
+        waiting: screen passes on ``asked`` that await promotion.
+        can_bench: True if PyTorch is installed, which every measurement needs.
     """
     from tilegym_db.records.hardware import CPU, same_gpu
 
     if asked == here or same_gpu(asked, here):
         if not can_bench:
-            return "Measuring takes PyTorch, which is not installed here. Next: pip install 'tilegym-db[torch]'"
+            return "Measurements need PyTorch, which is not installed here. Next: pip install 'tilegym-db[torch]'"
         if waiting:
             return f"Next, on this {here}: tilegym-db promote {definition}, then tilegym-db publish --gpu {here}."
         return (
@@ -259,7 +256,7 @@ def next_step(
     what = "has no GPU" if here == CPU else f"has a {here}"
     absent = f"This machine {what}, so nothing can be measured for {asked} here. "
     if any(same_gpu(asked, gpu) for gpu in measured):
-        return f"{absent}What is measured on {asked}: tilegym-db best {definition} --gpu {asked}"
+        return f"{absent}Kernels measured on {asked}: tilegym-db best {definition} --gpu {asked}"
     if others:
-        return f"{absent}What is measured elsewhere: tilegym-db best {definition} --gpu {others[0]}"
-    return f"{absent}Its kernels can be compiled here all the same: tilegym-db compile {definition}"
+        return f"{absent}Kernels measured elsewhere: tilegym-db best {definition} --gpu {others[0]}"
+    return f"{absent}Its kernels can still be compiled here: tilegym-db compile {definition}"

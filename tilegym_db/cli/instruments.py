@@ -1,4 +1,4 @@
-"""``tilegym-db sanitize``: compute-sanitizer over solutions."""
+"""``tilegym-db sanitize``, ``profile`` and ``reproduce``: examine solutions with NVIDIA's tools or case by case."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def sanitize_command(
 ) -> None:
     """Run kernels under compute-sanitizer at fuzz shapes; a finding is a failed verdict, with kernel and line.
 
-    Names are solutions, definitions, or folders with drafts; without any, every kernel that this GPU can run. A finding in a
-    solution of the catalog is stored as a failed trace, which takes its earlier passes on this GPU back. The calls run
-    outside of the sandbox, which lets no tool attach, so only sources that the scan passes are run. Exit status 1 where
-    something was found or did not run, 2 where compute-sanitizer is not installed.
+    Names are solutions, definitions, or folders with drafts; by default every kernel that this GPU can run. A finding in a
+    solution of the catalog is stored as a failed trace, which revokes its earlier passes on this GPU. The calls run outside of
+    the sandbox, because tools cannot attach inside, so only sources that pass the scan are run. Exit status 1 if something was
+    found or did not run, 2 if compute-sanitizer is not installed.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
@@ -72,7 +72,7 @@ def sanitize_command(
 
 
 def record_of(result: Sanitized) -> dict[str, Any]:
-    """For JSON."""
+    """Return a result as JSON-ready content."""
     cases = result.chosen.cases
     return {
         "solution": result.chosen.files.name,
@@ -87,7 +87,7 @@ def record_of(result: Sanitized) -> dict[str, Any]:
 
 
 def print_results(results: Sequence[Sanitized]) -> None:
-    """What was found, line by line, and a table with a row for each solution and tool that is not clean."""
+    """Print the findings line by line, and a table of the solutions and tools with problems."""
     for result in results:
         for finding in result.findings:
             kind = "warning: " if finding.is_warning else ""
@@ -103,8 +103,7 @@ def print_results(results: Sequence[Sanitized]) -> None:
     note(f"{len(solutions)} solutions, {cases} calls under a tool, {len(bad)} of {len(results)} runs not clean")
 
 
-# ---- profile --------------------------------------------------------------------------------------
-# ``tilegym-db profile``: Nsight Compute over one call of a solution.
+# ---- Profile --------------------------------------------------------------------------------------------
 
 STALLS_SHOWN = 6
 
@@ -112,17 +111,17 @@ STALLS_SHOWN = 6
 def profile_command(
     name: Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)],
     workload: Annotated[
-        str, typer.Option(help="Glob over uuid, axes (M=1,*) and tags; of several matches the largest.")
+        str, typer.Option(help="Glob over uuid, axes (M=1,*) and tags; the largest of several matches is used.")
     ],
     config: Annotated[list[str] | None, typer.Option(help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")] = None,
     gpu: MachineGpu = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print every metric as JSON.")] = False,
 ) -> None:
-    """Profile one call with Nsight Compute: bandwidth, occupancy, registers, and what the warps waited for.
+    """Profile one call with Nsight Compute: bandwidth, occupancy, registers, and the reasons for stalls.
 
-    Metrics are kept as JSON beside the store, one file for each source, workload and GPU. Times are at the clocks of that
-    moment, with cold caches and kernel by kernel: they explain a time of bench, and are none. Exit status 2
-    where Nsight Compute is not installed.
+    Metrics are stored as JSON next to the database, one file per source, workload and GPU. Times are taken kernel by kernel with
+    cold caches and unlocked clocks, so they explain a time of bench but do not replace it. Exit status 2 if Nsight Compute is not
+    installed.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
@@ -143,7 +142,7 @@ def profile_command(
 
 
 def print_kernels(kernels: Sequence[KernelProfile]) -> None:
-    """One row a kernel, and below it the reasons for which its warps waited."""
+    """Print one row per kernel, and below it the reasons for its stalls."""
     columns = ("kernel", "us", "GB/s", "DRAM %", "SM %", "occupancy %", "of", "registers", "shared B", "grid", "block")
     names = (
         "dram_share", "sm_share", "occupancy", "occupancy_limit", "registers", "shared_bytes", "grid", "block",
@@ -165,8 +164,8 @@ def print_kernels(kernels: Sequence[KernelProfile]) -> None:
             typer.echo(f"{kernel.kernel}: warps waiting at each issue: {said}")
 
 
-# ---- reproduce ------------------------------------------------------------------------------------
-# ``tilegym-db reproduce``: one solution at one case, alone. Failure reports print the whole command.
+# ---- Reproduce ------------------------------------------------------------------------------------------
+# Failure reports print the complete command.
 
 
 def reproduce_command(
@@ -182,12 +181,12 @@ def reproduce_command(
     contents: Annotated[
         str, typer.Option(help="The distribution of the inputs; outliers:typical spreads ids as in a model.")
     ] = "normal",
-    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
-    offset: Annotated[int, typer.Option(help="Elements off alignment.", min=0, max=4096)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    offset: Annotated[int, typer.Option(help="Elements by which every tensor is misaligned.", min=0, max=4096)] = 0,
     gpu: MachineGpu = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Verify one case of one solution and say what every gate found. Exit status 1 where it fails."""
+    """Verify one case of one solution and print the result of every gate. Exit status 1 if it fails."""
     from tilegym_db.bench.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
@@ -241,7 +240,7 @@ def _check_values(
 
 
 def describe(result: Reproduction) -> dict[str, Any]:
-    """What to show of a result."""
+    """Return a result as labelled values."""
     shown: dict[str, Any] = {"case": str(result.case)}
     if result.failure is not None:
         failure, verdict = result.failure, result.failure.verdict

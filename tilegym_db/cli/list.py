@@ -1,4 +1,4 @@
-"""``tilegym-db list``: what the catalog holds."""
+"""``tilegym-db list``: list records of the catalog and of imported data sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(
     promoted: Annotated[
         bool,
         typer.Option(
-            "--promoted", help="List promotions: what beat the best baseline by 1.10x, and whether it stands."
+            "--promoted", help="List promotions: kernels that beat the best baseline by 1.10x, with their status."
         ),
     ] = False,
     op_type: OpType = None,
@@ -50,7 +50,7 @@ def command(
     output: OutputFile = None,
     wide: Wide = False,
 ) -> None:
-    """List definitions, or with --solutions or --workloads what belongs to them."""
+    """List definitions, or their solutions (--solutions) or workloads (--workloads)."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import UsageError
 
@@ -85,9 +85,7 @@ def listed_rows(
     op_type: str | None,
     status: str | None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of a family and status, as ``describe`` gives them; by default the Definitions, which are kept
-    for next time.
-    """
+    """Return the rows of a family and status, from ``describe``; by default rows of Definitions, which are cached."""
     from tilegym_db.paths import home
     from tilegym_db.store.fingerprints import keep_rows, kept_rows, state_of
 
@@ -106,7 +104,7 @@ def listed_rows(
 
 
 def _spelled(value: Any) -> Any:
-    """Return a cell of the table: lists joined, a description cut to its first sentence."""
+    """Return a cell of the table: join lists, and cut a description to its first sentence."""
     if isinstance(value, list):
         return ", ".join(value)
     return value.partition(". ")[0] if isinstance(value, str) else value
@@ -168,7 +166,7 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
 
 
 def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """Return one row per promotion of the Definitions, with whether its trace still bears it out."""
+    """Return one row per promotion of the Definitions, with its status."""
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.loop import promotion_rows
 
@@ -190,15 +188,14 @@ def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
     ]
 
 
-# ---- list imported --------------------------------------------------------------------------------
-# ``tilegym-db list --origin``: what imported data sets hold.
+# ---- Imported data sets ---------------------------------------------------------------------------------
 
 
 def imported_rows(origin: str, kind: Kind, op_type: str | None) -> list[dict[str, Any]]:
-    """Return one row per record of a kind, of one data set or of ``all``.
+    """Return one row per record of a kind, from one data set or from ``all``.
 
     Raises:
-        NotFoundError: no such data set.
+        NotFoundError: the data set does not exist.
     """
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set, data_sets
@@ -235,7 +232,7 @@ def _columns(item: StoredRecord, counts: dict[tuple[str, str], int], families: d
 
 
 def print_imported(rows: Sequence[dict[str, Any]], form: Form) -> None:
-    """A table, in which findings are counted, or records, in which they are spelled."""
+    """Print a table with numbers of findings, or records with their texts."""
     if not form.is_table:
         write_records(form, rows, ("origin",))
     elif rows:

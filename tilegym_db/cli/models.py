@@ -1,4 +1,4 @@
-"""``tilegym-db fit``: what a model needs on this machine, measured, published for this user, proved and timed."""
+"""``tilegym-db fit``, ``model-bench`` and ``verify-model``: measure, time and verify kernels for whole models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LARGEST = 8
-"""So many pieces that nothing serves are named."""
+"""Maximum number of unserved pieces that are listed."""
 
 
 def fit_command(
@@ -34,15 +34,15 @@ def fit_command(
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", min=1, max=100_000)] = 10,
+    rounds: Annotated[int, typer.Option(help="Timed generations per way.", min=1, max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     wide: Wide = False,
 ) -> None:
-    """See the calls of a model with random weights, measure what could serve them, publish it for you, and time the model.
+    """Capture the calls of a model with random weights, measure kernels for them, publish those for you, and time the model.
 
-    Nothing is downloaded. Everything is kept the moment it is measured: interrupt at any time and run it again to go on; a
-    second run measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
+    Nothing is downloaded. Every result is stored at once, so you can interrupt and run it again to continue. A second run
+    measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu
 
@@ -74,7 +74,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def content_of(report: FitReport) -> dict[str, Any]:
-    """JSON-ready content."""
+    """Return JSON-ready content."""
     return {
         "model": report.model,
         "gpu": report.machine.gpu,
@@ -91,10 +91,10 @@ def content_of(report: FitReport) -> dict[str, Any]:
 
 
 def print_report(report: FitReport, *, wide: bool = False) -> None:
-    """What was measured, the share of each piece and what serves it, then the model before and after."""
+    """Print what was measured, the share of each piece and what serves it, then the model's timings."""
 
     counts = {} if report.measured is None else report.measured.counts
-    done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing that was not known"
+    done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
     note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")
     if report.published:
         note(f"published for you in {report.published}")
@@ -108,7 +108,7 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
         for piece in report.pieces
     ]
     print_table(("part", "share", "definition", "served by"), rows, wide=wide)
-    note(f"{report.served_share:.0%} of the time of the model's own code is of parts with verified kernels")
+    note(f"{report.served_share:.0%} of the model's time is in parts that verified kernels serve")
     open_pieces = sorted((piece for piece in report.pieces if not piece.served), key=lambda piece: -piece.share)
     for piece in open_pieces[:LARGEST]:
         why = piece.reason or "no verified kernel is faster here at its sizes"
@@ -118,14 +118,12 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     for text in [*report.failed, *report.notes]:
         note(text)
     if report.interrupted:
-        note("interrupted; run it again to go on.")
+        note("interrupted; run it again to continue.")
     elif not report.failed:
         note("Next: tilegym_db.patch(model)")
 
 
-# ---- model bench ----------------------------------------------------------------------------------
-# ``tilegym-db model-bench``: tokens a second of a patched model against the same model as it is, and other ways to
-# run it.
+# ---- Model bench ----------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 
@@ -137,7 +135,7 @@ def model_bench_command(
     new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Generations that count, by each way.", max=100_000)] = 10,
+    rounds: Annotated[int, typer.Option(help="Timed generations per way.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Prove the patch first; see verify-model.")] = False,
     static_cache: Annotated[
@@ -147,7 +145,7 @@ def model_bench_command(
         bool, typer.Option("--compile", help="Also both under torch.compile; for the prefill alone (--new 0).")
     ] = False,
     beside: Annotated[
-        list[str] | None, typer.Option(help="Also a library in a process of its own: liger or tilegym; repeatable.")
+        list[str] | None, typer.Option(help="Also a library in a separate process: liger or tilegym; repeatable.")
     ] = None,
     experts: Annotated[
         list[str] | None,
@@ -162,7 +160,7 @@ def model_bench_command(
     Nothing is downloaded. Results are in the views model_runs and model_ways, with evidence level 'model':
     tilegym-db sql "SELECT model, gpu, batch, way, tokens_per_s, speedup, reason FROM model_ways"
 
-    A way that was asked for and cannot be had is reported with its reason.
+    A requested way that is unavailable is reported with its reason.
 
     Exit 1: a kernel raised, or failed its proof; stock code ran in its place.
     """
@@ -182,7 +180,7 @@ def model_bench_command(
 
 
 def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None:
-    """Store and print; exit 1 where a kernel raised or failed its proof."""
+    """Store and print a run; exit with 1 if a kernel raised or failed its proof."""
     path = _store(run)
     if as_json:
         print_json(run.model_dump(mode="json"))
@@ -205,7 +203,7 @@ def _store(run: ModelRun) -> Path:
 
 
 def print_run(run: ModelRun, *, wide: bool = False) -> None:
-    """One row per figure of stock and patched, with the ratio of both and its interval; then one per other way."""
+    """Print one row per metric of stock and patched with the speedup and its interval, then one per other way."""
     from tilegym_db.records.model_run import claims_of
 
     typer.echo(
@@ -229,7 +227,7 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
         rows = [row for name in run.ways for row in _way_rows(run, name)]
         print_table(headings, rows, wide=wide, least=("peak GiB", "per token, ms", "per token", "first token, ms"))
     for name, reason in run.absent.items():
-        note(f"{name} took no part: {reason}")
+        note(f"{name} was not timed: {reason}")
     calls = ", ".join(f"{name} {count}" for name, count in run.kernels.items()) or "none"
     note(f"calls by kernel in one generation: {calls}")
     if run.experts:
@@ -239,7 +237,7 @@ def print_run(run: ModelRun, *, wide: bool = False) -> None:
 
 
 def _claimed(run: ModelRun, what: str, speedup: Estimate) -> tuple[str | None, str | None, str]:
-    """Return the cells of a speedup, its interval and what may be claimed."""
+    """Return the cells of a speedup, its interval and its claim."""
     from tilegym_db.records.model_run import claims_of
 
     verdict = claims_of(run)[what].verdict
@@ -272,7 +270,7 @@ def _rows(run: ModelRun) -> list[tuple[object, ...]]:
 
 
 def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
-    """Return one row per way that this one is compared with; the figures in the first of them."""
+    """Return one row per way that this one is compared with; the first row has its own times."""
     timing = run.ways[name].timing
     figures: tuple[object, ...] = (
         name,
@@ -290,7 +288,7 @@ def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
 
 
 def _tokens_per_s(run: ModelRun, timing: ModelTiming) -> float:
-    """New ones, or those of the prompt where the prefill is all there is."""
+    """Return new tokens per second, or prompt tokens per second if only the prefill was timed."""
     return run.prefill_tokens_per_s(timing) if timing.tokens_per_s is None else timing.tokens_per_s
 
 
@@ -300,13 +298,12 @@ def _ratio(estimate: Estimate) -> tuple[str, str | None]:
     return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"
 
 
-# ---- model progress -------------------------------------------------------------------------------
-# The progress bar of ``model-bench``: rounds done of rounds to do. On stderr, and only on a terminal.
+# ---- Progress bar ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
-    """An observer to be called with (rounds done, rounds to do)."""
+    """Show a bar on stderr if it is a terminal; yield a callback for (rounds done, total rounds)."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -316,8 +313,7 @@ def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-# ---- verify model ---------------------------------------------------------------------------------
-# ``tilegym-db verify-model``: prove on a model's own numbers the kernels that a patch would put into it.
+# ---- Verify model ---------------------------------------------------------------------------------------
 
 
 def verify_model_command(
@@ -335,7 +331,7 @@ def verify_model_command(
 ) -> None:
     """Patch a model with random weights, and compare each kernel with stock code on the calls that the model makes.
 
-    Nothing is downloaded. Exit 1: a kernel is further from fp64 than stock allows, and a patch with verify=True leaves it out.
+    Nothing is downloaded. Exit 1: a kernel's error exceeds the one that stock allows, so a patch with verify=True leaves it out.
     """
     from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
 
@@ -364,7 +360,7 @@ def verify_model_command(
 
 
 def print_summary(report: PatchReport) -> None:
-    """How many calls were tried and how they ended, and the sites that are left alone as a whole."""
+    """Print how many calls were proved or failed, and the sites that keep stock code."""
     proofs = [proof for site in report.sites for proof in site.proofs]
     proved, failed = sum(proof.holds for proof in proofs), len(report.failed_proofs)
     note(f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")

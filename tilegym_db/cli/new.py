@@ -1,4 +1,4 @@
-"""``tilegym-db new``: files to start from, valid as they are, with the next command."""
+"""``tilegym-db new``: write valid draft files, and print the next command."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def new_definition(
     inputs: Annotated[
         str, typer.Option(help="Arguments of the operator, in order; without [] it is a Python number.")
     ] = ("x[M, N], weight[N]"),
-    outputs: Annotated[str, typer.Option(help="What it returns.")] = "out[M, N]",
-    description: Annotated[str, typer.Option(help="What it computes, and where it rounds.")] = "",
+    outputs: Annotated[str, typer.Option(help="Outputs of the operator.")] = "out[M, N]",
+    description: Annotated[str, typer.Option(help="The computation, and where it rounds.")] = "",
     folder: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to write; default: ./NAME.", callback=file_name)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the draft of an operator: a folder with its record, its reference, and what proves it."""
+    """Write the draft of an operator: a folder with its record, its reference and its self-test."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import ConflictError, UsageError
     from tilegym_db.scaffold import draft_definition
@@ -64,13 +64,13 @@ def new_definition(
     target = folder or Path(name)
     write_new(target, files)
     print_purposes(target, PURPOSES, as_json)
-    note(f"Put your maths where it says TODO. Next: tilegym-db check {target}/")
+    note(f"Replace each TODO with your code. Next: tilegym-db check {target}/")
 
 
 PURPOSES = {
     "definition.json": "axes, dtypes, tensors, constraints, cost of one call",
     "reference.py": "run(): the operator in plain PyTorch, with the model's rounding",
-    "independent.py": "run(): the same by another road; must agree with the reference",
+    "independent.py": "run(): another formulation; must agree with the reference",
     "planted_errors.json": "three or more mistakes that the verifier must catch",
     "workloads.jsonl": "small sizes, tagged 'tiny', that the self-test runs on",
 }
@@ -94,7 +94,7 @@ def new_solution(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the draft of a kernel with the signature that the operator calls; or add its stock code."""
+    """Write the draft of a kernel with the operator's signature, or add its stock code."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.add import login_name, normalise_language
     from tilegym_db.errors import UsageError
@@ -106,7 +106,7 @@ def new_solution(
     operator = catalog.definition(definition)
     if stock == (language is not None):
         raise UsageError(
-            "give --language for a draft of a kernel, or --stock for the stock code, and not both.",
+            "give either --language for a draft of a kernel or --stock for the stock code.",
             code="options_clash",
         )
     if stock:
@@ -131,7 +131,7 @@ def new_solution(
         "solution.json": "what it supports, and its tunables",
     }
     print_purposes(target, purposes, as_json)
-    note(f"Put your maths where it says TODO. Next: tilegym-db add-solution {target}/")
+    note(f"Replace each TODO with your code. Next: tilegym-db add-solution {target}/")
 
 
 WorkloadFile = Annotated[
@@ -151,14 +151,14 @@ def new_workload(
     ],
     model: Annotated[str | None, typer.Option(help="Name for the tag model:NAME; default: from the config.")] = None,
     tokens: Annotated[str, typer.Option(help="Counts of tokens, one workload each.")] = "1,512,4096",
-    batch: Annotated[int, typer.Option(help="Sequences, where an axis counts them.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Number of sequences, for axes that count them.", min=1)] = 1,
     axes: Annotated[list[str] | None, typer.Option(help="Sizes that the config does not have: N=1024.")] = None,
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
     file: WorkloadFile = None,
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an operator's workloads at the sizes of a model, from its config; says what could not be mapped."""
+    """Write an operator's workloads at the sizes of a model, from its config, and list what could not be mapped."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import parse_axes, parse_scalars
     from tilegym_db.errors import RecordError, UsageError
@@ -169,7 +169,7 @@ def new_workload(
     tag = model_name(content, config) if model is None else model
     if not tag.strip():
         raise UsageError(
-            "--model '' is no name for the tag model:NAME. Leave it out, and the config's own is taken.",
+            "--model '' is not a valid name for the tag model:NAME. Leave it out to use the config's name.",
             code="name_empty",
         )
     found = workloads_from_config(
@@ -195,28 +195,28 @@ def new_workload(
 
 
 def _as_file_name(tag: str) -> str:
-    """Return a tag as part of a file's name: one that has a slash would name another folder."""
+    """Return a tag as part of a file name, without slashes."""
     return re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "model"
 
 
 def check_name(name: str, option: str) -> None:
-    """Refuse what can be no record's name, before anything is made of it.
+    """Raise UsageError unless a text is a valid record name.
 
     Raises:
-        UsageError: it is empty or has other characters than a name may have.
+        UsageError: the text is empty or has invalid characters.
     """
     from tilegym_db.errors import UsageError
     from tilegym_db.records.base import NAME_PATTERN
 
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise UsageError(
-            f"{option} {name!r} is no name: 1 to 128 of a-z, 0-9, '_', '.' and '-', beginning with a letter or a digit.",
+            f"{option} {name!r} is not a valid name: 1 to 128 of a-z, 0-9, '_', '.' and '-', beginning with a letter or a digit.",
             code="name_invalid",
         )
 
 
 def add_to_catalog(found: MappedWorkloads, definition: str, as_json: bool) -> None:
-    """Add workloads that are new, and say how many were."""
+    """Add the new workloads to the catalog and print their number."""
     from tilegym_db.catalog import Catalog
 
     added = Catalog.default().add_workloads(found.workloads)
@@ -226,7 +226,7 @@ def add_to_catalog(found: MappedWorkloads, definition: str, as_json: bool) -> No
 
 
 def write_workloads(target: Path, found: MappedWorkloads) -> None:
-    """A file of workloads, one a line; one that exists is left alone."""
+    """Write a new file of workloads, one per line."""
     write_new_file(target, "".join(workload.to_json() + "\n" for workload in found.workloads))
 
 
@@ -239,7 +239,7 @@ def _why_none(found: MappedWorkloads) -> str:
 
 
 def print_mapping(found: MappedWorkloads) -> None:
-    """Which axis and scalar came from where, and what did not, as a table."""
+    """Print the source of each axis and scalar, and those that could not be mapped, as a table."""
     sizes = found.workloads[-1] if found.workloads else None
     values = {} if sizes is None else {**sizes.axes, **sizes.scalars(), **sizes.dtypes}
     rows = [(name, values.get(name), source) for name, source in found.mapped.items()]
@@ -250,12 +250,12 @@ def print_mapping(found: MappedWorkloads) -> None:
 
 
 def mapping_of(found: MappedWorkloads) -> dict[str, object]:
-    """:func:`print_mapping`, for a program."""
+    """Return the content of :func:`print_mapping` for JSON."""
     return {"mapped": found.mapped, "not_mapped": found.unmapped, "left_out": found.refused}
 
 
 def parse_counts(text: str) -> list[int]:
-    """``"1,512"`` -> ``[1, 512]``; raises :class:`UsageError` for anything else."""
+    """Parse ``"1,512"`` to ``[1, 512]``; raise :class:`UsageError` for anything else."""
     from tilegym_db.errors import UsageError
 
     parts = [part.strip() for part in text.split(",")]
@@ -265,13 +265,13 @@ def parse_counts(text: str) -> list[int]:
 
 
 def model_name(config: Mapping[str, object], path: Path) -> str:
-    """What to call a model in a tag: its name, else its type, else the file's name; in lower case, without an organisation."""
+    """Return a model's name for a tag: from the config's name, type, or file name, in lower case without the organisation."""
     stated = config.get("_name_or_path") or config.get("model_type") or path.stem
     return re.sub(r"[^a-z0-9.]+", "-", str(stated).rstrip("/").rpartition("/")[2].lower()).strip("-") or "model"
 
 
 def free_name(name: str, taken: set[str]) -> str:
-    """``name``, or ``name_2``, ``name_3``, ... where the catalog has that one."""
+    """Return ``name``, or ``name_2``, ``name_3``, ... if it is taken."""
     candidate, number = name, 2
     while candidate in taken:
         candidate, number = f"{name}_{number}", number + 1
@@ -279,7 +279,7 @@ def free_name(name: str, taken: set[str]) -> str:
 
 
 def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> None:
-    """The files written, each with what it is for."""
+    """Print the written files with their purposes."""
     if as_json:
         print_json({"written": [str(folder / name) for name in purposes]})
         return
@@ -287,16 +287,15 @@ def print_purposes(folder: Path, purposes: Mapping[str, str], as_json: bool) -> 
         typer.echo(f"{folder / name}  {purpose}")
 
 
-# ---- new files ------------------------------------------------------------------------------------
-# Writes the files of ``tilegym-db new``, where nothing is yet.
+# ---- Files ----------------------------------------------------------------------------------------------
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a folder's files; nothing that exists is touched.
+    """Write a folder's files. Existing files are not changed.
 
     Raises:
         ConflictError: the folder exists and is not empty.
-        StoreError: it cannot be written.
+        StoreError: the folder cannot be written.
     """
     from tilegym_db.errors import ConflictError
     from tilegym_db.files import write_exclusively, write_folder
@@ -308,9 +307,9 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
         )
     contents = {name: _encoded(text) for name, text in files.items()}
     if not os.path.lexists(folder):
-        write_folder(folder, contents)  # whole, or not at all
+        write_folder(folder, contents)  # atomic
         return
-    for name, content in contents.items():  # an empty folder, which may be the working directory
+    for name, content in contents.items():  # an empty folder may be the working directory, so keep it
         write_exclusively(folder / name, content)
 
 
@@ -318,8 +317,8 @@ def write_new_file(path: Path, text: str) -> None:
     """Write a file that does not exist yet.
 
     Raises:
-        ConflictError: it exists.
-        StoreError: it cannot be written.
+        ConflictError: the file exists.
+        StoreError: the file cannot be written.
     """
     from tilegym_db.files import write_exclusively
 
@@ -327,10 +326,10 @@ def write_new_file(path: Path, text: str) -> None:
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8, whatever the locale.
+    """Encode a text in UTF-8, independent of the locale.
 
     Raises:
-        UsageError: an argument held bytes that are no UTF-8.
+        UsageError: the text has bytes that are not UTF-8.
     """
     from tilegym_db.errors import UsageError
 

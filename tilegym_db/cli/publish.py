@@ -1,4 +1,4 @@
-"""``tilegym-db publish``: the best promoted traces of a GPU, as the files that the resolver reads."""
+"""``tilegym-db publish``, ``ingest`` and ``sync``: publish traces for the resolver, and add traces to the database."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def publish_command(
     trust: Trust = False,
     to: Annotated[
         str | None,
-        typer.Option(help="Add what was measured here to a data set in a folder or object store (s3://bucket/folder)."),
+        typer.Option(
+            help="Add the traces of this machine to a data set in a folder or object store (s3://bucket/folder)."
+        ),
     ] = None,
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
-    Runs of whole models (model-bench) go along with the traces of a checkout, as evidence of models.
-    From then on resolve() and patch() on that GPU use what was published; nothing else changes what they do. Only what the
-    promotion tier verified in a confined process is published; what a later failure took back is taken out. Where workers cannot
-    be confined, what the package ships and was promoted here is published into the user's folder, and nowhere else.
+    In a checkout, runs of whole models (model-bench) are published too, as evidence for models.
+    From then on resolve() and patch() on that GPU use the published kernels. Only traces that the promotion tier verified in a
+    confined process are published, and traces that a later failure revoked are removed. If workers cannot be confined, promoted
+    kernels that the package ships are published, but only into the user's folder.
 
-    With --to nothing is written here: the data set gets every trace of that GPU that this installation measured and that it
-    does not have yet, and a resolver table of what it promoted; 'tilegym-db sync' brings both to others. Credentials come from
-    the environment.
+    With --to nothing is written here. The data set gets every missing trace of that GPU from this installation, and a resolver
+    table of the promoted kernels. Others fetch both with 'tilegym-db sync'. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.kit.reader import open_reader
@@ -72,9 +73,11 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     if report.traces:
         note(f"{report.traces - report.known} traces added, {report.known} were there already")
     else:
-        note(f"nothing to add: nothing was measured here on {gpu}. Try, on that GPU: tilegym-db bench --promote")
+        note(
+            f"nothing to add: there are no traces of {gpu} from this machine. Try, on that GPU: tilegym-db bench --promote"
+        )
     if files:
-        note(f"a resolver table of what was promoted here was added, in {len(files)} files")
+        note(f"added a resolver table of the kernels promoted here, in {len(files)} files")
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:
@@ -93,22 +96,21 @@ def _print(report: PublishReport, *, paths: bool) -> None:
         print_line(str(path))
     note(f"{report.traces} traces of {report.entries} shapes in {report.folder}; {len(report.written)} files changed")
     if report.model_runs:
-        note(f"{report.model_runs} runs of models go along")
+        note(f"{report.model_runs} runs of models are published too")
     if report.unconfined:
         note(
-            f"{report.unconfined} of the traces are of workers that were not confined, of sources that the package ships: "
-            "they serve you on this machine alone"
+            f"{report.unconfined} of the traces are of shipped sources in workers that were not confined: "
+            "only you can use them, on this machine"
         )
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")
     if report.revocations:
-        note(f"{report.revocations} failures go along, so that other stores take those passes back too")
+        note(f"{report.revocations} failures are published too, so that other stores revoke those passes")
     for path in report.leftover:
-        note(f"nothing verified is left in {path}; delete it if that is meant")
+        note(f"nothing verified is left in {path}; delete it if this is intended")
 
 
-# ---- ingest ---------------------------------------------------------------------------------------
-# ``tilegym-db ingest``: journals of traces into the database.
+# ---- Ingest ---------------------------------------------------------------------------------------------
 
 
 def ingest_command(
@@ -121,16 +123,16 @@ def ingest_command(
             callback=regular_files,
         ),
     ] = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Make the database anew from its journals.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Rebuild the database from its journals.")] = False,
     trust: Annotated[
         bool,
-        typer.Option("--trust", help="Let traces count that this installation did not measure (origin 'foreign')."),
+        typer.Option("--trust", help="Trust traces that this installation did not measure (origin 'foreign')."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Bring journals into the database. A trace that is there already is left alone, so it can be run at any time.
+    """Add journals to the database. Known traces are skipped, so you can run it at any time.
 
-    Exit status 1 if a line is no trace; the others are ingested all the same.
+    Exit status 1 if a line is not a valid trace; the others are still ingested.
     """
     from tilegym_db.errors import UsageError
     from tilegym_db.store import connection
@@ -158,29 +160,26 @@ def ingest_command(
         raise typer.Exit(1)
 
 
-# ---- sync -----------------------------------------------------------------------------------------
-# ``tilegym-db sync``: traces of a data set that a team shares into the database, and its resolver tables.
+# ---- Sync -----------------------------------------------------------------------------------------------
 
 
 def sync_command(
     uri: Annotated[str, typer.Argument(help="A folder, or an address such as s3://bucket/folder.", metavar="URI")],
     trust: Annotated[
         bool,
-        typer.Option(
-            "--trust", help="Let the traces count, and the tables serve, that this installation did not write."
-        ),
+        typer.Option("--trust", help="Trust traces and tables that this installation did not write."),
     ] = False,
     tables: Annotated[
-        bool, typer.Option("--tables", help="Bring the resolver tables alone, for a machine that only serves.")
+        bool, typer.Option("--tables", help="Fetch only the resolver tables, for a machine that only serves.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Bring every trace of a shared data set into the database, and its resolver tables into the user's folder.
+    """Add every trace of a shared data set to the database, and its resolver tables to the user's folder.
 
-    What is there already is left alone. Traces that other installations measured are foreign: shown, and used for nothing
-    without --trust. So are their tables: with --trust, patch(), resolve() and 'explain' use each beside what is published here; a
-    newer one of the same writer takes its place with the next 'sync --trust'. Credentials come from the environment, as for any
-    S3 tool. Exit status 1 if a file of the data set is not valid; the others are read all the same.
+    Known traces are skipped. Traces of other installations are foreign: they are shown, but used only with --trust. The same
+    holds for their tables. With --trust, patch(), resolve() and 'explain' use each table in addition to what is published here.
+    The next 'sync --trust' replaces a table by a newer one of the same writer. Credentials come from the environment, as for any
+    S3 tool. Exit status 1 if a file of the data set is invalid; the others are still read.
     """
     from tilegym_db.paths import home
     from tilegym_db.store.sharing import SharedDataSet, brought_in

@@ -1,4 +1,4 @@
-"""``tilegym-db report``: one page of the whole database that opens without a network, or a week in Markdown."""
+"""``tilegym-db report``: write one offline page of the whole database, or the changes of a week in Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Write one page of everything in the database, for a browser without a network.",
+    help="Write one page of the whole database, for a browser without a network.",
 )
 
 Since = Annotated[
@@ -38,14 +38,14 @@ def command(
     since: Since = None,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Write a page of what differs between two runs instead.", metavar="RUN RUN"),
+        typer.Option(help="Write a page of the differences between two runs instead.", metavar="RUN RUN"),
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write one page of everything in the database, for a browser without a network.
+    """Write one page of the whole database, for a browser without a network.
 
-    The page holds the fastest kernels, rooflines, latencies by size, coverage, what is open, what changed, and every kernel's
-    source, evidence and the command that reproduces it. `report weekly` prints the short form.
+    The page has the fastest kernels, rooflines, latencies by size, coverage, open tasks, changes, and the source, evidence and
+    reproduction command of every kernel. `report weekly` prints a short form.
     """
     if context.invoked_subcommand is not None:
         return
@@ -67,7 +67,7 @@ def command(
 
 
 def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> None:
-    """Write the page of two runs, and say how many differences of each kind there are."""
+    """Write the page of two runs, and print the number of differences of each kind."""
     from tilegym_db import __version__
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.files import write_atomically
@@ -89,7 +89,7 @@ def weekly_command(
     ] = False,
     trust: Trust = False,
 ) -> None:
-    """Print what changed, where each GPU stands and what is open as Markdown; without --since, of the last seven days."""
+    """Print the changes, the state of each GPU and what is open as Markdown; by default of the last seven days."""
     from datetime import UTC, time, timedelta
 
     from tilegym_db.cli.kit.reader import open_reader

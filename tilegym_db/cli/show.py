@@ -1,4 +1,4 @@
-"""``tilegym-db show``: one definition, solution or trace, whole: record, source, and what was measured."""
+"""``tilegym-db show``: show a definition, a solution or a trace in full."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def command(
 ) -> None:
     """Show a definition with its reference and solutions, a solution with its source and traces, or one trace.
 
-    A trace that failed is shown with where it failed and the command that shows it again. JSON has all of it; CSV, Parquet
-    and Arrow have what is a table: a definition's solutions, a solution's traces, the trace.
+    A failed trace is shown with the place of the failure and the command that reproduces it. JSON has all of it; CSV, Parquet
+    and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import NotFoundError, did_you_mean
@@ -78,15 +78,15 @@ def command(
         catalog.refuse_broken(name)
         hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
         raise NotFoundError(
-            f"'{name}' is no definition, no solution and no trace.{hint} Try: tilegym-db list", code="name_unknown"
+            f"'{name}' is not a definition, a solution or a trace.{hint} Try: tilegym-db list", code="name_unknown"
         )
 
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
-    """Say what a name of TileKernels is here, and show it where it is one Definition.
+    """Explain a name of TileKernels, and show its Definition if there is exactly one.
 
     Raises:
-        UsageError: a machine wants one record, and the name stands for another number of them.
+        UsageError: the output is not a table, and the name stands for none or several Definitions.
     """
     from tilegym_db.errors import UsageError
 
@@ -96,7 +96,7 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
         note(said)
         show_definition(catalog, catalog.definition(other.definitions[0]), form, spark)
     elif not form.is_table:
-        raise UsageError(f"{said}. Show what you want of it by its own name.", code="name_of_others")
+        raise UsageError(f"{said}. Use one of these names.", code="name_of_others")
     else:
         print_line(said)
         for definition in other.definitions:
@@ -139,7 +139,7 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
 
 
 def definition_facts(definition: Definition) -> dict[str, str]:
-    """Label -> text of what a Definition declares, without what it leaves out."""
+    """Return what a Definition declares, as label and text."""
     stated = {name: axis.value if axis.scalar is None else axis.scalar for name, axis in definition.axes.items()}
     axes = {name: "" if value is None else f"={value}" for name, value in stated.items()}
     facts = {
@@ -204,7 +204,7 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
 
 
 def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) -> None:
-    """The newest traces; one of another source than today's is marked as old."""
+    """Print the newest traces; those of other sources than the current one are marked as old."""
     if not traces:
         note("no traces yet. Try: tilegym-db bench")
         return
@@ -236,11 +236,11 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
     failed = next((row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED")), None)
     if failed is not None:
-        note(f"why one failed: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
+        note(f"details of a failure: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
 
 
 def print_source(text: str) -> None:
-    """Python source, highlighted where a person reads it and byte for byte where a program does."""
+    """Print Python source, highlighted on a terminal and unchanged otherwise."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return
@@ -250,21 +250,20 @@ def print_source(text: str) -> None:
     Console().print(Syntax(printable_lines(text), "python", background_color="default", word_wrap=True))
 
 
-# ---- show trace -----------------------------------------------------------------------------------
-# One trace in full, for whoever wrote the kernel: the verdict, where it failed, and the command that shows it again.
+# ---- Trace ----------------------------------------------------------------------------------------------
 
 MIN_PREFIX = 6
 LOG_LINES = 60
 MAX_LINE = 400
 
-UNCONFINED = " (not confined: serves this user alone, and only where the package ships the source)"
+UNCONFINED = " (not confined: serves only this user, and only if the package ships the source)"
 
 
 def show_trace(trace_id: str, form: Form) -> bool:
-    """Print the trace of that id, or whose id starts so; False if there is none.
+    """Print the trace with this id or id prefix; return False if there is none.
 
     Raises:
-        UsageError: several ids start so.
+        UsageError: several ids have this prefix.
     """
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.errors import UsageError
@@ -277,7 +276,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     if len(found) > 1:
         ids = ", ".join(row["trace_id"] for row in found[:3])
         raise UsageError(
-            f"several traces have an id that starts with '{trace_id}': {ids}, ... Give more of it.",
+            f"several traces have an id that starts with '{trace_id}': {ids}, ... Give more characters.",
             code="trace_ambiguous",
         )
     if not found:
@@ -291,7 +290,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     for line in describe(found[0]):
         typer.echo(printable(line))
     if found[0]["failure_command"]:
-        note("The last line shows it again, alone.")
+        note("The command in the last line reproduces it.")
     elif found[0]["status"] == "COMPILE_ERROR":
         note(f"Build it alone: tilegym-db compile {found[0]['solution']}")
     return True
@@ -338,7 +337,7 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _standing(row: dict[str, Any]) -> str:
-    """Whether a pass counts, and why not."""
+    """Return ``yes`` if a pass is verified, else the reason it is not."""
     from tilegym_db.store.statements import VERIFIED_TIERS
 
     if row["status"] != "PASSED":
@@ -346,11 +345,11 @@ def _standing(row: dict[str, Any]) -> str:
     if row["is_verified"]:
         return "yes"
     if not row["is_current"]:
-        return "no: the definition or the source is another one now"
+        return "no: the definition or the source has changed since"
     if row["revoked_by"]:
-        return f"no: a later failure took it back, see tilegym-db show {row['revoked_by'][:8]}"
+        return f"no: a later failure revoked it, see tilegym-db show {row['revoked_by'][:8]}"
     if row["tier"] == "untimed":
-        return "no: it omits an output, so it was judged and not timed"
+        return "no: it omits an output, so it was verified but not timed"
     if row["tier"] not in VERIFIED_TIERS:
         return f"no: the {row['tier']} tier is not enough; run tilegym-db promote {row['solution']}"
     return "no: there is a newer pass of the same source, config and shape"
@@ -408,7 +407,7 @@ def _joined(*maps: dict[str, Any] | None) -> str:
 
 
 def _clipped(log: str) -> list[str]:
-    """Return the log's lines, indented: at most ``LOG_LINES`` of them, of which the tail says how it ended."""
+    """Indent the log's lines, and cut lines out of its middle beyond ``LOG_LINES``."""
     lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ..." for line in log.rstrip().splitlines()]
     if len(lines) > LOG_LINES:
         half = LOG_LINES // 2

@@ -26,10 +26,10 @@ def command(
     wide: Wide = False,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="Ask a shared data set (a folder, or s3://bucket/folder) in place of it."),
+        typer.Option("--from", help="Query a shared data set (a folder, or s3://bucket/folder) instead."),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Stop the query after so many seconds.", callback=finite_seconds)
+        float | None, typer.Option(help="Maximum seconds of the query.", callback=finite_seconds)
     ] = None,
     trust: Trust = False,
 ) -> None:
@@ -69,21 +69,21 @@ Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE
 
 
 def read_statement() -> str:
-    """Return the statement on standard input, in UTF-8 whatever the locale.
+    """Return the statement on standard input, decoded as UTF-8 independent of the locale.
 
     Raises:
-        QueryError: it is in another encoding, or longer than any statement may be.
+        QueryError: it has another encoding, or is too long.
     """
     from tilegym_db.errors import QueryError
     from tilegym_db.store.asking import MAX_STATEMENT
 
     stream = getattr(sys.stdin, "buffer", None)
-    most = 4 * MAX_STATEMENT + 1  # bytes of the longest one
+    most = 4 * MAX_STATEMENT + 1  # maximum bytes of a statement
     content = stream.read(most) if stream is not None else sys.stdin.read(most).encode(errors="surrogatepass")
     try:
         return str(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        if len(content) == most:  # cut within a character; it is too long in any case
+        if len(content) == most:  # cut within a character; the statement is too long anyway
             return str(content.decode(errors="replace"))
         raise QueryError(
             "the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8", code="text_encoding"

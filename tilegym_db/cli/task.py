@@ -1,4 +1,4 @@
-"""``tilegym-db task``: what is asked for, the page for its author, and what became of what was handed in."""
+"""``tilegym-db task``, ``auto-kernelize``, ``recommend`` and ``mcp``: tasks, submissions and the loop over a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
 from tilegym_db.cli.kit.options import (
-    MOST_TOKENS,
+    MAX_PROMPT_TOKENS,
     ConfigFile,
     MachineGpu,
     complete_definition,
@@ -31,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Make a task, print it for its author, hand a kernel in, see what became of it.",
+    help="Create a task, print it for its author, submit a kernel, see the verdict.",
 )
 
 TaskId = Annotated[str, typer.Argument(help="The task's id, or how it begins.", metavar="ID")]
@@ -54,7 +54,7 @@ def create(
     min_speedup: Annotated[float, typer.Option(help="Bar over the best baseline: 1.10 to 1000.")] = 1.10,
     as_json: AsJson = False,
 ) -> None:
-    """Write a task: a kernel of one operator, language and GPU, and what it has to beat. Prints its id."""
+    """Create a task for a kernel of one operator, language and GPU, with the bar to beat, and print its id."""
     from tilegym_db.loop.tasks import create_task, unpromotable
 
     task = create_task(
@@ -78,15 +78,17 @@ def from_model(
     config: ConfigFile,
     language: Language = "triton",
     gpu: TaskGpu = "auto",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MOST_TOKENS)] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MAX_PROMPT_TOKENS)
+    ] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Profile a model, rank what its own code costs, and write a task for each operator that nothing verified serves yet.
+    """Profile a model, rank its code by time, and create a task for each operator without a verified kernel.
 
-    For a part that no definition describes, a draft is written: captured shapes, dtypes, strides and the place of the code.
+    For a part that no definition describes, a draft is written with the captured shapes, dtypes, strides and source location.
     """
     from tilegym_db.loop.from_model import tasks_from_model
     from tilegym_db.loop.tasks import unpromotable
@@ -118,16 +120,16 @@ def prompt(task: TaskId) -> None:
 def submit(
     task: TaskId,
     path: Annotated[Path, typer.Argument(help="Folder with kernel.py and solution.json.")],
-    gpu: Annotated[str | None, typer.Option(help="Where to measure; the task's.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The GPU to measure on; it must be the task's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hand a kernel in: received, scanned, compiled, screened, promoted. Nothing of it runs outside of a confined worker.
+    """Submit a kernel: it is received, scanned, compiled, screened and promoted. It runs only in a confined worker.
 
-    Exit 0 promoted, 1 refused, 3 no GPU for the last stages (a later submit of the same source goes on there).
+    Exit 0 promoted, 1 refused, 3 no GPU for the last steps (submit the same source again on a machine with the GPU).
     """
     from tilegym_db.loop.tasks import find_task
 
-    asked = find_task(task)  # before what judges is loaded, which takes seconds
+    asked = find_task(task)  # before the slow import of PyTorch
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.submit import submit as judge
 
@@ -145,9 +147,9 @@ EXIT_STATUS = {"promoted": 0, "refused": 1, "no_gpu": 3, "pending": 1}
 
 NEXT = {
     "promoted": "It is in the catalog. Next: tilegym-db publish --gpu {gpu}, so that the resolver may use it",
-    "refused": "Next: change the kernel and hand it in again; tilegym-db task prompt {task} has this reason in section 9",
-    "no_gpu": "Next: the same command on a machine with this GPU ({gpu}) goes on from here",
-    "pending": "Next: the same command goes on from here",
+    "refused": "Next: change the kernel and submit it again; tilegym-db task prompt {task} has this reason in section 9",
+    "no_gpu": "Next: the same command on a machine with this GPU ({gpu}) continues",
+    "pending": "Next: the same command continues",
 }
 
 
@@ -156,7 +158,7 @@ def _print_attempt(attempt: Attempt, gpu: str) -> None:
     if attempt.reason:
         print_line(f"{attempt.gate + ': ' if attempt.gate else ''}{attempt.reason}")
     if attempt.command:
-        note(f"To see it again: {attempt.command}")
+        note(f"To reproduce it: {attempt.command}")
     for promotion in attempt.promotions:
         print_line(promotion)
     note(NEXT[attempt.verdict].format(task=attempt.task, gpu=gpu))
@@ -172,7 +174,7 @@ def status(
     output: OutputFile = None,
     wide: Wide = False,
 ) -> None:
-    """List the tasks, or the attempts at one of them and why each was refused."""
+    """List the tasks, or the attempts at one of them with the reasons for refusals."""
     from tilegym_db.loop.status import attempts_of, tasks_table
     from tilegym_db.loop.tasks import find_task
 
@@ -186,7 +188,9 @@ def status(
             [*rows[0]], [tuple(row.values()) for row in shown], wide=wide, prose=("reason",), least=("device_s",)
         )
         if task is None:
-            note("Next: tilegym-db task status ID, or how an id begins, lists the attempts at it")
+            note(
+                "Next: tilegym-db task status ID lists the attempts at a task; the first characters of the id are enough"
+            )
     elif task is None:
         note("nothing yet. Try: tilegym-db task create DEFINITION")
     else:
@@ -194,15 +198,14 @@ def status(
 
 
 def _with_short_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with as much of each id as tells it from the others: every command takes that."""
+    """Shorten the ids to a unique prefix, which every command accepts."""
     length = next(n for n in range(8, 37) if n == 36 or len({row["id"][:n] for row in rows}) == len(rows))
     return [{**row, "id": row["id"][:length]} for row in rows]
 
 
-# ---- auto kernelize -------------------------------------------------------------------------------
-# ``tilegym-db auto-kernelize``: kernels for what a model spends its time on, kept where they make it better.
+# ---- Auto-kernelize -------------------------------------------------------------------------------------
 
-MOST_BUDGET_S = 30 * 24 * 3600
+MAX_BUDGET_S = 30 * 24 * 3600
 
 
 def auto_kernelize_command(
@@ -213,23 +216,26 @@ def auto_kernelize_command(
             help="Command: prompt on stdin, kernel.py and solution.json into its working directory. None waits."
         ),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Time for all of it: 90s, 30m, 2h; 720h at most.")] = "2h",
-    max_attempts: Annotated[int, typer.Option(help="Of the author, at each task.", min=1, max=100)] = 3,
+    budget: Annotated[str, typer.Option(help="Total time: 90s, 30m, 2h; at most 720h.")] = "2h",
+    max_attempts: Annotated[int, typer.Option(help="Maximum attempts of the author per task.", min=1, max=100)] = 3,
     language: Annotated[
-        str, typer.Option("--language", "-l", help="Of the kernels.", autocompletion=complete_language)
+        str, typer.Option("--language", "-l", help="Language of the kernels.", autocompletion=complete_language)
     ] = "triton",
     gpu: MachineGpu = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    prompt: Annotated[int, typer.Option(help="Random tokens of the measured call.", min=1, max=MOST_TOKENS)] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Random tokens of the measured call.", min=1, max=MAX_PROMPT_TOKENS)
+    ] = 128,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", max=100_000)] = 10,
     layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
 ) -> None:
-    """Profile a model, have kernels written for the costliest stock code, and keep what raises coverage and slows nothing.
+    """Profile a model, let an author write kernels for the costliest stock code, and keep those that help.
 
-    Stops where nothing above 1% is left, less of the budget is left than the quickest experiment took, five experiments in a row
-    were not kept, or on Ctrl-C; started again, it goes on. On a CPU the process's CPU time stands for GPU time, and the records
-    say so.
+    A kernel is kept if it raises the coverage without slowing the model. The loop stops if no piece
+    above 1% is left, if less of the budget is left than the quickest experiment took, after five experiments in a row that were not
+    kept, or on Ctrl-C. Run it again to continue. On a CPU it uses the process's CPU time instead of GPU time, and the records state
+    this.
     """
     budget_s = parse_duration(budget)
     machine = checked_machine(language, author, gpu)
@@ -242,15 +248,15 @@ def auto_kernelize_command(
     try:
         options: dict[str, Any] = {"budget_s": budget_s, "max_attempts": max_attempts, "say": note, "done": done}
         _, why = auto_kernelize(state, language=language, author=author, **options)
-    finally:  # Ctrl-C is a way to end it, and loses no experiment
+    finally:  # also after Ctrl-C, so that no experiment is lost
         if done or why:
             print_experiments(done, as_json=as_json)
-            sys.stdout.flush()  # what an interrupt finds unwritten is thrown away
+            sys.stdout.flush()  # an interrupt discards unwritten output
     note(f"ended: {why}")
 
 
 def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
-    """Where to measure; what cannot be asked for is refused before a model is built, which takes a while."""
+    """Return the machine to measure on, after checking the options, because building a model is slow."""
     from tilegym_db.loop.auto import author_command
     from tilegym_db.loop.tasks import check_language, unpromotable
 
@@ -267,7 +273,7 @@ def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
 
 
 def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
-    """A row each, or JSON."""
+    """Print the experiments as table rows or JSON."""
     if as_json:
         print_json([one.model_dump(mode="json") for one in done])
     else:
@@ -288,39 +294,38 @@ def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90s``, ``30m`` or ``2h``; raises :class:`UsageError` for anything else, and for more than 30 days."""
+    """Return the seconds of ``90s``, ``30m`` or ``2h``; raise :class:`UsageError` for other texts and above 30 days."""
     from tilegym_db.errors import UsageError
 
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.strip())
     if match is None:
         raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.", code="budget_invalid")
     seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
-    if seconds > MOST_BUDGET_S:
+    if seconds > MAX_BUDGET_S:
         raise UsageError(f"--budget {text} is more than 30 days; at most 720h.", code="budget_too_large")
     return seconds
 
 
-# ---- recommend ------------------------------------------------------------------------------------
-# ``tilegym-db recommend``: which promotions would serve which calls of a model.
+# ---- Recommend ------------------------------------------------------------------------------------------
 
 
 def recommend_command(
     config: ConfigFile,
     gpu: Annotated[str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)],
     prompt: Annotated[
-        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MOST_TOKENS)
+        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MAX_PROMPT_TOKENS)
     ] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int, typer.Option(help="Keep only the first so many layers.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which promoted kernels would serve which calls of a model. Nothing is applied: publish and patch do that.
+    """Show which promoted kernels would serve a model's calls. Nothing is applied: publish and patch do that.
 
-    Ratios are of operators, and no figure of the model is made of them; what was measured of the model itself is listed apart.
+    Ratios are per operator and say nothing about the whole model. Timings of the model itself are listed separately.
     """
     from tilegym_db.cli.best import chosen_gpu
 
-    chosen_gpu(gpu)  # before PyTorch is loaded, which takes seconds
+    chosen_gpu(gpu)  # before the slow import of PyTorch
     from tilegym_db.loop.recommend import recommend
 
     found = recommend(config, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers)
@@ -351,18 +356,17 @@ def recommend_command(
         note(f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model-bench {config}")
 
 
-# ---- mcp ------------------------------------------------------------------------------------------
-# ``tilegym-db mcp``: a server of the Model Context Protocol over stdio.
+# ---- MCP server -----------------------------------------------------------------------------------------
 
 
 def mcp_command(
     allow_submit: Annotated[
-        bool, typer.Option("--allow-submit", help="Also offer what writes: making tasks and handing kernels in.")
+        bool, typer.Option("--allow-submit", help="Also offer tools that write: creating tasks and submitting kernels.")
     ] = False,
 ) -> None:
-    """Offer the loop's verbs to an agent as tools, on stdin and stdout. Read-only unless --allow-submit is given.
+    """Offer the loop's commands to an agent as tools, on stdin and stdout. Read-only unless --allow-submit is given.
 
-    A kernel that is handed in runs in a confined worker, as everywhere.
+    Submitted kernels run in a confined worker.
     """
     from tilegym_db.loop.mcp_server import serve
 

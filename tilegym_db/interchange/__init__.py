@@ -1,1 +1,1 @@
-"""Data sets of other projects, in and out: one dialect a file, exact bytes kept, nothing executed on import."""
+"""Import and export of other projects' data sets, one module per dialect. Bytes are kept, and an import executes nothing."""

@@ -1,4 +1,4 @@
-"""Foreign Definitions and Solutions in our terms, so that the harness can call them; or why it cannot. Nothing is executed."""
+"""Adapt foreign Definitions and Solutions so that our harness can call them, or return why it cannot. Executes nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ REFERENCE = "reference.py"
 
 @dataclass(frozen=True)
 class Adapted:
-    """A foreign Definition as ours; ``tensor_constraints`` are those that speak of more than sizes."""
+    """A foreign Definition as ours. ``tensor_constraints`` are the constraints on contents rather than sizes."""
 
     definition: Definition
     tensor_constraints: tuple[str, ...]
     entry: str
-    """The function of the reference that computes it."""
+    """Name of the function in the reference that computes the outputs."""
 
 
 @dataclass(frozen=True)
 class AdaptedSolution:
-    """A foreign Solution as ours, with the bytes of its sources and of the entry point that was added."""
+    """A foreign Solution as ours, with the bytes of its sources and of the added entry point."""
 
     record: Solution
     sources: Mapping[str, bytes]
@@ -46,7 +46,7 @@ class AdaptedSolution:
 
 
 def native_name(text: str) -> str:
-    """Return a name that our records can have: the same one where it can be, else what is left of it and a digest."""
+    """Return a valid name for our records: the same one if possible, else a slug with a digest."""
     if re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,127}", text):
         return text
     slug = re.sub(r"[^a-z0-9_.-]+", "-", text.lower()).strip("-._")[:100] or "x"
@@ -54,7 +54,7 @@ def native_name(text: str) -> str:
 
 
 def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
-    """Return the Definition for our harness, or why there can be none."""
+    """Return the Definition for our harness, or why it cannot be adapted."""
     record = item.record
     reason = _why_not(record)
     if reason is not None:
@@ -93,7 +93,7 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
     for group in ("inputs", "outputs"):
         for name, spec in record[group].items():
             if spec["dtype"] not in RECORD_DTYPES:
-                return f"{group}.{name} has dtype {spec['dtype']}, which is none here"
+                return f"{group}.{name} has dtype {spec['dtype']}, which is unknown here"
             if group == "outputs" and spec["shape"] is None:
                 return f"outputs.{name} is a Python scalar, and outputs are tensors here"
             if spec["dtype"] == "float4_e2m1":
@@ -102,20 +102,18 @@ def _why_not(record: Mapping[str, Any]) -> str | None:
 
 
 def why_not_by_element(dialect: str, definition: StoredRecord) -> str | None:
-    """Return why a right output of a Definition may differ from its reference's in every element; None if it may
-    not.
-    """
+    """Return why a correct output may differ from the reference in every element; None if it may not."""
     if dialect == sol_execbench.DIALECT:
-        return None  # every Workload states a tolerance there
+        return None  # there, every Workload states a tolerance
     if is_drawn(definition):
-        return "samples are judged as a distribution there, and not here yet"
+        return "samples are judged as a distribution there, which is not supported here yet"
     if definition.name.startswith("dsa_topk_indexer"):
-        return "indices are judged by their scores there, and not here yet"
+        return "indices are judged by their scores there, which is not supported here yet"
     return None
 
 
 def reference_entry(text: str) -> str:
-    """Return the function of a reference that computes it: ``run``, else the last one that it defines."""
+    """Return the name of a reference's main function: ``run``, else the last one defined."""
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return "run" if "run" in names else names[-1]
 
@@ -131,7 +129,7 @@ def _tensor(spec: Mapping[str, Any], expressions: Mapping[str, str]) -> dict[str
 
 
 def _expanded(text: str, expressions: Mapping[str, str]) -> str:
-    """Return an axis, or the expression of an ``expr`` axis with such axes in it replaced in turn."""
+    """Return an axis, or the expression of an ``expr`` axis with nested ``expr`` axes replaced."""
     for _ in range(len(expressions) + 1):
         replaced = re.sub(r"[A-Za-z_]\w*", lambda m: f"({expressions[m[0]]})" if m[0] in expressions else m[0], text)
         if replaced == text:
@@ -141,8 +139,9 @@ def _expanded(text: str, expressions: Mapping[str, str]) -> str:
 
 
 def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return those over sizes, which shapes are drawn by, and those over contents, which drawn contents are held
-    against.
+    """Return the constraints on sizes and those on contents.
+
+    Shapes are drawn by the former, and drawn inputs are checked against the latter.
     """
     sizes: list[str] = []
     on_tensors: list[str] = []
@@ -151,7 +150,7 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
         try:
             sized = _expanded(_by_axes(text, record["inputs"]), expressions)
             if _SAME.fullmatch(sized):
-                continue  # what every call of that shape is
+                continue  # always true
             names, dtypes = names_in(sized)
             (sizes if names <= axes and not dtypes else on_tensors).append(sized)
         except RecordError:
@@ -160,11 +159,11 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
 
 
 _SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
-"""``M == M``: what is left of a constraint which says of a tensor the size that its shape says."""
+"""A trivial constraint such as ``M == M``, left after sizes of tensors are replaced by their axes."""
 
 
 def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
-    """Return a constraint with sizes of inputs (``indptr.shape[0]``, ``len(indptr)``) called by their axes."""
+    """Replace sizes of inputs in a constraint (``indptr.shape[0]``, ``len(indptr)``) by their axes."""
 
     def axis(found: re.Match[str]) -> str:
         shape = (inputs.get(found["name"]) or {}).get("shape") or ()
@@ -176,7 +175,7 @@ def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
 
 
 def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
-    """Return the reference behind a ``run`` that has our signature, whatever its own is called."""
+    """Return the reference followed by a ``run`` with our signature."""
     names = ", ".join(item.record["inputs"])
     call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if found.dialect == "fi-trace" else names
     text = item.record["reference"].rstrip()
@@ -189,25 +188,23 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
 def adapted_solution(
     found: DataSet, item: StoredRecord, adapted: Adapted, omits: Sequence[str] | None = None
 ) -> AdaptedSolution | str:
-    """Return the Solution for our harness, or why it is not run.
+    """Return the Solution for our harness, or why it cannot run.
 
     Args:
         found: the data set.
         item: the Solution's record.
         adapted: its Definition.
-        omits: optional outputs that it does not give; None: as many as its parameters say that it has no argument for.
+        omits: optional outputs that it does not write; None derives them from its parameters.
     """
     spec = item.record["spec"]
     language = LANGUAGES.get(str(spec["language"]))
     if language == "python" and "cuda-tile" in spec["dependencies"]:
-        language = "cutile"  # FlashInfer-Trace has no word for it, and our export says it so
+        language = "cutile"  # FlashInfer-Trace has no such language, so our export declares it this way
     if language is None:
-        return (
-            f"{spec['language']} is stored, shown and exported, and not run: this harness builds no C++ or CUDA sources"
-        )
+        return f"{spec['language']} is stored, shown and exported, but not run: this harness does not build C++ or CUDA sources"
     path, function = str(spec["entry_point"]).split("::")
     if not path.endswith(".py") or not function.isidentifier():
-        return f"its entry point {spec['entry_point']} is no function of a Python file"
+        return f"its entry point {spec['entry_point']} is not a function of a Python file"
     sources = {source["path"]: source["content"].encode() for source in item.record["sources"]}
     writes = bool(spec["destination_passing_style"])
     if omits is None:
@@ -237,7 +234,7 @@ def adapted_solution(
 
 
 def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
-    """Return an entry point that writes its outputs, over one that returns them or that overwrites its inputs."""
+    """Return the source of an entry point that writes its outputs and calls one that returns them or overwrites inputs."""
     module = path.removesuffix(".py").replace("/", ".")
     inputs = list(definition.inputs)
     given = ", ".join(f"{name}={name}" for name in inputs) if by_keyword else ", ".join(inputs)
@@ -260,7 +257,7 @@ def _entry(definition: Definition, path: str, function: str, writes: bool, by_ke
 
 
 def _is_installed(text: str) -> bool:
-    """Return a dependency that is not here is left out: the source then fails by itself, and says where."""
+    """Return True if a dependency is installed. Others are left out, and the source then fails when it imports them."""
     try:
         version(Requirement(text).name)
     except (InvalidRequirement, PackageNotFoundError):
@@ -268,25 +265,22 @@ def _is_installed(text: str) -> bool:
     return True
 
 
-# ---- foreign outputs ------------------------------------------------------------------------------
-# What foreign outputs are: drawn at random, or such that a Solution need not give them. Read off records and sources
-# alone.
+# ---- Outputs of foreign records -----------------------------------------------------------------------
+# Derive from the records and sources alone if outputs are drawn at random or optional.
 
 SPARSE_ATTENTION = "dsa_sparse_attention"
-"""How FlashInfer-Bench names the Definitions whose second output, the log-sum-exp, a Solution need not give."""
+"""Name prefix of FlashInfer-Bench's Definitions whose second output, the log-sum-exp, is optional."""
 
 
 def is_drawn(definition: StoredRecord) -> bool:
-    """Return True if it gives indices of the family of samplers, which are mostly drawn; what masks or scales gives
-    numbers.
-    """
+    """Return True if a Definition draws its outputs: it belongs to the samplers and returns indices."""
     if definition.record.get("op_type") != "sampling":
         return False
     return any(spec["dtype"].startswith("int") for spec in definition.record["outputs"].values())
 
 
 def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[str, str]) -> list[str]:
-    """Return the last outputs, where the record marks them or its own evaluator lets a Solution leave them out."""
+    """Return the trailing outputs that the record marks as optional or that its project's evaluator allows to be missing."""
     specs = dict(zip(outputs, item.record["outputs"].values(), strict=True))
     marked = [name for name in outputs if specs[name].get("optional") is True]
     if not marked and item.name.startswith(SPARSE_ATTENTION) and len(outputs) == 2:
@@ -296,7 +290,7 @@ def optional_outputs(item: StoredRecord, outputs: list[str], in_place: Mapping[s
 
 
 def without_argument(definition: Definition, source: bytes, function: str) -> tuple[str, ...]:
-    """Return the optional outputs for which a function that is given its outputs has no parameter."""
+    """Return the optional outputs for which a destination-passing function has no parameter."""
     found = find_function(source, function)
     if found is None or found.args.vararg is not None or not definition.optional_outputs:
         return ()

@@ -1,4 +1,4 @@
-"""What a dialect allows: a table of rules, and the checks of single fields."""
+"""Check the records of a dialect against a table of rules: definitions, solutions, workloads and traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tilegym_db.interchange.reading import path_problem
 
 Problem = tuple[str, str]
-"""A key and why it is refused."""
+"""A key and the reason that it is refused."""
 
 FIB_DTYPES = frozenset(
     [
@@ -38,7 +38,7 @@ _UNSAFE = frozenset({".", ".."})
 
 @dataclass(frozen=True)
 class Rules:
-    """Where dialects differ. ``dtypes`` None: any text; ``reference`` optional where a dialect writes none."""
+    """The rules in which dialects differ. ``dtypes`` None allows any text."""
 
     languages: frozenset[str]
     dtypes: frozenset[str] | None = FIB_DTYPES
@@ -48,7 +48,7 @@ class Rules:
     reference_required: bool = True
     entry_named_run: bool = True
     in_place_by_name: bool = False
-    """An output may have the name of an input, which it then overwrites."""
+    """True if an output may have an input's name, and then overwrites it."""
     input_kinds: frozenset[str] = frozenset({"random", "safetensors", "scalar"})
     statuses: tuple[str, ...] = STATUSES
     languages_key: str = "language"
@@ -58,16 +58,16 @@ class Rules:
 
 
 def check_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """Yield a key that must be there, with a text."""
+    """Yield a problem unless a required key has a non-empty text."""
     value = record.get(key)
     if key not in record:
         yield where + key, "missing key"
     elif not isinstance(value, str) or not value:
-        yield where + key, f"must be a text that is not empty, not {value!r:.80}"
+        yield where + key, f"must be a non-empty text, not {value!r:.80}"
 
 
 def check_name(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
-    """Yield a key that must be there, with a text that can be a part of a path."""
+    """Yield a problem unless a required key has a text that can be part of a path."""
     yield from check_text(record, key)
     value = record.get(key)
     if isinstance(value, str) and value and (value in _UNSAFE or any(mark in value for mark in "/\\\0")):
@@ -75,27 +75,25 @@ def check_name(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
 
 
 def check_texts(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """Yield a list of texts, where it is there."""
+    """Yield a problem unless an optional key has a list of texts."""
     value = record.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         yield where + key, "must be a list of texts"
 
 
 def check_optional_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
-    """Yield a text or null, where it is there."""
+    """Yield a problem unless an optional key has a text or null."""
     if not isinstance(record.get(key), str | None):
         yield where + key, f"must be a text or null, not {record[key]!r:.80}"
 
 
 def is_one_of(value: Any, allowed: Collection[str]) -> bool:
-    """Return True if a value is a text and one of these; JSON may hold a list or an object there, which no set can be
-    asked for.
-    """
+    """Return True if a value is one of the allowed texts. Unlike ``in``, it accepts unhashable JSON values."""
     return isinstance(value, str) and value in allowed
 
 
 def number(value: Any) -> float | None:
-    """Return a number of JSON that a float can hold; None for anything else, booleans included."""
+    """Convert a JSON number to float; return None for other values, booleans and too large numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -105,16 +103,15 @@ def number(value: Any) -> float | None:
 
 
 def is_count(value: Any) -> bool:
-    """Return True if a value is a whole number that fits 64 bits, and no boolean."""
+    """Return True if a value is a non-negative 63-bit integer and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-# ---- definitions ----------------------------------------------------------------------------------
-# What a Definition of a dialect must be.
+# ---- Definitions --------------------------------------------------------------------------------------
 
 
 def check_definition(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Return why a Definition is refused; empty if it is not."""
+    """Return the problems of a Definition; empty if it is accepted."""
     problems = [*check_name(record, "name"), *check_texts(record, "tags"), *check_optional_text(record, "description")]
     if rules.op_type_required or record.get("op_type") is not None:
         problems += check_name(record, "op_type")
@@ -136,7 +133,7 @@ def check_definition(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
 
 
 def axis_kind(axis: Mapping[str, Any]) -> Any:
-    """``const``, ``var`` or a dialect's own; FlashInfer-Bench takes one without a type for what its keys say."""
+    """Return ``const``, ``var`` or a dialect's own kind. Without a type, a ``value`` means ``const``, as in FlashInfer-Bench."""
     return axis.get("type", "const" if "value" in axis else "var")
 
 
@@ -195,7 +192,7 @@ def _reference(record: Mapping[str, Any], rules: Rules) -> Iterator[Problem]:
     if text is None and not rules.reference_required:
         return
     if not isinstance(text, str) or not text:
-        yield "reference", "missing key" if "reference" not in record else "must be a text that is not empty"
+        yield "reference", "missing key" if "reference" not in record else "must be a non-empty text"
         return
     try:
         tree = ast.parse(text)
@@ -209,12 +206,11 @@ def _reference(record: Mapping[str, Any], rules: Rules) -> Iterator[Problem]:
         yield "reference", "defines no function"
 
 
-# ---- solutions ------------------------------------------------------------------------------------
-# What a Solution of a dialect must be.
+# ---- Solutions ----------------------------------------------------------------------------------------
 
 
 def check_solution(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Return why a Solution is refused; its sources are inline by now, whatever the dialect."""
+    """Return the problems of a Solution. Its sources are inline by now in every dialect."""
     problems = [*check_name(record, "name"), *check_name(record, "definition"), *check_name(record, "author")]
     problems += check_optional_text(record, "description")
     spec = record.get("spec")
@@ -234,7 +230,7 @@ def check_solution(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
     if not isinstance(entry, str) or entry.count("::") != 1 or not all(entry.split("::")):
         problems.append(("spec.entry_point", f"must read '<file>::<function>', not {entry!r:.80}"))
     elif entry.split("::")[0] not in paths:
-        problems.append(("spec.entry_point", f"names the file '{entry.split('::')[0]}', which is no source"))
+        problems.append(("spec.entry_point", f"names the file '{entry.split('::')[0]}', which is not a source"))
     return problems
 
 
@@ -269,17 +265,16 @@ def _sources(sources: Any, problems: list[Problem]) -> Iterator[str]:
         if source["path"] in seen:
             problems.append((f"{where}.path", f"'{source['path']}' is listed twice"))
         if not isinstance(source.get("content"), str) or not source["content"]:
-            problems.append((f"{where}.content", "must be a text that is not empty"))
+            problems.append((f"{where}.content", "must be a non-empty text"))
         seen.add(source["path"])
         yield source["path"]
 
 
-# ---- measurements ---------------------------------------------------------------------------------
-# What a Workload and a line of a trace file of a dialect must be.
+# ---- Workloads and traces -----------------------------------------------------------------------------
 
 
 def check_workload(record: Any, rules: Rules, where: str = "") -> list[Problem]:
-    """Return why a Workload is refused, alone; whether it fits its Definition is a finding."""
+    """Return the problems of a Workload by itself. A mismatch with its Definition is a finding instead."""
     if not isinstance(record, dict):
         return [(where.rstrip(".") or "workload", "must be an object")]
     problems = list(check_text(record, "uuid", where))
@@ -317,14 +312,14 @@ def _is_scalar(value: Any) -> bool:
 
 
 def check_trace(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
-    """Return why a line of a trace file is refused; one without solution and evaluation is a Workload's."""
+    """Return the problems of a trace line. A line without solution and evaluation is a Workload."""
     problems = [*check_name(record, "definition"), *check_workload(record.get("workload"), rules, "workload.")]
     evaluation = record.get("evaluation")
     if record.get("solution") is None and evaluation is None:
         return problems
     problems += check_text(record, "solution")
     if not isinstance(evaluation, dict):
-        return [*problems, ("evaluation", "must be an object where a solution is named")]
+        return [*problems, ("evaluation", "must be an object if a solution is named")]
     return problems + list(_evaluation(evaluation, rules))
 
 
@@ -346,7 +341,7 @@ def _evaluation(evaluation: Mapping[str, Any], rules: Rules) -> Iterator[Problem
     wanted = {"correctness": status in ("PASSED", "INCORRECT_NUMERICAL"), "performance": status == "PASSED"}
     for key, present in wanted.items():
         if present != (evaluation.get(key) is not None):
-            yield f"evaluation.{key}", f"must {'' if present else 'not '}be there with status {status}"
+            yield f"evaluation.{key}", f"must {'' if present else 'not '}be present with status {status}"
     yield from _figures(evaluation, "correctness", ("max_relative_error", "max_absolute_error"), may_be_nan=True)
     yield from _figures(evaluation, "performance", ("latency_ms", "reference_latency_ms", "speedup_factor"))
 
@@ -367,5 +362,5 @@ def _figures(
 
 
 def _figure(value: Any) -> float | None:
-    """Return a figure, also one spelled as text where JSON has no word for it."""
+    """Convert a number, or the text of one that JSON cannot express (NaN, Infinity)."""
     return float(value) if is_one_of(value, ("NaN", "Infinity", "-Infinity")) else number(value)

@@ -1,4 +1,4 @@
-"""Puts one data set together while a dialect reads it: files with their digests, records that passed, refusals with reasons."""
+"""Collect one data set while a dialect reads it: files with digests, accepted records, and refusals with reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilegym_db.interchange.reading import (
 )
 from tilegym_db.store.imported import DataSet, Kind, Refusal, StoredFile, StoredRecord
 
-# How safetensors spells the dtypes of records.
+# Dtype names of safetensors.
 _TENSOR_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "uint32": "U32", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -35,7 +35,7 @@ _TENSOR_DTYPES = {
 
 @dataclass
 class Collection:
-    """What was read so far of one data set. ``sources`` is path -> file on this machine."""
+    """The parts of a data set read so far. ``sources`` maps paths in the data set to local files."""
 
     dialect: str
     rules: Rules
@@ -47,9 +47,9 @@ class Collection:
     _names: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     _headers: dict[str, dict[str, tuple[str, tuple[int, ...]]] | str] = field(default_factory=dict)
     declared: Mapping[str, DeclaredBlob] = field(default_factory=dict)
-    """Path -> content of a blob when it was exported, where the data set says so."""
+    """Content of each exported blob by path, if the data set declares it."""
     undeclared: str = ""
-    """Why it cannot be known which blobs were exported, or with what content, though the data set means to say so."""
+    """The reason that the declaration of blobs cannot be read; empty if it can or does not exist."""
     _digests: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def carry(self, path: str, file: Path, role: str = "other") -> None:
@@ -60,19 +60,19 @@ class Collection:
             self._roles[path] = role
 
     def refuse(self, path: str, problems: Iterable[Problem], line: int | None = None) -> None:
-        """Leave something out, with every reason."""
+        """Record that something is refused, with every reason."""
         where = path if line is None else f"{path}:{line}"
         self.refused += [Refusal(where, key, reason) for key, reason in problems]
 
     def refuse_spelling(self, path: str, file: Path, suffix: str) -> bool:
-        """Leave a file out whose suffix differs from what is read in its case only, and say so. False for any other."""
+        """Refuse a file whose suffix differs from the expected one only in case; return True if it does."""
         reason = spelled_otherwise(file, suffix)
         if reason is not None:
             self.refuse(path, [("", reason)])
         return reason is not None
 
     def parse(self, path: str, content: bytes, line: int | None = None) -> tuple[dict[str, Any], str] | None:
-        """Return a JSON object and its digest; None if it was refused."""
+        """Return a JSON object and its digest; None if it is refused."""
         parsed = parse(content)
         if isinstance(parsed, str):
             self.refuse(path, [("", parsed)], line)
@@ -90,17 +90,17 @@ class Collection:
         unset: Iterable[str] = (),
         findings: Iterable[str] = (),
     ) -> None:
-        """Take a record that passed its checks; a name that another file has already taken is an error of the data set.
+        """Add a record that passed its checks.
 
         Raises:
-            RecordError: a Definition or Solution of that name was read before.
+            RecordError: another file has a Definition or Solution of that name.
         """
         name = str(record["workload"]["uuid"] if kind == "trace" else record["uuid" if kind == "workload" else "name"])
         if kind in ("definition", "solution"):
             first = self.first_of(kind, name, digest, path)
             if first is not None:
                 raise RecordError(
-                    f"{self.root / path}: the {kind} '{name}' is in {first[0]} too. Rename or remove one of them; "
+                    f"{self.root / path}: the {kind} '{name}' is also in {first[0]}. Rename or remove one of them; "
                     "nothing was imported.",
                     code="record_repeated",
                 )
@@ -110,15 +110,15 @@ class Collection:
         )
 
     def first_of(self, kind: Kind, name: str, digest: str, path: str) -> tuple[str, str] | None:
-        """(path, digest) of the other file that has taken a name; None if this one now has."""
+        """Return (path, digest) of another file that already has this name; None if there is no such file."""
         first = self._names.setdefault((kind, name), (path, digest))
         return first if first[0] != path else None
 
     def tensor_problems(self, record: Mapping[str, Any], base: str = "") -> tuple[list[Problem], list[str]]:
-        """What speaks against the safetensors inputs of a Workload: reasons to refuse it, and what its content lacks.
+        """Return the problems and findings of the safetensors inputs of a Workload, and keep their files.
 
-        Carries the files that it names. ``base`` is the folder that paths are relative to. A file that is elsewhere may still
-        come; one that is here and holds something else is no input of the Workload.
+        A missing file is a finding, because it may still be added. A file with the wrong content is a problem. ``base`` is
+        the folder that paths are relative to.
         """
         problems: list[Problem] = []
         findings: list[str] = []
@@ -130,7 +130,7 @@ class Collection:
             reason = path_problem(path)
             if reason is not None or leads_out(file, self.root):
                 problems.append((f"workload.inputs.{name}.path", reason or f"'{spec['path']}' is {LINK_OUT}"))
-            elif not os.path.isfile(file):  # Path.is_file raises for a name that is too long
+            elif not os.path.isfile(file):  # Path.is_file raises if the name is too long
                 findings.append(f"inputs.{name}: {spec['path']} is not in the data set")
             elif (pointer := lfs_pointer(file)) is not None:
                 self.carry(path, file)
@@ -168,11 +168,11 @@ class Collection:
         return self._digests[path]
 
     def _changed(self, path: str, file: Path) -> str | None:
-        """Return how a blob differs, or may differ, from what it was when it was exported; None if it does not, or
-        has no past.
-        """
+        """Return how a blob differs, or may differ, from its exported content; None if it does not."""
         if self.undeclared:
-            return f"nobody knows whether {path} was changed after the export: {SIDE_FILE} {self.undeclared}"
+            return (
+                f"{path} may have changed after the export, and this cannot be checked: {SIDE_FILE} {self.undeclared}"
+            )
         declared = self.declared.get(path)
         if declared is None:
             return None
@@ -181,11 +181,11 @@ class Collection:
             return None
         return (
             f"{path} was changed after the export: its sha256 is {sha256[:12]}... with {nbytes} bytes, and {SIDE_FILE} "
-            f"says {declared.sha256[:12]}... with {declared.nbytes}"
+            f"states {declared.sha256[:12]}... with {declared.nbytes}"
         )
 
     def read_declared(self) -> None:
-        """Take what an export of ours says of its blobs, where there is such a thing."""
+        """Read the declaration of blobs in an export of ours, if there is one."""
         found = declared_blobs(self.root)
         if isinstance(found, str):
             self.refuse(SIDE_FILE, [("", found)])
@@ -200,7 +200,7 @@ class Collection:
         return self._headers[path]
 
     def fit_findings(self, definition: Mapping[str, Any], workload: Mapping[str, Any]) -> list[str]:
-        """Where a Workload does not fit its Definition, by the rules of FlashInfer-Bench's ``validate``."""
+        """Return the mismatches of a Workload with its Definition, by the rules of FlashInfer-Bench's ``validate``."""
         var = {name for name, axis in definition["axes"].items() if axis_kind(axis) == "var"}
         findings = [f"axes.{name}: missing" for name in sorted(var - set(workload["axes"]))]
         findings += [
@@ -223,8 +223,9 @@ class Collection:
         return findings
 
     def misfits(self, definition: Mapping[str, Any], workload: Mapping[str, Any], base: str = "") -> list[Problem]:
-        """Return the tensors of a Workload whose shape or dtype its Definition does not have. Call
-        :meth:`tensor_problems` before.
+        """Return the tensors of a Workload whose shape or dtype differs from the Definition.
+
+        Call :meth:`tensor_problems` first.
         """
         problems: list[Problem] = []
         for name, given in workload["inputs"].items():
@@ -251,10 +252,10 @@ class Collection:
         wanted = tuple(sizes.get(axis) for axis in spec["shape"])
         found = []
         if None not in wanted and shape != wanted:
-            found.append(f"{path} holds shape {list(shape)}, the definition says {list(wanted)}")
+            found.append(f"{path} holds shape {list(shape)}, but the definition says {list(wanted)}")
         spelled = _TENSOR_DTYPES.get(spec["dtype"])
         if spelled is not None and dtype != spelled:
-            found.append(f"{path} holds dtype {dtype}, the definition says {spec['dtype']}")
+            found.append(f"{path} holds dtype {dtype}, but the definition says {spec['dtype']}")
         return found
 
     def _note_repeated_workloads(self) -> None:
@@ -264,7 +265,7 @@ class Collection:
                 continue
             known = first.setdefault((item.definition, item.name), item)
             if any(item.record[key] != known.record[key] for key in ("axes", "inputs")):
-                text = f"uuid '{item.name}' is in {known.path}:{known.line} too, with other axes or inputs; that one is used"
+                text = f"uuid '{item.name}' is also in {known.path}:{known.line} with other axes or inputs; that one is used"
                 self.records[at] = dataclasses.replace(item, findings=(*item.findings, text))
 
     def finish(self, name: str, home: Path) -> DataSet:
@@ -273,31 +274,31 @@ class Collection:
         files = []
         for path, file in sorted(self.sources.items()):
             sha256, size = self._digest(path, file)
-            # Workloads that name it were refused; a trace still has one within it, which nothing may be measured on.
+            # Workloads that name a changed blob were refused. A trace embeds its Workload, so the blob itself is marked too.
             changed = self._may_be_blob(path) and self._changed(path, file) is not None
             files.append(StoredFile(path, sha256, size, "changed" if changed else self._roles[path]))
         return DataSet(self.dialect, name, tuple(files), tuple(self.records), tuple(self.refused), home)
 
 
-# ---- declared blobs -------------------------------------------------------------------------------
-# What an export of ours says of its blobs, so that one that was changed since is told from one that was exported.
+# ---- Declared blobs -----------------------------------------------------------------------------------
+# Our exports declare the content of their blobs, so that an import detects later changes.
 
 SIDE_FILE = "tilegym_db/blobs.json"
-"""Path -> sha256, bytes, seed and inputs of each blob that was drawn."""
+"""File with the sha256, bytes, seed and inputs of each drawn blob, by path."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class DeclaredBlob:
-    """The content that a file had when it was exported."""
+    """The content of a file at the time of the export."""
 
     sha256: str
     nbytes: int
 
 
 def declared_blobs(root: Path) -> dict[str, DeclaredBlob] | str | None:
-    """Path -> content at the time of the export; None if the data set says nothing of it, or why it cannot be read."""
+    """Return the declared blobs by path, None without a declaration, or why it cannot be read."""
     file = root / SIDE_FILE
     try:
         if not os.path.lexists(file):
@@ -305,7 +306,7 @@ def declared_blobs(root: Path) -> dict[str, DeclaredBlob] | str | None:
         if leads_out(file, root):
             return f"is {LINK_OUT}"
         if not file.is_file():
-            return "is no regular file"
+            return "is not a regular file"
         if file.stat().st_size > _MAX_BYTES:
             return f"has more than {_MAX_BYTES} bytes"
         value = json.loads(file.read_bytes())

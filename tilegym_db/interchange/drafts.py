@@ -1,7 +1,7 @@
-"""An imported Definition as a draft of the user's own: what ``add-definition`` and ``add-solution`` take into the catalog.
+"""Turn an imported Definition into a draft for ``add-definition`` and ``add-solution``.
 
-Nothing is executed here. A reference that was added runs in the harness's own process, as every other of the catalog does:
-whoever adds it has read it, and has written the self-test that every Definition is admitted with.
+Nothing is executed here. After it is added, the reference runs in the main process like any other of the catalog. The user
+must therefore read it first and write the self-test that every Definition needs.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from tilegym_db.scaffold.definition_draft import (
 from tilegym_db.store.imported import DataSet, StoredFile, StoredRecord, object_path
 
 STILL_TO_WRITE = (INDEPENDENT_FILE, ERRORS_FILE)
-"""Files of a draft that its user writes: another formulation, and mistakes that the comparison must catch."""
+"""Files of a draft that the user must write: another formulation, and errors that the comparison must detect."""
 
 WIDE_INTEGERS = {"int16": -1024, "int32": -1024, "int64": -1024, "uint32": 0}
-"""Integers of more than a byte -> the least value that FlashInfer-Bench draws of them; the bound above is 1024."""
+"""Minimum value that FlashInfer-Bench draws for integers of more than a byte. The upper bound is 1024."""
 
 
 def origin_tag(found: DataSet) -> str:
-    """What says of a Definition which data set it comes from."""
+    """Return the tag of a Definition that names its data set."""
     return f"origin:{found.origin}"
 
 
 def imported_tag(item: StoredRecord) -> str:
-    """What says of a Workload which one of the data set it is."""
+    """Return the tag of a Workload that names the imported Workload."""
     return f"imported:{item.name}"
 
 
 @dataclass
 class Draft:
-    """The files of a draft, the Solutions in it, and what of the data set is not in it and why."""
+    """The files of a draft, its Solutions, and what was left out with the reasons."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
-    """Path in the draft -> the file of the data set that is copied there."""
+    """Files of the data set to copy, by path in the draft."""
     solutions: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     judged: str = ""
-    """How it is judged, where that is not element by element."""
+    """The way it is judged, if not element by element."""
     undrawn: list[str] = field(default_factory=list)
-    """Constraints on contents that drawn ones do not hold until the Definition says how to draw them."""
+    """Constraints on contents that drawn inputs violate until the Definition says how to draw them."""
 
 
 def draft_of(found: DataSet, name: str) -> Draft:
@@ -68,7 +68,7 @@ def draft_of(found: DataSet, name: str) -> Draft:
 
     Raises:
         NotFoundError: the data set has no such Definition.
-        UsageError: it cannot be one here; says why.
+        UsageError: it cannot be adapted; the message has the reason.
     """
     items = {item.name: item for item in found.of_kind("definition")}
     if name not in items:
@@ -92,7 +92,7 @@ def draft_of(found: DataSet, name: str) -> Draft:
         problem = constraint_problem(text, {*adapted.definition.axes, *adapted.definition.inputs})
         if problem is not None:
             raise UsageError(
-                f"{name}: its constraint {problem}, so no contents can be checked against it. "
+                f"{name}: its constraint {problem}, so drawn inputs cannot be checked against it. "
                 f"Try: tilegym-db compare-foreign {found.origin} {name} --run",
                 code="constraint_unchecked",
             )
@@ -100,7 +100,9 @@ def draft_of(found: DataSet, name: str) -> Draft:
     own_numbers = None
     if isinstance(sampler, KnownSampler):
         definition = Definition.from_dict(sampler_record(definition.to_dict(), sampler), name)
-        draft.judged = f"judged as a distribution, by the law of {sampler.ours.name}; its own reference is not used"
+        draft.judged = (
+            f"judged as a distribution, with the distribution of {sampler.ours.name}; its own reference is not used"
+        )
         own_numbers = draws_itself(sampler)
     draft.undrawn = [text for text in definition.content_constraints if not _is_drawn(definition, text)]
     content = definition.to_dict()
@@ -116,7 +118,7 @@ def draft_of(found: DataSet, name: str) -> Draft:
 
 
 def _record(found: DataSet, adapted: Adapted) -> Definition:
-    """Return the adapted Definition with a tag for where it comes from, and inputs drawn as its own project draws them."""
+    """Return the adapted Definition with a tag for its origin and with inputs drawn as its own project draws them."""
     content = adapted.definition.to_dict()
     generators: dict[str, Any] = {}
     for name in adapted.definition.tensor_inputs:
@@ -139,7 +141,7 @@ _LAST = re.compile(r"(?P<offsets>[A-Za-z_]\w*)\[-1\](?:\.item\(\))?")
 
 
 def _ends(definition: Definition, text: str) -> tuple[str, str] | None:
-    """(offsets, axis) of a constraint which says that offsets end at the size of an axis: ``total == indptr[-1].item()``."""
+    """Return (offsets, axis) of a constraint that offsets end at an axis size, such as ``total == indptr[-1].item()``."""
     sides = [side.strip() for side in text.split("==")]
     if len(sides) != 2:
         return None
@@ -175,7 +177,7 @@ def _add_workloads(draft: Draft, found: DataSet, name: str, definition: Definiti
         Workload.from_dict(
             {**workload.to_dict(), "tags": [*workload.tags, *(["tiny"] if not number else [])]}
         ).to_json()
-        for number, workload in enumerate(ordered)  # the self-test runs on the smallest
+        for number, workload in enumerate(ordered)  # the self-test runs on the smallest one
     ]
     draft.files[WORKLOADS_FILE] = "".join(f"{line}\n" for line in lines).encode()
 
@@ -187,12 +189,12 @@ def _workload(found: DataSet, item: StoredRecord, definition: Definition) -> Wor
         kind = given.get(name, {"type": "random"})
         if kind["type"] == "custom":
             raise RecordError(
-                f"inputs.{name}: comes from a function of the reference, which is never called for inputs.",
+                f"inputs.{name}: comes from a function of the reference, and an import does not call that function.",
                 code="input_by_function",
             )
         if kind["type"] == "safetensors":
             blob = blob_of(found, name, kind["path"], base_of(found, item))
-            found.content(blob.path)  # raises where the bytes are not those that were imported any more
+            found.content(blob.path)  # raises if the bytes changed since the import
             path = f"{FOLDER}/{blob.sha256}{SUFFIX}"
             inputs[name] = {
                 "type": "safetensors", "path": path, "tensor_key": kind["tensor_key"], "sha256": blob.sha256,
@@ -217,16 +219,15 @@ def _add_solution(draft: Draft, found: DataSet, item: StoredRecord, adapted: Ada
     draft.solutions.append(folder)
 
 
-# ---- foreign samplers -----------------------------------------------------------------------------
-# Foreign samplers that our judge of distributions fits, recognised by what they take and give; as Definitions that it
-# judges.
+# ---- Foreign samplers ---------------------------------------------------------------------------------
+# Recognise foreign samplers by their inputs and outputs, and turn them into Definitions judged as distributions.
 
 PROBABILITIES, UNIFORM = "probs", "uniform"
 
 
 @dataclass(frozen=True)
 class KnownSampler:
-    """A foreign sampler: ours that has its law, and what the axes of its rows and of its vocabulary are called."""
+    """A foreign sampler: our sampler with the same distribution, and the names of its row and vocabulary axes."""
 
     ours: Definition
     rows: str
@@ -236,11 +237,11 @@ class KnownSampler:
 
 
 def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | str:
-    """Return the sampler that an adapted Definition is, or why it is none whose law is known here.
+    """Return the known sampler that an adapted Definition matches, or why it matches none.
 
     Args:
-        definition: with the inputs and outputs of the foreign record.
-        catalog: has the samplers of ours, whose law says how often each draws what.
+        definition: an adapted Definition with the foreign inputs and outputs.
+        catalog: the catalog with our samplers.
     """
     given = tuple(name for name in definition.inputs if name not in (PROBABILITIES, UNIFORM))
     laws = _samplers(catalog)
@@ -248,7 +249,9 @@ def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | st
     takes_uniform = UNIFORM in definition.inputs
     if ours is None or tuple(definition.inputs) != (PROBABILITIES, *given, *([UNIFORM] * takes_uniform)):
         known = "; ".join(", ".join((PROBABILITIES, *names)) for names in laws)
-        return f"its inputs ({', '.join(definition.inputs)}) are those of no sampler with a known law ({known})"
+        return (
+            f"its inputs ({', '.join(definition.inputs)}) do not match any sampler with a known distribution ({known})"
+        )
     if len(definition.outputs) != 1:
         return f"it has {len(definition.outputs)} outputs, and a sampler has one"
     shape = definition.inputs[PROBABILITIES].shape or ()
@@ -262,12 +265,14 @@ def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | st
         found, wanted = definition.inputs[key], ours.inputs[key]
         stated = found.shape or ()
         if (found.dtype, len(stated), stated[:1]) != (wanted.dtype, len(wanted.shape or ()), (rows,)):
-            return f"{key} is {found.dtype} {list(stated)}, and a law is known for {wanted.dtype}, one for each row"
+            return (
+                f"{key} is {found.dtype} {list(stated)}, but the known distribution needs {wanted.dtype}, one per row"
+            )
     return KnownSampler(ours, rows, columns, output, takes_uniform)
 
 
 def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
-    """What a sampler takes beside probabilities and random numbers -> the one of ours that takes just this."""
+    """Map the inputs between probabilities and random numbers to our sampler with exactly these inputs."""
     found = {}
     for definition in catalog.definitions.values():
         first, *given, last = definition.inputs if len(definition.inputs) > 1 else ("", "")
@@ -277,12 +282,10 @@ def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
 
 
 def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, Any]:
-    """Return the content of a Definition that is judged by the law of ours, and takes a random number for each row as
-    ours does.
-
+    """Return a Definition that is judged by our sampler's distribution and takes one random number per row.
     Args:
-        content: of the adapted Definition; its own reference is not used, since it draws by itself.
-        sampler: what it is.
+        content: content of the adapted Definition. Its reference is replaced, because it draws by itself.
+        sampler: the matching sampler.
     """
     ours = sampler.ours.to_dict()
     (law,) = sampler.ours.sampled.values()
@@ -309,22 +312,20 @@ def sampler_record(content: dict[str, Any], sampler: KnownSampler) -> dict[str, 
 
 
 def draws_itself(sampler: KnownSampler) -> str | None:
-    """Return why the data set's own Solutions are not called here; None if they are."""
+    """Return why the data set's own Solutions cannot be called here; None if they can."""
     if sampler.takes_uniform:
         return None
     return (
-        "it makes its own random numbers, and a sampler is given one for each row here, so that a call repeats: "
-        f"add the argument '{UNIFORM}' behind the inputs"
+        "it draws its own random numbers, but a sampler here takes one per row, so that calls are repeatable: "
+        f"add the argument '{UNIFORM}' after the inputs"
     )
 
 
-# ---- foreign blobs --------------------------------------------------------------------------------
-# Where a Workload of a data set has its tensors: the file that the data set holds under a path, or why none can be
-# used.
+# ---- Tensor files of Workloads ------------------------------------------------------------------------
 
 
 def base_of(found: DataSet, item: StoredRecord) -> str:
-    """Return the folder that paths of tensors in a Workload or Trace start at."""
+    """Return the folder that tensor paths in a Workload or Trace are relative to."""
     return PurePosixPath(item.path).parent.as_posix() if found.dialect == sol_execbench.DIALECT else ""
 
 
@@ -333,12 +334,12 @@ def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile
 
     Args:
         found: the data set.
-        name: of the input, for messages.
+        name: name of the input, for messages.
         given: the path that the Workload states.
-        base: the folder that it starts at.
+        base: the folder that the path is relative to.
 
     Raises:
-        RecordError: the file is not there, or is none that may be used.
+        RecordError: the file is missing, a Git LFS pointer, or changed.
     """
     file = found.files_by_path.get(os.path.normpath(os.path.join(base, given)))
     if file is None or file.role == "pointer":

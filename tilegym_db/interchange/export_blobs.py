@@ -1,8 +1,8 @@
-"""Inputs that FlashInfer-Bench must not draw at random, as safetensors files: which they are, which fit, and what is in them.
+"""Select and draw the inputs that FlashInfer-Bench must not draw at random, and write them as safetensors files.
 
-It draws whole numbers from -1024 to 1023, and floats around zero, each input by itself. Offsets, ids and permutations would then
-point out of their tensors, and inputs that belong together would not. One file per workload holds those, drawn on the CPU by
-the generators of the Definition from a seed that the workload's uuid gives.
+FlashInfer-Bench draws each input independently: integers from -1024 to 1023, and floats around zero. Offsets, ids and
+permutations would then be out of range, and related inputs would not match. One file per workload has these inputs. They are
+drawn on the CPU by the Definition's generators, from a seed derived from the workload's uuid.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
-TOTAL_MIB = 64.0
-"""Of all blobs of an export by default: less than the sources in it have."""
-LARGEST_MIB = 8.0
-"""Of one blob by default."""
+MAX_TOTAL_MIB = 64.0
+"""Default maximum size of all blobs of an export, in MiB. It is less than the size of the sources."""
+MAX_BLOB_MIB = 8.0
+"""Default maximum size of one blob, in MiB."""
 
 _HEADER_BYTES = 256
-"""Of a file's header, at most, for each of its tensors."""
+"""Maximum header bytes per tensor in a file."""
 _DOMAINS = frozenset({"distinct_ids", "offsets", "integers", "powers_of_two", "probabilities", "log_decay"})
-"""Generators of what nothing drawn around zero can stand for, whatever its dtype."""
+"""Generators whose values cannot be replaced by values around zero, in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +41,28 @@ class Blob:
     """The inputs of one Workload that a file has to hold."""
 
     path: str
-    """In the data set."""
+    """Path in the data set."""
     definition: Definition
     workload: Workload
     names: tuple[str, ...]
     nbytes: int
-    """Of the file, or a little more."""
+    """Size of the file in bytes, or slightly more."""
     reason: str
-    """Why they cannot be drawn there."""
+    """The reason that FlashInfer-Bench cannot draw them."""
 
 
 @dataclass
 class BlobFolder:
-    """Draws blobs into a folder, the smallest first, until they have so many bytes."""
+    """A folder that blobs are drawn into, smallest first, up to a total size."""
 
     folder: Path
-    total_bytes: int = int(TOTAL_MIB * MIB)
-    largest_bytes: int = int(LARGEST_MIB * MIB)
+    total_bytes: int = int(MAX_TOTAL_MIB * MIB)
+    largest_bytes: int = int(MAX_BLOB_MIB * MIB)
     refused: dict[str, str] = field(default_factory=dict)
-    """Path -> why there is no such blob."""
+    """The reason for each blob path that is left out."""
 
     def choose(self, wanted: Iterable[Blob]) -> None:
-        """Decide which of the blobs there will be. Nothing is drawn yet."""
+        """Decide which blobs to include. Nothing is drawn yet."""
         left = self.total_bytes
         for blob in sorted(wanted, key=lambda blob: (blob.nbytes, blob.path)):
             if blob.nbytes > self.largest_bytes:
@@ -79,11 +79,11 @@ class BlobFolder:
                 left -= blob.nbytes
 
     def write(self, blob: Blob, roots: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
-        """Draw one and keep it; the file, and what the side file says of it.
+        """Draw a blob and write it; return the file and its entry in the side file.
 
         Raises:
-            RecordError: it cannot be drawn.
-            StoreError: it cannot be kept.
+            RecordError: the inputs cannot be drawn.
+            StoreError: the file cannot be written.
         """
         from safetensors.torch import save
 
@@ -107,10 +107,10 @@ class BlobFolder:
 
 
 def why_drawn(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Input -> why FlashInfer-Bench must not draw it. The others may be drawn there."""
+    """Return the inputs that FlashInfer-Bench must not draw, each with the reason."""
     reasons: dict[str, str] = {}
     for name in definition.saved:
-        reasons[name] = f"'{name}' is what {definition.backward_of} gives, and FlashInfer-Trace would draw it"
+        reasons[name] = f"'{name}' is an output of {definition.backward_of}, and FlashInfer-Bench would draw it"
     for name in definition.tensor_inputs:
         generator = definition.input_generators.get(name)
         if definition.dtype_of(name, dtypes) in WIDE_INTEGERS:
@@ -129,17 +129,17 @@ def why_drawn(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, st
 
 
 def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], folder: str, name: str) -> Blob | None:
-    """Return the blob that a Workload needs; None if everything may be drawn there, or lies in files already.
+    """Return the blob that a Workload needs; None if FlashInfer-Bench may draw its inputs or files have them already.
 
     Args:
-        definition: ours.
-        workload: of it.
-        dtypes: every dtype variable, bound.
-        folder: of the data set.
-        name: what the Definition is called there.
+        definition: our Definition.
+        workload: one of its Workloads.
+        dtypes: the bound dtype variables.
+        folder: folder in the data set.
+        name: name of the exported Definition.
 
     Raises:
-        RecordError: a backward's forward is in no catalog.
+        RecordError: the forward Definition of a backward is not in the catalog.
     """
     reasons = {
         key: reason
@@ -159,32 +159,32 @@ def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], 
 
 
 def blob_seed(workload: Workload) -> int:
-    """Return the seed that a Workload's blob is drawn from."""
+    """Return the seed of a Workload's blob."""
     return int.from_bytes(hashlib.sha256(f"blob of {workload.uuid}".encode()).digest()[:8], "little") >> 1
 
 
 def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a blob by name, on the CPU: what a draw of all inputs from that seed has for them.
+    """Draw the tensors of a blob on the CPU, equal to those of a draw of all inputs from the same seed.
 
     Args:
-        blob: whose.
-        roots: of the catalog, for inputs that lie in files and that these depend on.
+        blob: the blob to draw.
+        roots: catalog roots, for input files that the tensors depend on.
 
     Raises:
-        RecordError: a function of the Definition raises, a file is not there, or there is no memory for it.
+        RecordError: a function of the Definition raises, a file is missing, or memory is short.
     """
     from tilegym_db.records.case import Case
     from tilegym_db.verify.inputs import BlobReader, draw_inputs
 
     source, workload = blob.definition, blob.workload
     case = Case.of_workload(source, workload, distribution="normal", seed=blob_seed(workload))
-    # Weights of gigabytes stand beside ids of kilobytes: only what is asked for is drawn, and each from a seed of its name.
+    # Draw only the needed inputs: weights may have gigabytes, and each input has its own seed.
     needed = {*blob.names, *(name for name, spec in source.inputs.items() if spec.is_scalar)}
     needed |= set(case.files) & set(why_drawn(source, case.call.dtypes))
     part = source.model_copy(update={"inputs": {name: spec for name, spec in source.inputs.items() if name in needed}})
     try:
         drawn = draw_inputs(part, case, "cpu", blobs=BlobReader(roots))
-    except (RuntimeError, MemoryError) as error:  # what torch raises for a size that it cannot allocate
+    except (RuntimeError, MemoryError) as error:  # torch raises it if it cannot allocate this size
         raise RecordError(
             f"{source.name}: its inputs cannot be drawn: {str(error).partition(chr(10))[0]}", code="inputs_not_drawable"
         ) from None

@@ -1,7 +1,7 @@
-"""``fi_trace`` dumps: one JSON file per operator and shape, as flashinfer's trace templates write them.
+"""``fi_trace`` dumps: one JSON file per operator and shape, written by flashinfer's trace templates.
 
-They are Definitions with more keys (``check``, ``init``, ``optional``, ``param``) and fewer promises: no reference, a
-reference of any name, an output that overwrites an input, a const axis whose value is not known.
+They are Definitions with extra keys (``check``, ``init``, ``optional``, ``param``) and fewer guarantees. The reference may be
+missing or have any name, an output may overwrite an input, and a const axis may lack its value.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ _LOOKED_AT = 50
 
 
 def is_this(root: Path) -> bool:
-    """Return True if a folder (or one file) holds such dumps: Definitions at its top, most of which name a flashinfer
-    API.
-    """
+    """Return True if a file, or some file at the top of a folder, is such a dump. Most dumps name a flashinfer API."""
     files = [root] if root.suffix == ".json" else sorted(root.glob("*.json"))[:_LOOKED_AT]
     return any(_is_dump(file) for file in files)
 
 
 def _is_dump(file: Path) -> bool:
-    if not file.is_file():  # reading a FIFO waits for a writer
+    if not file.is_file():  # reading a FIFO would wait for a writer
         return False
     try:
         value = json.loads(file.read_bytes())
@@ -54,10 +52,10 @@ def _is_dump(file: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Return every dump; what breaks a rule is refused, with its reason.
+    """Read every dump. Invalid ones are refused with their reasons.
 
     Raises:
-        RecordError: two of them have one name.
+        RecordError: two dumps have the same name.
     """
     single = root.is_file()
     found = Collection(DIALECT, RULES, root.parent if single else root)
@@ -88,11 +86,11 @@ def read(root: Path) -> Collection:
 
 
 def dump_findings(record: Mapping[str, Any]) -> list[str]:
-    """What a dump leaves open, so that it cannot be measured as it is."""
+    """Return the gaps in a dump that prevent measuring it."""
     findings = []
     reference = record.get("reference")
     if reference is None:
-        findings.append("it has no reference, so nothing can be verified against it")
+        findings.append("it has no reference to verify against")
     else:
         names = [node.name for node in ast.parse(reference).body if isinstance(node, ast.FunctionDef)]
         if "run" not in names:
@@ -103,6 +101,6 @@ def dump_findings(record: Mapping[str, Any]) -> list[str]:
                  if name in record["inputs"]]  # fmt: skip
     known = Rules(frozenset()).dtypes or frozenset()
     for group in ("inputs", "outputs"):
-        findings += [f"{group}.{name}: dtype '{spec['dtype']}' is none of FlashInfer-Bench's"
+        findings += [f"{group}.{name}: dtype '{spec['dtype']}' is unknown to FlashInfer-Bench"
                      for name, spec in record[group].items() if spec["dtype"] not in known]  # fmt: skip
     return findings

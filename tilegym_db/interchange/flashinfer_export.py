@@ -1,9 +1,9 @@
-"""Exports the catalog and its verified traces as a FlashInfer-Trace data set.
+"""Export the catalog and its verified traces as a FlashInfer-Trace data set.
 
-What FlashInfer-Trace has no word for is left out with its reason, or told in ``tilegym_db/`` beside the five folders, which
-FlashInfer-Bench does not read: ``export.json`` (where everything came from, and what was left out), ``blobs.json`` (the sha256
-and seed of each blob that was drawn) and ``evidence/<gpu>/<definition>.jsonl`` (the whole trace behind each exported one, by
-the digest of its line).
+What FlashInfer-Trace cannot express is left out with a reason or stored in ``tilegym_db/``, which FlashInfer-Bench does not
+read. ``export.json`` has the origin of each record and what was left out. ``blobs.json`` has the sha256 and seed of each drawn
+blob. ``evidence/<gpu>/<definition>.jsonl`` has the full trace behind each exported one, by the digest of its line. Parts: the
+writer of workloads; the exported files; Definitions specialised by dtypes and constants.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tilegym_db.records.solution import config_id, find_function, spell_config
 from tilegym_db.records.workload import RandomInput, SafetensorsInput, ScalarInput
 
 BASELINE = "baseline"
-"""The author that FlashInfer-Bench takes for what others are compared with: here the code that models run today."""
+"""The author that FlashInfer-Bench compares others with. Here it marks the stock code of models."""
 ADAPTER = "flashinfer_entry.py"
-# What cheated has no status there; it must not be taken for a pass, and not for an honest wrong result either.
+# FlashInfer-Trace has no status for rejected sources. An error is neither a pass nor a wrong result.
 _STATUS = {"REJECTED": "RUNTIME_ERROR"}
 _LANGUAGE = {"cutile": "python"}
 EXTRA_DEPENDENCIES = {"cutile": ["cuda-tile"]}
@@ -43,18 +43,18 @@ def build_export(
     blobs: BlobFolder | None = None,
     names: Collection[str] = (),
 ) -> Export:
-    """Put a data set together. Reads the catalog; writes nothing but blobs.
+    """Build a data set. Reads the catalog and writes nothing but blobs.
 
     Args:
-        catalog: its Definitions, Solutions and Workloads.
-        traces: what stands verified, and failures (:func:`tilegym_db.store.sharing.shareable_traces`).
-        op_type: only this family.
-        blobs: where inputs go that FlashInfer-Bench must not draw at random, and how much of them. Without, their Workloads are
+        catalog: the catalog to export.
+        traces: verified traces and failures (:func:`tilegym_db.store.sharing.told_traces`).
+        op_type: export only this family.
+        blobs: folder and limits for inputs that FlashInfer-Bench must not draw. Without it, Workloads that need such inputs are
             left out.
-        names: only these Definitions; none means all.
+        names: export only these Definitions; empty means all.
 
     Raises:
-        StoreError: a blob cannot be kept.
+        StoreError: a blob cannot be written.
     """
     export = Export()
     by_definition: dict[str, list[Trace]] = {}
@@ -74,7 +74,7 @@ def build_export(
 
 
 class _Exporter:
-    """One Definition of ours on its way out."""
+    """The exporter of one Definition."""
 
     def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
         self.export, self.source = export, source
@@ -83,11 +83,11 @@ class _Exporter:
         self.workloads = catalog.workloads_for(source.name)
         self.items = specialised(source, self.workloads)
         self.said: dict[str, tuple[Specialised, dict[str, Any]]] = {}
-        """Workload uuid -> the Definition it went to, and how it is written."""
+        """The specialised Definition and the written form of each exported Workload, by uuid."""
         self.written: set[str] = set()
 
     def wanted(self) -> Iterator[Blob]:
-        """Yield the blobs that its Workloads need, whether there will be room for them or not."""
+        """Yield the blobs that the Workloads need, regardless of the size limits."""
         for item in self.items:
             if why_not(item) is None:
                 yield from self.to_write.wanted(item, self._workloads_of(item))
@@ -98,7 +98,7 @@ class _Exporter:
     def run(self, traces: Sequence[Trace]) -> None:
         if not self.workloads:
             self.export.leave_out(
-                f"definition {self.source.name}", "it has no workload, so no dtypes and constants to bind"
+                f"definition {self.source.name}", "it has no workload to take dtypes and constants from"
             )
         for item in self.items:
             reason = why_not(item)
@@ -135,7 +135,8 @@ class _Exporter:
             omits = ", ".join(solution.record.spec.omits)
             if omits:
                 export.leave_out(
-                    f"solution {solution.name} for {item.name}", f"it omits {omits}, which cannot be said there"
+                    f"solution {solution.name} for {item.name}",
+                    f"it omits {omits}, which FlashInfer-Trace cannot express",
                 )
             elif any(solution.record.unsupported(self.source.bind_axes(w.axes), item.dtypes) is None for w in mine):
                 self._solution(item, solution, {})
@@ -143,7 +144,7 @@ class _Exporter:
                 export.leave_out(f"solution {solution.name} for {item.name}", "it serves none of its workloads")
 
     def _solution(self, item: Specialised, solution: SolutionFiles, config: Config) -> str:
-        """Write one, where it is not there yet; its name there."""
+        """Write a Solution unless it is written already; return its exported name."""
         record = solution.record
         name = f"{record.name}_{item.suffix}"
         if config:
@@ -190,7 +191,7 @@ class _Exporter:
         return name
 
     def _baseline(self) -> str | None:
-        """Return the one Solution of a Definition whose author is told as ``baseline``."""
+        """Return the Solution that is exported with the author ``baseline``."""
         stock = stock_of(self.solutions.values())
         return None if stock is None else stock.name
 
@@ -200,7 +201,7 @@ class _Exporter:
         if said is None or solution is None:
             self.export.leave_out(what, "its workload or its solution is not in the export")
         elif trace.status == "UNSUPPORTED":
-            self.export.leave_out(what, "a solution's own limit has no status there")
+            self.export.leave_out(what, "FlashInfer-Trace has no status for UNSUPPORTED")
         else:
             item, workload = said
             name = self._solution(item, solution, trace.config)
@@ -219,18 +220,14 @@ class _Exporter:
 
 
 def _has_options(solution: SolutionFiles) -> bool:
-    """Return True if the entry point can be given more than inputs and outputs: FlashInfer-Bench counts parameters, and
-    refuses it.
-    """
+    """Return True if the entry point has optional parameters, which FlashInfer-Bench refuses because it counts parameters."""
     spec = solution.record.spec
     function = find_function(solution.sources[spec.entry_path], spec.entry_function)
     return function is None or bool(function.args.kwonlyargs or function.args.defaults)
 
 
 def _adapter(source: Definition, solution: SolutionFiles, config: Config) -> str:
-    """Return an entry point for what FlashInfer-Bench cannot say: tunables, a chosen config, and outputs written over
-    inputs.
-    """
+    """Return an entry point that sets a config, hides tunables, or turns outputs written over inputs into separate ones."""
     spec = solution.record.spec
     module = spec.entry_path.removesuffix(".py").replace("/", ".")
     keywords = "".join(f", {name}={value!r}" for name, value in config.items())
@@ -287,26 +284,25 @@ def _evaluation(trace: Trace, *, is_baseline: bool) -> dict[str, Any]:
     return evaluation
 
 
-# ---- export workloads -----------------------------------------------------------------------------
-# Workloads on their way out: what FlashInfer-Trace has no words for, and which inputs a file holds.
+# ---- Workload writer ----------------------------------------------------------------------------------
 
 
 class WorkloadWriter:
-    """Those of one Definition of ours. Puts the files that they need into the export."""
+    """The writer of one Definition's Workloads. It adds the files that they need to the export."""
 
     def __init__(self, export: Export, catalog: Catalog, source: Definition, blobs: BlobFolder | None) -> None:
-        """Nothing is drawn yet; without ``blobs`` nothing is."""
+        """Prepare the writer. Without ``blobs`` no inputs are drawn."""
         self.export, self.catalog, self.source, self.blobs = export, catalog, source, blobs
 
     def wanted(self, item: Specialised, workloads: Sequence[Workload]) -> Iterator[Blob]:
-        """Yield the blobs that Workloads need, whether there will be room for them or not."""
+        """Yield the blobs that Workloads need, regardless of the size limits."""
         for workload in workloads:
             blob = self._blob(item, workload)
             if isinstance(blob, Blob) and self._unsayable(workload) is None:
                 yield blob
 
     def _unsayable(self, workload: Workload) -> str | None:
-        """Return why a Workload has no words there, whatever its inputs hold; None if it has."""
+        """Return why FlashInfer-Trace cannot express a Workload, apart from its contents; None if it can."""
         strided = workload.layout_classes(self.source)
         if strided:
             return f"'{min(strided)}' is not contiguous, and FlashInfer-Trace has no layouts"
@@ -324,14 +320,14 @@ class WorkloadWriter:
         return f"blob/workloads/{self.source.op_type}/{item.name}"
 
     def _blob(self, item: Specialised, workload: Workload) -> Blob | str | None:
-        """Return the blob that a Workload needs, or why nobody can say which."""
+        """Return the blob that a Workload needs, or why that cannot be determined."""
         try:
             return blob_of(self.source, workload, dict(item.dtypes), self._blob_folder(item), item.name)
         except RecordError as error:
             return str(error)
 
     def written(self, item: Specialised, workload: Workload) -> dict[str, Any] | str:
-        """As it is written there, or why it cannot be."""
+        """Return the exported form of a Workload, or why it cannot be exported."""
         reason = self._unsayable(workload)
         if reason is not None:
             return reason
@@ -361,7 +357,7 @@ class WorkloadWriter:
         return {"axes": item.var_axes(workload.axes), "inputs": inputs, "uuid": workload.uuid}
 
     def _draw(self, blob: Blob) -> str | None:
-        """Put a blob into the export, or say why there is none."""
+        """Draw a blob into the export, or return why it is left out."""
         if self.blobs is None:
             return blob.reason
         if blob.path in self.blobs.refused:
@@ -375,28 +371,29 @@ class WorkloadWriter:
     def _note_drawing(self, name: str, given: object) -> None:
         generator = self.source.input_generators.get(name)
         if isinstance(given, RandomInput) and (given.scale != 1.0 or given.seed is not None):
-            self.export.notes[f"{self.source.name}.{name}"] = f"drawn here with scale {given.scale}; there at random"
+            self.export.notes[f"{self.source.name}.{name}"] = (
+                f"drawn with scale {given.scale} here, and at random there"
+            )
         elif generator is not None and not isinstance(given, SafetensorsInput):
             self.export.notes[f"{self.source.name}.{name}"] = (
-                f"drawn here by the generator {generator.kind}; there at random"
+                f"drawn by the generator {generator.kind} here, and at random there"
             )
 
 
-# ---- export files ---------------------------------------------------------------------------------
-# The files of a data set on its way out, and what could not be said.
+# ---- Exported files -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Export:
-    """The files of a data set by path, and what could not be said, as (what, reason)."""
+    """The files of a data set by path, and the (item, reason) pairs of what was left out."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     blobs: dict[str, Path] = field(default_factory=dict)
-    """Path there -> file to copy."""
+    """Files to copy, by path in the export."""
     drawn: dict[str, Path] = field(default_factory=dict)
-    """Path there -> file that was drawn for it, to be copied."""
+    """Drawn files to copy, by path in the export."""
     told_blobs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Path there -> what the side file says of a drawn blob."""
+    """Side-file entries of drawn blobs, by path in the export."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
     definitions: dict[str, dict[str, Any]] = field(default_factory=dict)
     solutions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -406,22 +403,22 @@ class Export:
     )
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Remember why something is not there."""
+        """Record why something is left out."""
         self.left_out.append((what, reason))
 
     def write_json(self, path: str, value: Any) -> None:
-        """One record as a file."""
+        """Add a record as a JSON file."""
         self.files[path] = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     def write_lines(self, path: str, values: Iterable[Any]) -> list[bytes]:
-        """Records as lines, which are returned."""
+        """Append records as lines to a file and return the lines."""
         lines = [_compact(value) for value in values]
         if lines:
             self.files[path] = self.files.get(path, b"") + b"".join(line + b"\n" for line in lines)
         return lines
 
     def seal(self) -> None:
-        """Write what was left out, and where everything came from."""
+        """Add the files that describe the export: counts, origins, and what was left out."""
         self.counts["blob"] = len(self.blobs) + len(self.drawn)
         if self.told_blobs:
             about = "drawn by tilegym-db on the CPU, each from its seed; an import refuses a blob whose sha256 differs"
@@ -444,18 +441,19 @@ def _compact(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-# ---- specialise -----------------------------------------------------------------------------------
-# Our Definitions in FlashInfer-Bench's terms: one per dtype binding and per tuple of constants.
+# ---- Specialised Definitions --------------------------------------------------------------------------
+# Export one Definition per dtype binding and per tuple of constants, because FlashInfer-Bench has neither dtype
+# variables nor expressions in shapes.
 #
-# FlashInfer-Bench knows neither dtype variables nor expressions in shapes, and it reads the variable axes of a call
-# off the shapes of its input tensors. So an axis stays variable only if a call tells it: it is an entry of an input's
-# shape, no output needs an expression of it that no input has, and it is no constant of a model (the last dimension
-# of a tensor, or one that never changes within a model whose other axes do).
+# FlashInfer-Bench reads the variable axes of a call from the shapes of its input tensors. An axis therefore stays
+# variable only if it is an entry of an input's shape, no output needs an expression of it that no input has, and it
+# is not a constant of models. Constants are the last dimension of a tensor, and axes that never change within a model
+# whose other axes do.
 
 
 @dataclass(frozen=True)
 class Specialised:
-    """One Definition with its dtypes and constants bound."""
+    """A Definition with bound dtypes and constants."""
 
     source: Definition
     name: str
@@ -464,17 +462,17 @@ class Specialised:
 
     @property
     def suffix(self) -> str:
-        """What tells it from the other ones of its Definition."""
+        """The part of the name that distinguishes it from others of the same Definition."""
         return self.name.removeprefix(f"{self.source.name}_")
 
     def covers(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> bool:
-        """Return True if a call of the Definition is one of this."""
+        """Return True if a call of the Definition has these dtypes and constants."""
         bound = self.source.bind_axes(axes)
         same = all(bound[name] == size for name, size in self.constants.items())
         return same and self.source.bind_dtypes(dtypes) == dict(self.dtypes)
 
     def axis_of(self, entry: str | int) -> tuple[str, dict[str, Any]]:
-        """Return the axis that an entry of a shape becomes, and how it is declared."""
+        """Return the name and declaration of the axis for an entry of a shape."""
         if isinstance(entry, int):
             return f"n{entry}", {"type": "const", "value": entry, "description": f"The number {entry}."}
         text = entry.strip()
@@ -492,7 +490,7 @@ class Specialised:
         return name, {"type": "var", "description": f"{text}."}
 
     def derived(self) -> dict[str, str]:
-        """Variable axis -> the expression of other axes that it stands for."""
+        """Return the variable axes that stand for expressions of other axes, with the expressions."""
         found = {}
         for entry in _entries(self.source, (*self.source.inputs, *self.source.outputs)):
             name, axis = self.axis_of(entry)
@@ -501,13 +499,13 @@ class Specialised:
         return found
 
     def var_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes that a Workload of it states."""
+        """Return the axis sizes that a Workload of it states."""
         bound = self.source.bind_axes(axes)
         given = {name: size for name, size in bound.items() if name not in self.constants}
         return given | {name: evaluate_int(text, bound) for name, text in self.derived().items()}
 
     def record(self) -> dict[str, Any]:
-        """As FlashInfer-Bench writes it."""
+        """Return the record in FlashInfer-Bench's format."""
         source = self.source
         axes = {name: self.axis_of(name)[1] for name in source.axes}
         for entry in _entries(source, (*source.inputs, *source.outputs)):
@@ -536,9 +534,7 @@ class Specialised:
 
 
 def _returning_all(source: Definition) -> str:
-    """Return the reference; one of an operator that overwrites an input may return only what it does not, and so gets a
-    frame.
-    """
+    """Return the reference, wrapped to return every output if the operator overwrites inputs."""
     if not source.in_place:
         return source.reference
     arguments = ", ".join(source.inputs)
@@ -551,7 +547,7 @@ def _returning_all(source: Definition) -> str:
 
 
 def returned_outputs(source: Definition) -> str:
-    """Return the last lines of a function that has ``returned`` and the overwritten inputs: every output, in order."""
+    """Return the source lines that return every output in order, from ``returned`` and the overwritten inputs."""
     values = "returned if isinstance(returned, tuple | list) else (returned,)"
     overwritten = {target: name for name, target in source.in_place.items()}
     settled = "".join(f"    outputs.setdefault({target!r}, {name})\n" for target, name in overwritten.items())
@@ -595,7 +591,7 @@ def _changing_within_a_model(workloads: Sequence[Workload]) -> set[str]:
 
 
 def specialised(source: Definition, workloads: Sequence[Workload]) -> list[Specialised]:
-    """Return one for each dtype binding and tuple of constants that the Workloads have, by name."""
+    """Return one specialised Definition per dtype binding and tuple of constants in the Workloads, by name."""
     constants = constant_axes(source, workloads)
     found: dict[str, Specialised] = {}
     for workload in workloads:
@@ -608,7 +604,7 @@ def specialised(source: Definition, workloads: Sequence[Workload]) -> list[Speci
 
 
 def why_not(item: Specialised) -> str | None:
-    """Return why FlashInfer-Bench cannot be told this Definition; None if it can."""
+    """Return why FlashInfer-Trace cannot express this Definition; None if it can."""
     for name in (*item.source.inputs, *item.source.outputs):
         dtype = item.source.dtype_of(name, item.dtypes)
         if dtype not in FIB_DTYPES:

@@ -1,4 +1,4 @@
-"""FlashInfer-Trace: the tree of FlashInfer-Bench, with definitions, solutions, workloads and traces in folders of their own."""
+"""FlashInfer-Trace, the format of FlashInfer-Bench: folders of definitions, solutions, workloads and traces."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def is_this(root: Path) -> bool:
 
 
 def read(root: Path) -> Collection:
-    """Everything in the tree; what breaks a rule is refused, with its reason.
+    """Read every record of the tree. Invalid ones are refused with their reasons.
 
     Raises:
-        RecordError: two Definitions or two Solutions have one name, so that nobody could say which is meant.
+        RecordError: two Definitions or two Solutions have the same name.
     """
     found = Collection(DIALECT, RULES, root)
     paths, refused = walk(root)
@@ -77,7 +77,7 @@ def _solution(found: Collection, path: str, file: Path) -> None:
 
 
 def defaults_filled(record: Mapping[str, Any], rules: Rules) -> tuple[dict[str, Any], list[str]]:
-    """Return a Solution with what its dialect takes for granted, and which keys that were: defaults differ by dialect."""
+    """Return a Solution with its dialect's defaults filled in, and the filled keys."""
     spec = dict(record["spec"])
     defaults: dict[str, Any] = {
         "destination_passing_style": rules.destination_passing_default,
@@ -91,11 +91,11 @@ def defaults_filled(record: Mapping[str, Any], rules: Rules) -> tuple[dict[str, 
 
 def _misplaced(path: str, want: tuple[str, ...]) -> list[str]:
     parts = PurePosixPath(path).parts[1:]
-    return [] if parts == want else [f"its path is {path}, and its fields say {'/'.join(want)}"]
+    return [] if parts == want else [f"its path is {path}, but its fields say {'/'.join(want)}"]
 
 
 def _lines(found: Collection, path: str, file: Path) -> Iterator[tuple[dict[str, Any], str, int, tuple[int, int]]]:
-    """(record, digest, line number, span) of every line that is a trace."""
+    """Yield (record, digest, line number, span) of every valid trace line."""
     content = file.read_bytes()
     found.carry(path, file, "records")
     for line in split_lines(content):

@@ -1,4 +1,4 @@
-"""Imports a data set: tells its dialect, reads it without running anything, and keeps it beside the catalog in one step."""
+"""Import a data set: detect its dialect, read it without executing anything, and store it in one step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tilegym_db.store.imported import DataSet, add_data_set, check_addable, chec
 
 @dataclass(frozen=True)
 class Dialect:
-    """How to tell that a path holds one, and how to read it."""
+    """A dialect, with functions that detect and read its data sets."""
 
     name: str
     is_this: Callable[[Path], bool]
     read: Callable[[Path], Collection]
 
 
-# The order in which they are tried: a FlashInfer-Trace tree may hold the others' files, not the other way round.
+# Tried in this order: a FlashInfer-Trace tree may contain files of the others, but not the reverse.
 DIALECTS: dict[str, Dialect] = {
     module.DIALECT: Dialect(module.DIALECT, module.is_this, module.read)
     for module in (flashinfer_trace, tilegym_inventory, sol_execbench, fi_trace_dumps)
@@ -32,7 +32,7 @@ DIALECTS: dict[str, Dialect] = {
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import found; ``changed`` is false where exactly this was there before, or nothing was to be written."""
+    """The imported data set. ``changed`` is False if the same content was stored before, or in a dry run."""
 
     data_set: DataSet
     changed: bool
@@ -42,7 +42,7 @@ def recognise(path: Path) -> Dialect:
     """Return the dialect of a data set.
 
     Raises:
-        UsageError: there is nothing there, or it is in no dialect that is known.
+        UsageError: the path does not exist, or its dialect is not recognised.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist.", code="data_set_missing")
@@ -50,7 +50,7 @@ def recognise(path: Path) -> Dialect:
         if dialect.is_this(path):
             return dialect
     raise UsageError(
-        f"{path} is in no dialect that is known ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
+        f"{path} is not in a known dialect ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
         "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps.",
         code="dialect_unrecognised",
     )
@@ -66,21 +66,21 @@ def import_data_set(
     dry_run: bool = False,
     home: Path | None = None,
 ) -> ImportReport:
-    """Read a data set and keep it. Nothing of it is executed, and nothing of it joins the catalog.
+    """Read a data set and store it. Nothing of it is executed or added to the catalog.
 
     Args:
-        path: its root, or one file of a dump.
-        name: what to call it; by default its folder's name.
-        dialect: one of :data:`DIALECTS`, where it should not be told from the files.
-        replace: take the place of another data set of that origin.
-        strict: a refused record is an error, and nothing comes in.
-        dry_run: read and report only.
+        path: root of the data set, or one file of a dump.
+        name: name of the data set; by default its folder's name.
+        dialect: one of :data:`DIALECTS`; by default it is detected.
+        replace: replace another data set of that origin.
+        strict: raise if a record is refused, and store nothing.
+        dry_run: only read and report.
         home: the store's folder; ``$TILEGYM_DB_HOME`` or the user data folder by default.
 
     Raises:
-        UsageError: no such path or dialect, a name that cannot be one, or one that is taken by other content.
-        RecordError: two records have one name; nothing in it is a record; or, with ``strict``, one was refused.
-        StoreError: it cannot be kept. Nothing was changed.
+        UsageError: the path or dialect is unknown, or the name is invalid or taken by other content.
+        RecordError: two records have the same name, nothing in it is a record, or ``strict`` is set and a record is refused.
+        StoreError: the data set cannot be stored. Nothing was changed.
     """
     if dialect is not None and dialect not in DIALECTS:
         raise UsageError(f"unknown dialect '{dialect}'; known: {', '.join(DIALECTS)}.", code="dialect_unknown")
@@ -108,7 +108,7 @@ def import_data_set(
 
 
 def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
-    """Raise :class:`RecordError` where nothing came in, or, with ``strict``, not everything."""
+    """Raise :class:`RecordError` if nothing was accepted or, with ``strict``, if something was refused."""
     if found.refused and (strict or not found.records):
         some = "; ".join(str(refusal) for refusal in found.refused[:5])
         what = "nothing in it can be imported" if not found.records else f"{len(found.refused)} refused, and --strict"
@@ -120,7 +120,7 @@ def _refuse(path: Path, found: DataSet, dialect: str, strict: bool) -> None:
 
 
 def default_name(path: Path) -> str:
-    """Return a name for a data set, from its folder's."""
+    """Return a name for a data set, derived from its folder or file."""
     return (
         re.sub(r"[^a-z0-9_.-]+", "-", path.stem.lower() if path.is_file() else path.name.lower()).strip("-._") or "data"
     )

@@ -1,4 +1,4 @@
-"""Reads the files of a foreign data set without trusting them: JSON without repeated keys, paths that stay inside the root."""
+"""Read untrusted files of a foreign data set: JSON without repeated keys, and paths that stay inside the root."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tilegym_db.records.base import canonical_json
 from tilegym_db.store.imported import Refusal
 
 MAX_RECORD_BYTES = 64 << 20
-"""Of one file of records, or one line of traces; FlashInfer-Bench cuts its logs at 5 MiB."""
+"""Maximum bytes of a record file or a trace line. FlashInfer-Bench cuts its logs at 5 MiB."""
 _MAX_DEPTH = 100
-"""Of objects and lists within each other. What copies records is recursive, and has no room for much more."""
+"""Maximum nesting depth of a record. Copying records is recursive and cannot go much deeper."""
 LFS_VERSION = b"version https://git-lfs.github.com/spec/v1"
 POINTER_INSTEAD = "is a Git LFS pointer without its content: run git lfs pull in the data set, and import it again"
 LINK_OUT = (
@@ -28,12 +28,12 @@ _MAX_POINTER_BYTES = 1024
 _MAX_HEADER_BYTES = 100 << 20
 _GIT = ".git"
 _SKIPPED = frozenset({_GIT, "__pycache__", ".cache"})
-"""Folders that belong to a tool, not to the data set."""
+"""Folders of tools, which are not part of a data set."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file of lines, without its line end."""
+    """One line of a file, without its line end."""
 
     number: int
     offset: int
@@ -41,9 +41,9 @@ class Line:
 
 
 def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
-    """Return every regular file below a folder as (path with '/', file), by path; and what cannot be one.
+    """Return every regular file below a folder as (path with '/', file), sorted by path, and the refused entries.
 
-    A link is read as what it leads to, where that lies inside the root.
+    A link is followed if its target is inside the root.
     """
     found, refused = [], []
     for folder, folders, names in os.walk(root, followlinks=False):
@@ -60,24 +60,22 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
             elif file.is_dir():
                 refused.append(Refusal(path, "", "a link to a folder; copy the folder"))
             else:
-                refused.append(Refusal(path, "", "a broken link, or no regular file"))
+                refused.append(Refusal(path, "", "a broken link, or not a regular file"))
     return sorted(found), sorted(refused, key=str)
 
 
 def leads_out(file: Path, root: Path) -> bool:
-    """Return True if a file is a link to what lies outside a folder or in a ``.git``. One that leads nowhere, or to
-    itself, is none.
-    """
-    # Not Path.resolve, which raises for a link to itself.
+    """Return True if a file is a link to a target outside a folder or inside a ``.git``. Broken and cyclic links are not."""
+    # Path.resolve raises for a link to itself.
     real, real_root = Path(os.path.realpath(file)), os.path.realpath(root)
     return not real.is_relative_to(real_root) or _GIT in real.relative_to(real_root).parts
 
 
 def spelled_otherwise(file: Path, suffix: str) -> str | None:
-    """Return why a file is left out that differs from what is read in the case of its suffix only; None for any other."""
+    """Return why a file is skipped whose suffix differs from the expected one only in case; None for other files."""
     if file.suffix == suffix or file.suffix.lower() != suffix:
         return None
-    return f"its name ends in {file.suffix}, and only {suffix} is read: rename it"
+    return f"its name ends in {file.suffix}, but only {suffix} is read; rename it"
 
 
 def _is_text(path: str) -> bool:
@@ -89,16 +87,16 @@ def _is_text(path: str) -> bool:
 
 
 def file_digest(file: Path) -> tuple[str, int]:
-    """sha256 and size of a file's bytes."""
+    """Return the sha256 and the size of a file."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256")
         return digest.hexdigest(), content.tell()
 
 
 def split_lines(content: bytes) -> Iterator[Line]:
-    """Yield the lines that hold something; empty ones are skipped, as FlashInfer-Bench does."""
+    """Yield the non-empty lines, as FlashInfer-Bench reads them."""
     if content.startswith(LFS_VERSION):
-        yield Line(1, 0, content)  # one thing to refuse, not a reason for each of its lines
+        yield Line(1, 0, content)  # refuse the pointer once instead of once per line
         return
     offset = 0
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -120,9 +118,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(content: bytes) -> tuple[dict[str, Any], str] | str:
-    """Return a JSON object and its digest, or why it is none.
+    """Return a JSON object and its digest, or why it is invalid.
 
-    The digest leaves white space out and keeps everything else apart: the order of keys, and the text of numbers.
+    The digest ignores white space. It keeps the order of keys and the text of numbers.
     """
     if len(content) > MAX_RECORD_BYTES:
         return f"has {len(content)} bytes; a record has at most {MAX_RECORD_BYTES}"
@@ -166,29 +164,29 @@ def _finite(text: str) -> float:
 
 
 def _number(text: str) -> str:
-    return f"\0{text}"  # no JSON text can hold this without escaping it, so it is no string of the record
+    return f"\0{text}"  # JSON must escape this character, so no string of the record equals it
 
 
 def _spelled_constant(text: str) -> str:
-    return text  # NaN and Infinity as bare words are read as the texts that FlashInfer-Bench writes
+    return text  # read bare NaN and Infinity as the texts that FlashInfer-Bench writes
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path of a record cannot be one inside its data set or solution; None if it can."""
+    """Return why a path is not allowed inside its data set or solution; None if it is."""
     pure = PurePosixPath(path)
     if not path or not pure.parts:
         return "is empty"
     if "\0" in path or "\\" in path:
-        return f"{path!r} is no plain path"
+        return f"{path!r} is not a plain path"
     if pure.is_absolute() or ".." in pure.parts:
         return f"{path!r} leads out of its folder"
     if _GIT in (part.lower() for part in pure.parts):
-        return f"{path!r} leads into a repository's {_GIT}, which is no part of its content"
+        return f"{path!r} leads into a repository's {_GIT}, which is not part of its content"
     return None
 
 
 def lfs_pointer(file: Path) -> tuple[str, int] | None:
-    """Return the sha256 and size that a Git LFS pointer declares; None for a file that is none."""
+    """Return the sha256 and size that a Git LFS pointer declares; None for any other file."""
     if file.stat().st_size > _MAX_POINTER_BYTES:
         return None
     content = file.read_bytes()
@@ -202,12 +200,12 @@ def lfs_pointer(file: Path) -> tuple[str, int] | None:
 
 
 def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
-    """Key -> (dtype as safetensors spells it, shape) of a safetensors file, or why it is none. Reads the header only."""
+    """Return (dtype in safetensors' spelling, shape) by key from a safetensors header, or why it is invalid."""
     size = file.stat().st_size
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            return "is no safetensors file: its header is longer than the file"
+            return "is not a safetensors file: its header is longer than the file"
         try:
             header = json.loads(content.read(length))
             return {
@@ -216,9 +214,9 @@ def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
                 if key != "__metadata__" and item["data_offsets"][1] <= size - 8 - length
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            return f"is no safetensors file: its header cannot be read ({error})"
+            return f"is not a safetensors file: its header cannot be read ({error})"
 
 
 def content_digest(value: Any) -> str:
-    """sha256 of the one spelling of a value that was put together here, not read."""
+    """Return the sha256 of a value's canonical JSON, for values that were not read from a file."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()

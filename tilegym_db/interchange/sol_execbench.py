@@ -51,11 +51,11 @@ TOLERANCE: dict[str, Any] = {
     "max_atol": 0.01, "max_rtol": 0.01, "required_matched_ratio": 0.99, "max_error_cap": None,
     "allow_negative_inf": False,
 }  # fmt: skip
-"""What a Workload that states no tolerance is judged by there."""
+"""Tolerance of a Workload that states none."""
 
 
 def tolerance_problems(record: Mapping[str, Any], where: str = "") -> Iterator[Problem]:
-    """Yield why the tolerance of a Workload is refused; it may state none."""
+    """Yield the problems of a Workload's tolerance, which is optional."""
     given = record.get("tolerance")
     if given is None:
         return
@@ -75,14 +75,14 @@ def tolerance_problems(record: Mapping[str, Any], where: str = "") -> Iterator[P
 
 
 def is_this(root: Path) -> bool:
-    """Return True if some folder below holds a problem."""
+    """Return True if a folder below the root has a problem."""
     return root.is_dir() and any(
         next(file.parent.glob("workload*.jsonl"), None) is not None for file in root.rglob("definition.json")
     )
 
 
 def read(root: Path) -> Collection:
-    """Return every problem; what breaks a rule is refused, with its reason, and so is a name that other content has."""
+    """Read every problem. Invalid records are refused with their reasons, and so are names taken by other content."""
     found = Collection(DIALECT, RULES, root)
     paths, refused = walk(root)
     found.refused += refused
@@ -118,11 +118,11 @@ def _definition(found: Collection, path: str, folder: Path) -> dict[str, Any] | 
     if entry is not None and not isinstance(entry, str):
         problems.append(("custom_inputs_entrypoint", "must be the name of a function"))
     if not problems and (twin := found.first_of("definition", record["name"], digest, path)) is not None:
-        # A problem is often there once per language, word for word the same.
+        # The same definition often appears once per language.
         if twin[1] == digest:
             found.carry(path, file)
             return record
-        problems.append(("name", f"'{record['name']}' is in {twin[0]} too, with other content"))
+        problems.append(("name", f"'{record['name']}' is also in {twin[0]} with other content"))
     if problems:
         found.refuse(path, problems)
         return None
@@ -143,7 +143,7 @@ def _solution(found: Collection, path: str, file: Path) -> None:
         if twin[1] == digest:
             found.carry(path, file)
             return
-        problems.append(("name", f"'{record['name']}' is in {twin[0]} too, with other content"))
+        problems.append(("name", f"'{record['name']}' is also in {twin[0]} with other content"))
     if problems:
         found.refuse(path, problems)
         return
@@ -170,7 +170,7 @@ def _lines(found: Collection, path: str, file: Path, definition: dict[str, Any] 
             problems.append(("", "its definition.json was refused"))
         kinds = {} if problems or is_trace else {name: spec["type"] for name, spec in record["inputs"].items()}
         if "custom" in kinds.values() and set(kinds.values()) - {"custom", "scalar"}:
-            problems.append(("inputs", "either all tensors are custom or none is"))
+            problems.append(("inputs", "either all tensors are custom, or no tensor is"))
         if problems or definition is None:
             found.refuse(path, problems, line.number)
             continue

@@ -1,4 +1,4 @@
-"""TileGym's kernel inventory: ``kernel_definitions/`` and ``kernel_solutions/``, whose sources are paths of its repository."""
+"""TileGym's kernel inventory: ``kernel_definitions/`` and ``kernel_solutions/``, whose sources are files of its repository."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _FOLDERS = ("kernel_definitions", "kernel_solutions")
 
 
 def is_this(root: Path) -> bool:
-    """Return True if some folder below (or this one) is an inventory."""
+    """Return True if the root or a folder below it is an inventory."""
     return root.is_dir() and (root.name in _FOLDERS or any(next(root.rglob(name), None) for name in _FOLDERS))
 
 
 def read(root: Path) -> Collection:
-    """Return every record of the inventory, with the content of its sources; only those of the inventory's folders are
-    kept.
-
+    """Read every record of the inventory with the content of its sources. Other files are not kept.
     Raises:
-        RecordError: two Definitions or two Solutions have one name.
+        RecordError: two Definitions or two Solutions have the same name.
     """
     repository = _repository(root)
     found = Collection(DIALECT, RULES, repository)
@@ -48,7 +46,7 @@ def read(root: Path) -> Collection:
 
 
 def _repository(root: Path) -> Path:
-    """Return the folder that source paths start at: the nearest one above with ``src``, else the inventory's own."""
+    """Return the folder that source paths are relative to: the nearest parent with ``src``, else the inventory itself."""
     folder = root.resolve()
     for candidate in (folder, *folder.parents):
         if (candidate / "src").is_dir():
@@ -80,11 +78,11 @@ def _solution(found: Collection, path: str, file: Path, record: dict[str, Any], 
 
 
 def _sources(found: Collection, record: Mapping[str, Any]) -> tuple[list[Problem], list[dict[str, str]]]:
-    """Return the sources with the content of their files, and why some cannot be had."""
+    """Return the sources with their contents, and the problems of those that cannot be read."""
     given = record.get("sources")
     paths = given.get("path") if isinstance(given, dict) else None
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
-        return [("sources.path", "must be a list of paths of the repository")], []
+        return [("sources.path", "must be a list of paths in the repository")], []
     problems: list[Problem] = []
     sources = []
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Writes an export: whole or not at all, into a folder of its own; and imported data sets, byte for byte."""
+"""Write an export atomically into a new folder, and write imported data sets byte for byte."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tilegym_db.store.imported import DataSet, StoredRecord, paths_of
 
 
 def refuse_taken(folder: Path) -> None:
-    """Refuse a folder that nothing can be exported to; ask before an export is put together, which takes seconds.
+    """Raise if a folder is not free for an export. Call it before building the export, which takes seconds.
 
     Raises:
-        UsageError: it exists and holds something, or is no folder.
-        StoreError: it cannot be looked at.
+        UsageError: the path exists and is not an empty folder.
+        StoreError: the path cannot be read.
     """
     try:
         if os.path.lexists(folder) and not folder.is_dir():
-            raise UsageError(f"{folder} exists and is no folder. Export into a new folder.", code="folder_irregular")
+            raise UsageError(f"{folder} exists and is not a folder. Export into a new folder.", code="folder_irregular")
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} exists and is not empty. Export into a new folder.", code="folder_occupied")
     except OSError as error:
@@ -31,16 +31,16 @@ def refuse_taken(folder: Path) -> None:
 
 @contextmanager
 def folder_beside(folder: Path) -> Iterator[Path]:
-    """A scratch folder on the file system that an export goes to, removed at the end.
+    """Yield a scratch folder on the file system of an export; it is removed at the end.
 
     Raises:
-        UsageError: the export's folder exists and holds something.
-        StoreError: nothing can be written there.
+        UsageError: the export's folder exists and is not empty.
+        StoreError: the folder cannot be written.
     """
     refuse_taken(folder)
     with ExitStack() as stack:
         try:
-            beside = Path(os.path.realpath(folder)).parent  # that of "." is "." itself
+            beside = Path(os.path.realpath(folder)).parent  # the parent of "." would be "."
             beside.mkdir(parents=True, exist_ok=True)
             scratch = stack.enter_context(scratch_folder(beside))
         except OSError as error:
@@ -53,26 +53,26 @@ def _cannot_write(folder: Path, error: OSError) -> str:
 
 
 def write_tree(folder: Path, files: Mapping[str, bytes], copies: Mapping[str, Path] | None = None) -> None:
-    """Write every file below ``folder``, which appears with all of them or not at all.
+    """Write every file below ``folder``, or none.
 
     Args:
-        folder: one that does not exist yet, or is empty.
-        files: path below it -> content.
-        copies: path below it -> file to copy.
+        folder: a folder that is empty or does not exist.
+        files: contents by path below the folder.
+        copies: files to copy, by path below the folder.
 
     Raises:
-        UsageError: the folder exists and holds something.
-        StoreError: it cannot be written. Nothing is left behind.
+        UsageError: the folder exists and is not empty.
+        StoreError: the folder cannot be written. Nothing is left behind.
     """
     refuse_taken(folder)
     write_folder(folder, files, copies, may_be_empty=True)
 
 
 def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, bytes]:
-    """Return the files of an imported data set, as they were.
+    """Return the files of an imported data set with their original bytes.
 
-    A line that was refused is not in its file. With ``op_type`` only what belongs to that family is there: its records, and the
-    tensors that its Workloads name.
+    Refused lines are missing from their files. With ``op_type``, only the records of that family and the tensor files of its
+    Workloads are included.
     """
     families = {item.name: item.record.get("op_type") for item in found.of_kind("definition")}
 
@@ -102,7 +102,7 @@ def imported_files(found: DataSet, op_type: str | None = None) -> dict[str, byte
 def _kept_lines(
     found: DataSet, path: str, records: list[StoredRecord], wanted: Callable[[StoredRecord], bool]
 ) -> bytes | None:
-    """Return a file of records without the lines that were refused or are not wanted; None if nothing is left."""
+    """Return a file of records without refused or unwanted lines; None if nothing is left."""
     content = found.content(path)
     refused = {refusal.path for refusal in found.refused}
     whole = not any(f"{path}:" in place for place in refused) and all(wanted(item) for item in records)

@@ -1,4 +1,8 @@
-"""Our verdict on foreign Solutions: their contents, our sandbox and gates, and their tolerance as a named rule beside them."""
+"""Verify Solutions of imported data sets with our sandbox, inputs and gates, and report the data set's own tolerance too.
+
+Parts: comparison of our verdicts with those of the data set; inputs for foreign Workloads; foreign tolerance rules;
+the stored judgements.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,10 @@ from tilegym_db.verify.verifier import Failure
 
 RECORD_FILE = "solution.json"
 MAY_LACK_OUTPUTS = ("INCORRECT_SHAPE", "RUNTIME_ERROR")
-"""How a call ends that returned fewer outputs than were asked for: by itself, or in the entry point that was added."""
+"""Statuses of a call that may have returned fewer outputs than the Definition has.
+
+Such a call fails by itself or in the entry point that the adapter added.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,14 +76,14 @@ def judge_data_set(
     limit: int | None = None,
     observer: Callable[[Judgement], None] = lambda judgement: None,
 ) -> list[Judgement]:
-    """Run the Solutions of a data set, each on the Workloads of its Definition.
+    """Run each Solution of a data set on the Workloads of its Definition.
 
     Args:
         found: an imported data set; nothing in it is changed.
-        machine: the device.
-        names: Definitions or Solutions; none means all.
-        limit: at most so many Workloads per Definition, the first ones.
-        observer: told of each judgement as it is made.
+        machine: the device to run on.
+        names: Definitions or Solutions; empty means all.
+        limit: maximum number of Workloads per Definition, taken in order.
+        observer: called with each judgement when it is made.
     """
     judgements: list[Judgement] = []
     workloads = workloads_of(found)
@@ -89,7 +96,7 @@ def judge_data_set(
         if not solutions:
             continue
         chosen = workloads.get(definition.name, [])[:limit]
-        # Our gates compare by element too: where that judges nothing, no Solution is run for a verdict.
+        # Our gates compare element by element. If that cannot decide about a Definition, its Solutions are not run.
         adapted = why_not_by_element(found.dialect, definition) or adapted_definition(found, definition)
         for workload, base in chosen:
             batch: Iterable[Judgement]
@@ -104,7 +111,10 @@ def judge_data_set(
 
 
 def workloads_of(found: DataSet) -> dict[str, list[tuple[Mapping[str, Any], str]]]:
-    """Definition -> its Workloads with the folder that their tensors' paths start at; then those that only traces have."""
+    """Return the Workloads of each Definition, each with the folder that its tensor paths are relative to.
+
+    Workloads that appear only in traces come last.
+    """
     workloads: dict[str, dict[str, tuple[Mapping[str, Any], str]]] = {}
     for item in (*found.of_kind("workload"), *found.of_kind("trace")):
         record = item.record["workload"] if item.kind == "trace" else item.record
@@ -117,7 +127,7 @@ def _not_run(item: StoredRecord, workload: Mapping[str, Any], machine: Machine, 
 
 
 def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[Judgement]:
-    """Yield every Solution on the same contents."""
+    """Yield the judgement of every Solution, all on the same inputs."""
     seed = secrets.randbits(62)
     definition = task.adapted.definition
     with scratch_folder() as scratch:
@@ -141,7 +151,11 @@ def _judge_workload(task: _Task, solutions: Sequence[StoredRecord]) -> Iterable[
 
 
 def _check_constraints(task: _Task, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the constraints that could not be evaluated; :class:`RecordError` where the contents break one that could."""
+    """Return the constraints that could not be evaluated.
+
+    Raises:
+        RecordError: the inputs break a constraint.
+    """
     unchecked = []
     for text in task.adapted.tensor_constraints:
         try:
@@ -199,9 +213,12 @@ def _judge_solution(
 
 
 def _fewer(item: StoredRecord, definition: Definition) -> list[tuple[str, ...]]:
-    """What a Solution may have left out that returns its outputs: the last optional one, the last two, and so on."""
+    """Return the sets of optional outputs that a Solution may omit: the last one, the last two, and so on.
+
+    Only a Solution that returns its outputs may omit some.
+    """
     if item.record["spec"]["destination_passing_style"]:
-        return []  # its parameters have said so
+        return []  # its parameters name its outputs
     optional = definition.optional_outputs
     return [optional[-count:] for count in range(1, len(optional) + 1)]
 
@@ -225,8 +242,9 @@ def _judge_adapted(
     *,
     interpret: bool,
 ) -> Judgement:
-    """Return one Solution in the sandbox, by what it gives; one that omits an output has no time, since nothing is like
-    it.
+    """Run one Solution in the sandbox and return the judgement.
+
+    A Solution that omits outputs is not timed, because no other Solution computes the same outputs.
     """
     expected, written, _ = given
     omits = adapted.record.spec.omits
@@ -251,20 +269,21 @@ def _judge_adapted(
 
 
 def _prepared(adapted: AdaptedSolution, item: StoredRecord, folder: Path) -> SolutionFiles | str:
-    """Return a Solution that a worker can load, or why there is none: one bad Solution of a data set stops none of the
-    others.
+    """Return a Solution that a worker can load, or the reason it cannot be prepared.
+
+    A reason is returned rather than raised, so that one bad Solution does not stop the others.
     """
     try:
         return prepare_solution(adapted, folder)
     except RecordError as error:
-        # It names the copy that was made for the worker; whoever mends it looks for the file of the data set.
+        # The error names the worker's copy. The user needs the path in the data set.
         return f"{item.path}: {str(error).removeprefix(f'{folder / RECORD_FILE}: ')}"
     except OSError as error:
         return f"{item.path}: its sources cannot be written side by side: {error.strerror or error}"
 
 
 def _by_rule(task: _Task, outputs: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """What the other project's tolerance says of outputs, against its own reference as it is written."""
+    """Check outputs against the data set's own reference with the data set's own tolerance."""
     rule = rule_for(task.found.dialect, task.definition, task.workload)
     if not isinstance(rule, ForeignRule):
         return {"rule_reason": rule}
@@ -272,34 +291,39 @@ def _by_rule(task: _Task, outputs: Mapping[str, Any], written: Mapping[str, Any]
     return {"rule": rule.name, "rule_passed": problem is None, "rule_reason": problem or ""}
 
 
-# ---- comparing ------------------------------------------------------------------------------------
-# The verdict and time of others beside ours, and how often the two disagree. Foreign figures are shown, never ranked
-# with.
+# ---- Comparison with foreign verdicts ----------------------------------------------------------------
+# Foreign measurements are shown beside ours and never ranked with them.
 
 PairKey = tuple[str, str, str]
-"""Definition, Solution and Workload, by the names of the data set."""
+"""Names of a Definition, a Solution and a Workload in the data set."""
 
 
 @dataclass(frozen=True)
 class ComparedPair:
-    """One Solution on one Workload: what the data set says, and what was found here."""
+    """The verdicts of the data set and of this machine on one Solution and Workload."""
 
     definition: str
     solution: str
     workload: str
     foreign_status: str | None
-    """The newest line of the data set; None if it has none."""
+    """Status of the newest trace in the data set; None without a trace."""
     foreign_hardware: str | None
     foreign_latency_us: float | None
     ours: Judgement | None
     promoted_status: str | None = None
-    """Of the newest trace of what was added to the catalog from a draft: a promotion, or a failure. None if there is none."""
+    """Status of the newest trace of the Solution that was added to the catalog from a draft.
+
+    The trace is a promotion or a failure. None without such a trace.
+    """
     promoted_gpu: str | None = None
     promoted_latency_us: float | None = None
 
     @property
     def agreement(self) -> str:
-        """``agree``, ``we fail it``, ``they fail it``, or why there is nothing to compare. A trace counts before a judgement."""
+        """``agree``, ``we fail it``, ``they fail it``, or the reason that there is no comparison.
+
+        A trace takes precedence over a judgement.
+        """
         status = self.promoted_status or (None if self.ours is None else self.ours.status)
         if status is None:
             return "not judged here"
@@ -316,7 +340,7 @@ def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trac
 
     Args:
         found: the data set.
-        catalog: where its Definitions and Workloads are looked for, by the tags that a draft gives them.
+        catalog: the catalog to search for its Definitions and Workloads, by the tags that a draft gives them.
         traces: promotions that stand and failures, oldest first.
     """
     names: dict[tuple[str, str, str], PairKey] = {}
@@ -339,13 +363,13 @@ def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trac
 def compared(
     found: DataSet, judgements: Sequence[Judgement], promoted: Mapping[PairKey, Trace] | None = None
 ) -> list[ComparedPair]:
-    """Return every pair that either side has a verdict on, in the order of the data set."""
+    """Return every pair with a verdict from either side, in the order of the data set."""
     promoted = promoted or {}
     foreign: dict[PairKey, Mapping[str, Any]] = {}
     for item in found.of_kind("trace"):
         foreign[item.definition, item.record["solution"], item.name] = item.record[
             "evaluation"
-        ]  # lines are in time order
+        ]  # the lines are in time order, so the newest one stays
     ours = {(item.definition, item.solution, item.workload): item for item in judgements}
     pairs = []
     for key in dict.fromkeys([*foreign, *ours, *promoted]):
@@ -369,12 +393,12 @@ def compared(
 
 
 def summary(pairs: Sequence[ComparedPair]) -> dict[str, int]:
-    """Return how many pairs agree, and in which way the others do not."""
+    """Count the pairs by agreement."""
     return dict(Counter(pair.agreement for pair in pairs).most_common())
 
 
-# ---- foreign inputs -------------------------------------------------------------------------------
-# Contents for a foreign Workload: drawn as its own project draws them, or read from its tensors.
+# ---- Inputs of foreign Workloads ---------------------------------------------------------------------
+# Inputs are drawn as the foreign project draws them, or read from its tensor files.
 
 _WIDE_INTEGERS = frozenset({"int16", "int32", "int64", "uint32"})
 
@@ -382,18 +406,19 @@ _WIDE_INTEGERS = frozenset({"int16", "int32", "int64", "uint32"})
 def draw_contents(
     found: DataSet, definition: Definition, workload: Mapping[str, Any], seed: int, device: str, base: str = ""
 ) -> dict[str, torch.Tensor | Scalar]:
-    """Input name -> contiguous tensor or number, in the Definition's order.
+    """Return the inputs of a Workload by name, in the Definition's order: contiguous tensors or numbers.
 
     Args:
-        found: the data set that tensors are read from.
+        found: the data set that stores the tensors.
         definition: the adapted Definition.
-        workload: its axes and inputs, as imported.
-        seed: the data set stores none; the same one draws the same contents on one kind of device.
+        workload: the imported Workload with its axes and inputs.
+        seed: seed of the random inputs, because the data set stores none. Equal seeds give equal inputs on one kind of
+            device.
         device: ``cpu`` or ``cuda:<n>``.
-        base: the folder that paths of tensors are relative to.
+        base: the folder that tensor paths are relative to.
 
     Raises:
-        RecordError: an input cannot be had: a missing tensor or one that does not fit, a scalar without a value.
+        RecordError: a tensor is missing or does not fit, a scalar has no value, or an input cannot be drawn.
     """
     axes = definition.bind_axes({name: size for name, size in workload["axes"].items() if name in definition.axes})
     values: dict[str, torch.Tensor | Scalar] = {}
@@ -402,21 +427,21 @@ def draw_contents(
         shape, dtype = definition.shape_of(name, axes), storage_dtype(spec.dtype)
         if given["type"] == "custom":
             raise RecordError(
-                f"inputs.{name}: comes from a function of the reference, which is not asked for inputs here.",
+                f"inputs.{name}: comes from a function of the reference, and an import does not call that function.",
                 code="input_by_function",
             )
         if given["type"] == "scalar":
             values[name] = given["value"]
         elif spec.is_scalar:
             raise RecordError(
-                f"inputs.{name}: is a Python scalar, and the workload gives no value.", code="scalar_missing"
+                f"inputs.{name}: is a Python scalar, but the workload gives no value.", code="scalar_missing"
             )
         elif given["type"] == "safetensors":
             values[name] = _read(found, name, given, shape, dtype, base).to(device)
         else:
             try:
                 drawn = _random(spec.dtype, dtype, shape, _seed(seed, name), device)
-            except RuntimeError as error:  # what torch raises for a size that it cannot allocate
+            except RuntimeError as error:  # torch raises it if it cannot allocate this size
                 first = str(error).partition("\n")[0]
                 raise RecordError(
                     f"inputs.{name}: {list(shape)} {spec.dtype} cannot be drawn: {first}", code="inputs_not_drawable"
@@ -461,20 +486,23 @@ def _read(
         raise RecordError(f"inputs.{name}: {path} cannot be read: {error}.", code="blob_unreadable") from None
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise RecordError(
-            f"inputs.{name}: {path} holds {list(tensor.shape)} {tensor.dtype}, the definition says {list(shape)} {dtype}.",
+            f"inputs.{name}: {path} holds {list(tensor.shape)} {tensor.dtype}, but the definition says {list(shape)} {dtype}.",
             code="tensor_differs",
         )
     return tensor.contiguous()
 
 
-# ---- foreign rules --------------------------------------------------------------------------------
-# The tolerances of other projects, by name: what they call correct, beside what our gates do.
+# ---- Foreign tolerance rules -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ForeignRule:
-    """``both``: an element is wrong if it breaks the absolute and the relative bound, else if it is off by more than
-    ``atol + rtol * |reference|``. ``share``: of elements that must be right. ``cap``: no element may be off by more."""
+    """A tolerance rule of another project.
+
+    With ``both``, an element is wrong if it exceeds the absolute and the relative bound. Otherwise it is wrong if its error
+    exceeds ``atol + rtol * |reference|``. ``share`` is the minimum share of correct elements, and ``cap`` the maximum error
+    of any element.
+    """
 
     name: str
     atol: float
@@ -485,7 +513,7 @@ class ForeignRule:
     negative_infinity: bool = False
 
     def problem(self, outputs: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> str | None:
-        """Return why outputs are wrong by this rule; None if they are not."""
+        """Return why outputs are wrong by this rule; None if they are correct."""
         for name, wanted in reference.items():
             reason = self._problem(outputs[name], wanted)
             if reason is not None:
@@ -512,14 +540,17 @@ class ForeignRule:
             wrong = error > self.atol + self.rtol * b.abs()
         right = 1.0 - float(wrong.double().mean())
         if right < self.share:
-            return f"{right:.4%} of elements are right, and {self.share:.0%} must be; off by {float(error.max()):.3g} at most"
+            worst = float(error.max())
+            return (
+                f"{right:.4%} of elements are correct, and {self.share:.0%} must be; the maximum error is {worst:.3g}"
+            )
         if self.cap is not None and float(error.max()) > self.cap:
-            return f"an element is off by {float(error.max()):.3g}, and {self.cap:g} is the most"
+            return f"the maximum error is {float(error.max()):.3g}, and {self.cap:g} is allowed"
         return None
 
 
 def rule_for(dialect: str, definition: StoredRecord, workload: Mapping[str, Any]) -> ForeignRule | str:
-    """Return the rule that a data set judges a Definition by, or why it is not known here."""
+    """Return the tolerance rule of a data set for a Definition, or the reason that it is unknown."""
     if dialect == sol_execbench.DIALECT:
         given = {**sol_execbench.TOLERANCE, **(workload.get("tolerance") or {})}
         return ForeignRule(
@@ -534,8 +565,8 @@ def rule_for(dialect: str, definition: StoredRecord, workload: Mapping[str, Any]
     return ForeignRule("flashinfer-bench default", 1e-2, 1e-2)
 
 
-# ---- judgements -----------------------------------------------------------------------------------
-# Our judgements on foreign Solutions, and where they are kept: beside their data set, of each the newest.
+# ---- Stored judgements -------------------------------------------------------------------------------
+# Judgements are stored next to their data set. Only the newest per Solution, Workload and GPU is kept.
 
 NOT_RUN = "NOT_RUN"
 _log = logging.getLogger(__name__)
@@ -543,7 +574,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came of one Solution on one Workload here. ``status`` is one of ours, or ``NOT_RUN`` with the reason."""
+    """Our verdict on one foreign Solution and Workload.
+
+    ``status`` is a trace status, or ``NOT_RUN`` with a reason.
+    """
 
     definition: str
     solution: str
@@ -554,19 +588,19 @@ class Judgement:
     gate: str | None = None
     oracle: str = ""
     rule: str = ""
-    """The other project's tolerance by name."""
+    """Name of the data set's tolerance rule."""
     rule_passed: bool | None = None
     rule_reason: str = ""
     latency_us: float | None = None
-    """Median of a few calls in one process: an indication, not a measurement that ranks anything."""
+    """Median of a few calls in one process, in microseconds. It is an estimate and ranks nothing."""
     sandbox_level: int = 0
     seed: str = ""
     adapted: bool = False
-    """The time includes an entry point that was added, and its copies."""
+    """True if the adapter added an entry point. The time then includes that entry point and its copies."""
     unchecked: tuple[str, ...] = ()
-    """Constraints that could not be evaluated on the contents."""
+    """Constraints that could not be evaluated on the inputs."""
     omits: tuple[str, ...] = ()
-    """Optional outputs that it did not give; it is judged by the others, and has no time."""
+    """Optional outputs that the Solution omits. The others are verified, and no time is measured."""
 
 
 def _path(found: DataSet) -> Path:
@@ -574,7 +608,7 @@ def _path(found: DataSet) -> Path:
 
 
 def keep_judgements(found: DataSet, judgements: Sequence[Judgement]) -> None:
-    """Keep them beside the data set; of one Solution, Workload and GPU the newest stays."""
+    """Store judgements next to the data set; only the newest per Solution, Workload and GPU is kept."""
     with import_lock(found.home):
         known = {_key(item): item for item in (*kept_judgements(found), *judgements)}
         lines = [json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in known.values()]
@@ -582,10 +616,10 @@ def keep_judgements(found: DataSet, judgements: Sequence[Judgement]) -> None:
 
 
 def kept_judgements(found: DataSet) -> list[Judgement]:
-    """What was judged before; a line that cannot be read is left out and named."""
+    """Read the stored judgements; skip unreadable lines with a warning."""
     path = _path(found)
     judgements = []
-    # Not splitlines: a reason may hold U+2028 or U+0085, which it splits at too.
+    # Do not use splitlines: it also splits at U+2028 and U+0085, which a reason may contain.
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         if not line:

@@ -1,6 +1,6 @@
-"""Foreign sources in a confined worker: a reference that gives the oracle, and Solutions that are judged by it.
+"""Run foreign references and Solutions in confined workers.
 
-A reference of ours runs in the harness's own process, since we wrote and reviewed it. Those of others never do.
+Our own references run in the main process because we reviewed them. Foreign references always run confined.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Outputs = dict[str, torch.Tensor]
 
 
 class Confined:
-    """One source in one worker. A context manager."""
+    """A context manager that runs one source in one worker."""
 
     def __init__(
         self, files: SolutionFiles, definition: Definition, device: str, folder: Path, *, interpret: bool
     ) -> None:
-        """Start the worker; :meth:`load` then runs what the source does at import."""
+        """Start the worker. Call :meth:`load` to import the source."""
         self.files, self.definition, self.device = files, definition, device
         self.interpret = interpret
         environment = INTERPRETERS[files.record.spec.language].environment if interpret else {}
@@ -56,11 +56,11 @@ class Confined:
 
     @property
     def sandbox_level(self) -> int:
-        """How well it is confined."""
+        """The isolation level of the worker."""
         return self.worker.sandbox_level
 
     def load(self) -> Failure | None:
-        """Import the source."""
+        """Import the source in the worker; return the failure, if any."""
         reply = self._ask("prepare", profile=False)
         if isinstance(reply, Failure):
             return not_set_up(reply)
@@ -68,7 +68,7 @@ class Confined:
         return reply if isinstance(reply, Failure) else None
 
     def call(self, expected: Expected) -> Outputs | Failure:
-        """Return one call on the inputs of a case: what it wrote or returned, unjudged."""
+        """Call the source once on the inputs of a case and return its outputs without checking them."""
         with SharedBuffers(plan_slot(self.definition, expected.case), 1, self.device) as buffers:
             reply = self._attach(buffers, expected.case)
             if isinstance(reply, Reply):
@@ -87,7 +87,11 @@ class Confined:
             return outputs
 
     def verify(self, expected: Expected, *, timed: bool) -> tuple[float | None, Failure | None]:
-        """Return every gate on one case, poison, guard bands and repeats included; then a median time in microseconds."""
+        """Apply every gate to one case, including poison, guard bands and repeats.
+
+        Returns:
+            The median time in microseconds if ``timed``, and the failure if a gate fails.
+        """
         with SharedBuffers(plan_slot(self.definition, expected.case), 1, self.device) as buffers:
             reply = self._attach(buffers, expected.case)
             if isinstance(reply, Failure):
@@ -137,14 +141,14 @@ def _written(folder: Path, record: Solution, sources: Mapping[str, bytes]) -> So
 
 
 def prepare_solution(adapted: AdaptedSolution, folder: Path) -> SolutionFiles:
-    """Write an adapted Solution where a worker can read it."""
+    """Write an adapted Solution into a folder that a worker can read."""
     return _written(folder, adapted.record, adapted.sources)
 
 
 def prepare_oracle(definition: Definition, folder: Path, *, lifted: bool) -> tuple[SolutionFiles, Definition]:
     """Return a reference as a source that a worker can call, and the Definition of that call.
 
-    ``lifted``: every floating-point input, cast and output is float64, so that nothing rounds; else as it is written.
+    If ``lifted``, every floating-point input, cast and output is float64, so that nothing is rounded.
     """
     sources = {REFERENCE: definition.reference.encode()}
     if lifted:
@@ -158,7 +162,7 @@ def prepare_oracle(definition: Definition, folder: Path, *, lifted: bool) -> tup
         "sources": [{"path": path} for path in sources],
     }
     record = Solution.from_dict(value, f"the reference of {definition.name}")
-    # A function that returns every output has no in-place ones: they come back beside the inputs.
+    # The function returns every output, so the Definition of the call has no in-place outputs.
     outputs = {
         name: spec.model_copy(update={"dtype": "float64"}) if lifted and spec.dtype in FLOAT_DTYPES else spec
         for name, spec in definition.outputs.items()
@@ -186,7 +190,7 @@ def _lifting(definition: Definition) -> str:
 def outputs_of(
     definition: Definition, case: Case, inputs: Values, device: str, folder: Path, *, lifted: bool
 ) -> Outputs | Failure:
-    """What a reference computes from these inputs, in a worker of its own."""
+    """Compute the outputs of a reference from these inputs, in a separate worker."""
     files, called = prepare_oracle(definition, folder, lifted=lifted)
     with Confined(files, called, device, folder.with_name(f"{folder.name}-worker"), interpret=False) as worker:
         failure = worker.load()
@@ -196,9 +200,10 @@ def outputs_of(
 def expected_by_reference(
     definition: Definition, case: Case, inputs: Values, device: str, folder: Path
 ) -> tuple[Expected, Outputs, str] | Failure:
-    """Return the oracle's outputs, those of the reference as it is written, and which oracle it is.
+    """Return the oracle's outputs, the outputs of the reference as written, and the name of the oracle.
 
-    ``fp64``: the reference lifted; ``as_written`` where it does not survive that, or does not pass our gates against it.
+    The oracle is ``fp64``, the reference in float64. It is ``as_written`` if the reference fails in float64, or if its
+    outputs as written do not pass our gates against the float64 ones.
     """
     written = outputs_of(definition, case, inputs, device, folder / "as-written", lifted=False)
     if isinstance(written, Failure):

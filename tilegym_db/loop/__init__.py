@@ -1,5 +1,5 @@
-"""From a task to a promotion: what is worth writing, what an author is given, how a submission is judged, what came of it.
+"""Tasks, submissions and the loop that optimises a model.
 
-An author writes a kernel and nothing else. Reference, inputs, comparison, timing and verdict are those of ``verify`` and
-``bench``; nothing here judges, and nothing here calls a language model.
+An author only writes a kernel. ``verify`` and ``bench`` provide the reference, inputs, comparison, timing and verdict.
+This package does not call a language model.
 """

@@ -1,4 +1,4 @@
-"""What the catalog as a whole owes a newcomer, and the pattern base its evidence: findings as one line each."""
+"""Check the whole catalog and the pattern base, and report each finding as one line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
 from tilegym_db.store.loop import cited_cases, cited_searches, cited_traces, read_patterns, traced_digests
 
-MOST_SHARED = 0.8
-"""Of the tokens of a source in another one: above, it is a copy, and a family would share the file."""
+MAX_SHARED_TOKENS = 0.8
+"""Maximum share of a source's tokens that may also be in another source. Above it, the source counts as a copy."""
 SHINGLE = 8
 _NAMED = re.compile(r"^[a-z][a-z0-9_]*$")
 
 
 def architecture_findings(catalog: Catalog, names: Sequence[str] = ()) -> list[str]:
-    """What is missing or out of date in the catalog, of all Definitions or of some, and in the pattern base."""
+    """Return the problems of the catalog, or of some of its Definitions.
+
+    Without names, problems of the pattern base are included.
+    """
     chosen = [catalog.definition(name) for name in names] if names else list(catalog.definitions.values())
     findings: list[str] = []
     with open_store(read_only=True, catalog=catalog) as store:
@@ -41,42 +44,42 @@ def architecture_findings(catalog: Catalog, names: Sequence[str] = ()) -> list[s
 def definition_findings(
     definition: Definition, solutions: Sequence[SolutionFiles], workloads: int, traced: Iterable[str]
 ) -> list[str]:
-    """What one Definition lacks. Pure.
+    """Return the problems of one Definition. Pure.
 
     Args:
         definition: the operator.
         solutions: its Solutions.
-        workloads: how many Workloads it has.
-        traced: digests of the Definition that traces are about.
+        workloads: the number of its Workloads.
+        traced: digests of the Definition that have traces.
     """
     name, found = definition.name, []
     if not _NAMED.match(name):
-        found.append(f"{name}: its name is not in lower case with underscores.")
+        found.append(f"{name}: its name must consist of lower-case letters, digits and underscores.")
     if not workloads:
         found.append(f"{name}: it has no workload. Try: tilegym-db new workload {name} --from-config config.json")
     if not definition.is_open:
         if not any(item.record.spec.provides == "stock" for item in solutions):
-            found.append(f"{name}: no solution provides its stock code. Try: tilegym-db new solution {name} --stock")
+            found.append(f"{name}: no solution provides the stock code. Try: tilegym-db new solution {name} --stock")
         languages = {item.record.spec.language for item in solutions if item.record.spec.role == "kernel"}
         missing = [language for language in TILE_LANGUAGES if language not in languages]
         if missing:
-            found.append(
-                f"{name}: no kernel in {', '.join(missing)}, and no tag 'status:open' says that they are wanted."
-            )
+            found.append(f"{name}: no kernel in {', '.join(missing)}, and no tag 'status:open'.")
     old = set(traced) - {definition.digest}
     if old and definition.digest not in traced:
-        found.append(f"{name}: every trace is of an older meaning. Measure anew: tilegym-db bench {name} --promote")
+        found.append(
+            f"{name}: every trace belongs to an older version. Measure again: tilegym-db bench {name} --promote"
+        )
     for item in solutions:
         spec = item.record.spec
         if not item.name.startswith(name):
             found.append(f"{item.name}: its name does not begin with its definition, {name}.")
         if not spec.target_hardware:
-            found.append(f"{item.name}: it is declared for no target.")
+            found.append(f"{item.name}: it declares no target hardware.")
     return found
 
 
 def copies(solutions: Sequence[SolutionFiles]) -> list[str]:
-    """Kernels of one Definition and language of which one is, in more than :data:`MOST_SHARED` of its tokens, another."""
+    """Return the kernels of one Definition and language that share more than :data:`MAX_SHARED_TOKENS` of their tokens."""
     kernels = [item for item in solutions if item.record.spec.role == "kernel"]
     shingles = {item.name: _shingles(item.sources.values()) for item in kernels}
     found = []
@@ -84,16 +87,16 @@ def copies(solutions: Sequence[SolutionFiles]) -> list[str]:
         for other in kernels[index + 1 :]:
             same_language = one.record.spec.language == other.record.spec.language
             share = shared_tokens(shingles[one.name], shingles[other.name])
-            if same_language and share > MOST_SHARED:
+            if same_language and share > MAX_SHARED_TOKENS:
                 found.append(
-                    f"{other.name}: {share:.0%} of its tokens are those of {one.name}. Make the difference a tunable or a "
+                    f"{other.name}: {share:.0%} of its tokens are also in {one.name}. Make the difference a tunable or a "
                     "constant of one source."
                 )
     return found
 
 
 def shared_tokens(one: frozenset[int], other: frozenset[int]) -> float:
-    """Share of the runs of tokens of the smaller source that the other one has too."""
+    """Return the share of token runs of the smaller source that the other source also contains."""
     smaller = min(len(one), len(other))
     return len(one & other) / smaller if smaller else 0.0
 
@@ -108,11 +111,11 @@ def _shingles(sources: Iterable[bytes]) -> frozenset[int]:
     return frozenset(hash(tuple(tokens[start : start + SHINGLE])) for start in range(len(tokens) - SHINGLE + 1))
 
 
-# -- patterns ---------------------------------------------------------------------------------------------------------
+# ---- Patterns -------------------------------------------------------------------------------------------------------
 
 
 def pattern_findings(catalog: Catalog, store: Store) -> list[str]:
-    """Pages that are no pattern, cite what is gone or was taken back, or were measured with other versions than are pinned."""
+    """Return problems of the pattern pages: invalid pages, lost evidence, and package versions other than the pinned ones."""
     patterns, found = read_patterns(catalog)
     known = {*catalog.definitions, *(item.op_type for item in catalog.definitions.values()), "*"}
     cited = sorted(
@@ -140,7 +143,7 @@ def pattern_findings(catalog: Catalog, store: Store) -> list[str]:
 
 @dataclass(frozen=True)
 class Cited:
-    """What patterns cite, as far as it is here: traces by id, cases by whether they are verified, searches."""
+    """The cited evidence that exists here: traces by id, cases with their verification state, and searches."""
 
     traces: Mapping[str, Mapping[str, object]]
     cases: Mapping[str, bool]
@@ -148,8 +151,9 @@ class Cited:
 
 
 def _why_gone(text: str, here: Cited) -> str:
-    """Return why a citation holds no longer; a case, ``trace:GPU/SOLUTION/AXES``, holds after another measurement, an
-    id does not.
+    """Return why a citation is no longer valid; empty if it is valid.
+
+    A cited case, ``trace:GPU/SOLUTION/AXES``, stays valid after a new measurement. A cited trace id does not.
     """
     kind, _, name = text.partition(":")
     if text == UNMEASURED:
@@ -187,7 +191,7 @@ def _version_findings(pattern: Pattern, pinned: Mapping[str, str]) -> list[str]:
 
 
 def _pinned(roots: Sequence[Path]) -> dict[str, str]:
-    """Package -> version, of a checkout's ``constraints.txt``; nothing if there is none."""
+    """Read the pinned version of each package from ``constraints.txt``; empty if no root contains that file."""
     lines = [
         line for root in roots if (root / "constraints.txt").is_file() for line in (root / "constraints.txt").open()
     ]

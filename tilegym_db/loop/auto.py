@@ -1,6 +1,7 @@
-"""The loop over a model: the costliest piece of stock code, a task for it, an author, a verdict, an experiment; and again.
+"""Optimise a model in a loop: pick the costliest piece of stock code, create a task, run an author, submit, decide.
 
-Everything that was finished is in a journal, and is not done again by a loop that goes on where another was killed.
+Each finished step is journaled, so a restarted loop does not repeat it. Parts: the outcome of an experiment; the trial
+publication of new kernels; the author process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError, TilegymDBError, UsageError
 from tilegym_db.files import regular_files, write_atomically, write_folder, writing
-from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece
+from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece
 from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.status import discarded, last_attempt, verdicts
@@ -42,7 +43,7 @@ from tilegym_db.store.publish import publish, published_folder
 
 Say = Callable[[str], None]
 SUBMITTED = ".submitted"
-"""In the folder of an attempt: it was handed in, and judged, by another command."""
+"""Marker file in an attempt's folder: another command submitted the kernel."""
 DECIDED = ("keep", "discard")
 """Decisions of an experiment that are about a kernel."""
 
@@ -65,12 +66,12 @@ class Kernelizer:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget."""
+        """Remaining seconds of the budget."""
         return self.budget_s - (time.monotonic() - self._began)
 
     def run(self) -> str:
-        """Experiments until one of the reasons to stop; returns it."""
-        for task in self._on_trial():  # of a loop that was killed
+        """Run experiments until a reason to stop applies, and return that reason."""
+        for task in self._on_trial():  # left by a loop that was killed
             self._finish(self._experiment(task))
         while True:
             stop = why_stop(self.done, self.left_s)
@@ -80,13 +81,11 @@ class Kernelizer:
             piece = next_piece(pieces, self._tried())
             if piece is None:
                 self._say_what_is_left(pieces)
-                return (
-                    "nothing above 1% of the time is left that a definition describes and no experiment decided about"
-                )
+                return "every piece above 1% of the time is decided by an experiment or not described by a definition"
             self.say(f"{piece.part}: {piece.share:.1%} of the time, {piece.definition}")
             self._finish(self._experiment(self._task(piece)))
 
-    # -- what is known of the model as it is served now: a change that was discarded leaves it as it was ------------------
+    # -- The model as it is served now. Results are cached by the digest of the published tables. --------------------------
 
     @property
     def _served(self) -> str:
@@ -107,7 +106,7 @@ class Kernelizer:
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
         tried = self._tried()
         for piece in pieces:
-            if piece.share >= LEAST_SHARE and not piece.served:
+            if piece.share >= MIN_SHARE and not piece.served:
                 why = f"{piece.definition}, {tried[piece.definition]}" if piece.definition in tried else piece.reason
                 self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
 
@@ -115,7 +114,7 @@ class Kernelizer:
         self.say(f"{experiment.decision}: {experiment.reason}")
 
     def _on_trial(self) -> list[Task]:
-        """Return the tasks of this model whose kernels are on trial; what is decided already is carried out."""
+        """Return the tasks of this model whose kernels are on trial, after carrying out the decisions already made."""
         folder = loop_folder(self.home) / "trials"
         named = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
         decided = {one.task: one for one in journaled(Experiment, self.home)}
@@ -128,10 +127,10 @@ class Kernelizer:
         return waiting
 
     def _tried(self) -> dict[str, str]:
-        """Definition -> what came of it, for what this run is not to ask for.
+        """Return the Definitions that this run does not try again, each with the reason.
 
-        A discard is about kernels of one language. Where an author crashed nothing is known of any kernel: that is not asked
-        for twice in one run, and another run, with another author, asks again.
+        A discard applies to kernels of one language. If an author crashed, this run does not try the Definition again, but
+        another run may.
         """
         languages = {task.id: task.language for task in journaled(Task, self.home)}
         done = {one.id for one in self.done}
@@ -175,7 +174,7 @@ class Kernelizer:
         return experiment
 
     def _carry_out(self, experiment: Experiment) -> None:
-        """Keep what is on trial, or publish again what was published before. Done twice, it is done once."""
+        """Keep the published kernels on trial, or restore what was published before. Idempotent."""
         trial = Trial(experiment.task, experiment.gpu, self.home)
         if experiment.decision == "keep":
             trial.keep()
@@ -188,15 +187,15 @@ class Kernelizer:
         kept = Catalog.default().solution_paths
         for solution in experiment.changed.keys() & kept.keys():
             self.say(
-                f"{solution} stays promoted and in the catalog, where `task submit` put it ({kept[solution].parent}); it is "
-                "not published, and no later experiment here publishes it. To serve models with it all the same: "
+                f"{solution} stays promoted and in the catalog, where `task submit` put it ({kept[solution].parent}), but is "
+                "not published, and no later experiment here publishes it. To serve models with it anyway: "
                 f"tilegym-db publish --gpu {experiment.gpu}"
             )
 
     # -- the author ---------------------------------------------------------------------------------------------------
 
     def _author(self, task: Task) -> tuple[Attempt | None, str]:
-        """Return the last attempt at a task, and what the author's last problem was."""
+        """Return the last attempt at a task, and the author's last problem."""
         last, problem = last_attempt(task, self.home), ""
         if last is not None and last.verdict == "promoted":
             return last, ""
@@ -234,14 +233,14 @@ class Kernelizer:
         return problem
 
     def _judged(self, task: Task, folder: Path) -> Attempt:
-        """Return the verdict on what is in the folder; or the one that ``task submit`` came to while the loop waited."""
+        """Return the verdict on the folder's kernel, or the one of a ``task submit`` made while the loop waited."""
         known = last_attempt(task, self.home) if (folder / SUBMITTED).is_file() else None
         return known or submit(task, folder, home=self.home, root=self.home / "catalog")
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 
     def _try(self, trial: Trial, attempt: Attempt, before: Coverage) -> tuple[Coverage, str, Outcome]:
-        """Publish on trial, measure the model, decide."""
+        """Publish the kernel on trial, measure the model and decide."""
         before, base = trial.begin(before, discarded(self.state.machine.gpu, self.home) - {attempt.solution_digest})
         after = self._coverages[self._served] = self.state.coverage()
         run, failed = self.state.run()
@@ -262,34 +261,35 @@ def auto_kernelize(
     say: Say = lambda text: None,
     done: list[Experiment] | None = None,
 ) -> tuple[list[Experiment], str]:
-    """Let an author write kernels for a model, the costliest piece of its own code first, and keep what makes it better.
+    """Let an author write kernels for a model, costliest stock code first.
+
+    A kernel is kept if it raises the coverage without slowing the model.
 
     Args:
-        state: the model, where and how it is called.
-        language: of the kernels.
-        author: a command that reads the prompt on stdin and leaves ``kernel.py`` and ``solution.json`` in its working directory;
-            None waits for a person to put them there.
-        budget_s: seconds after which no new experiment begins, and no author is waited for.
-        max_attempts: at each task.
+        state: the model, its machine and the shape of its call.
+        language: language of the kernels.
+        author: a command that reads the prompt on stdin and writes ``kernel.py`` and ``solution.json`` into its working
+            directory. None waits for a person to write them.
+        budget_s: seconds after which no experiment starts and waiting for an author ends.
+        max_attempts: maximum attempts per task.
         home: folder of the store.
-        say: told what happens.
-        done: each experiment is added to it once it is journaled, for whom Ctrl-C leaves without an answer.
+        say: called with each progress message.
+        done: list that receives each journaled experiment, so that the caller has them after Ctrl-C.
 
     Returns:
-        The experiments of this run, and why it ended. Ctrl-C ends it too; what is journaled is not done again.
+        The experiments of this run, and the reason it ended. After Ctrl-C a new run does not repeat journaled experiments.
     """
     done = [] if done is None else done
     loop = Kernelizer(state, language, author, budget_s, max_attempts, home or default_home(), say, done)
     return loop.done, loop.run()
 
 
-# ---- outcome --------------------------------------------------------------------------------------
-# What an experiment of the loop ended with, and its record.
+# ---- Outcome ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment ended with."""
+    """The result of an experiment."""
 
     decision: str
     reason: str
@@ -298,7 +298,7 @@ class Outcome:
     changed: dict[str, str] = field(default_factory=dict)
 
     def experiment(self, state: ModelState, task: Task, before: Coverage, base: str, seconds: float) -> Experiment:
-        """Return the record of it, for the journal."""
+        """Return the outcome as a record for the journal."""
         now = datetime.now(UTC)
         run = self.run
         content = {
@@ -324,58 +324,59 @@ class Outcome:
 
 
 def unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
-    """Return the outcome where no kernel was promoted: the last attempt, if any, and what the author's last problem
-    was.
+    """Return the outcome if no kernel was promoted.
+
+    Args:
+        attempt: the last attempt, if any.
+        problem: the author's last problem.
     """
     if problem == "timeout":
-        return Outcome("timeout", "the budget ran out before the author was done")
+        return Outcome("timeout", "the budget ran out before the author finished")
     if attempt is None:
-        return Outcome("crash", problem or "the author handed nothing in")
+        return Outcome("crash", problem or "the author submitted nothing")
     gate = f"{attempt.gate}: " if attempt.gate else ""
     return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not promoted: {gate}{attempt.reason}")
 
 
-# ---- trial ----------------------------------------------------------------------------------------
-# A change of what serves models, on trial: what was published before is kept until it is decided whether the new
-# stays.
+# ---- Trial --------------------------------------------------------------------------------------------
 
 BEFORE = "before.json"
 
 
 class Trial:
-    """What is published for this user on a GPU, with the kernels of one task and without them.
+    """A trial publication of the kernels of one task, for this user and one GPU.
 
-    Everything is on disk before it counts, so that a killed process leaves a trial that the next one goes on with.
+    The previously published files are kept on disk until the decision, so that a restarted loop can continue the trial.
     """
 
     def __init__(self, task: str, gpu: str, home: Path) -> None:
-        """Nothing is changed yet."""
+        """Locate the files of the trial without changing any."""
         self.folder = loop_folder(home) / "trials" / task
         self.home, self.gpu = home, gpu
         self.published = home / "published" / gpu
 
     @property
     def base(self) -> str:
-        """Digest of the table that the resolver reads now; empty if nothing is published for this user."""
+        """Digest of the published table that the resolver reads now; empty if nothing is published for this user."""
         path = self.published / LOCK_NAME
         return length_prefixed_digest([path.read_bytes()])[:32] if path.is_file() else ""
 
     @property
     def served(self) -> str:
-        """Digest of all that says which kernels serve models here: what is published for this user, and in a checkout."""
+        """Digest of the tables that select kernels here: this user's and the one of a checkout."""
         locks = [folder / LOCK_NAME for folder in (self.published, published_folder(self.gpu))]
         return length_prefixed_digest([path.read_bytes() if path.is_file() else b"" for path in locks])
 
     def begin(self, before: Coverage, without: Collection[str] = ()) -> tuple[Coverage, str]:
-        """Keep what is published now, and publish what is verified; done before, it only publishes.
+        """Back up the published files unless that is done, and publish the verified kernels.
 
         Args:
             before: the coverage without the change.
-            without: digests of Solutions that are not published: earlier experiments discarded them. Those that were published
-                before the trial stay, since somebody published them after that.
+            without: digests of Solutions not to publish, because earlier experiments discarded them. Those published before
+                the trial stay, because they were published on purpose after the discard.
 
         Returns:
-            The coverage and the table's digest from before the trial, whoever began it.
+            The coverage and the table digest from before the trial, also if an earlier loop began it.
         """
         if not self.folder.is_dir():
             state = {"coverage": before.model_dump(mode="json"), "base": self.base}
@@ -387,11 +388,11 @@ class Trial:
         return Coverage.model_validate(state["coverage"]), state["base"]
 
     def keep(self) -> None:
-        """The change stays."""
+        """Keep the published kernels and delete the backup."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def undo(self) -> None:
-        """Publish again what was published before; the lock last, which vouches for the rest."""
+        """Restore the backup. The lock is written last, because it makes the other files valid."""
         kept = _files_of(self.folder / "published")
         with writing(self.published.parent):
             for name in _files_of(self.published).keys() - kept.keys():
@@ -401,13 +402,13 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _published_before(self, digests: Collection[str]) -> set[str]:
-        """Which Solutions were published before the trial: for this user, or in the checkout that ``publish`` writes to."""
+        """Return the Solutions that were published before the trial, for this user or in the checkout."""
         folders = {self.folder / "published", published_folder(self.gpu)} - {self.published}
         found: set[str] = set()
         for path in [path for folder in folders for path in trace_files(folder)]:
             content = path.read_bytes()
             if any(digest.encode() in content for digest in digests):
-                with suppress(StoreError, RecordError):  # damaged, and not served
+                with suppress(StoreError, RecordError):  # a damaged file is not served
                     found |= {trace.solution_digest for trace in read_journal(path).traces if trace.status == "PASSED"}
         return found
 
@@ -417,24 +418,23 @@ class Trial:
             try:
                 publish(store, self.gpu, own=True, without=without)
             except NotFoundError:
-                return  # nothing verified: what was published before stays
+                return  # nothing is verified, so the published files stay
 
 
 def _files_of(folder: Path) -> Mapping[str, bytes]:
-    """Contents by path below the folder; nothing if there is no folder."""
+    """Read the files below a folder, by relative path; empty if the folder does not exist."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 
-# ---- author ---------------------------------------------------------------------------------------
-# Runs an author: a command that reads a prompt on stdin and leaves a kernel in the folder that it is started in.
+# ---- Author process -----------------------------------------------------------------------------------
 
-MOST_SAID = 2000
+MAX_OUTPUT = 2000
 
 
 def judge_digest(catalog: Catalog) -> str:
-    """Digest of everything that decides about a submission: this package, and the operators and workloads of the catalog."""
+    """Return a digest of what decides about a submission: this package, and the catalog's definitions and workloads."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     for root in catalog.roots:
@@ -443,24 +443,26 @@ def judge_digest(catalog: Catalog) -> str:
 
 
 def author_command(command: str) -> list[str]:
-    """Return the words of a command, with the program by its whole path: it is started in another folder than this one.
+    """Split a command into words, with the absolute path of the program because it starts in another folder.
 
     Raises:
-        UsageError: it is no command, or there is no such program.
+        UsageError: the command cannot be parsed, or its program does not exist or is not executable.
     """
     try:
         words = shlex.split(command)
-    except ValueError as error:  # a quotation that nothing ends
-        raise UsageError(f"--author {command!r} is no command: {error}.", code="command_invalid") from None
+    except ValueError as error:  # an unclosed quotation
+        raise UsageError(
+            f"--author {command!r} cannot be parsed: {error}. Check its quotes.", code="command_invalid"
+        ) from None
     if not words or not words[0]:
         raise UsageError(
-            f"--author {command!r} is no command. Give a program that reads the prompt on stdin.",
+            f"--author {command!r} is empty. Give a program that reads the prompt on stdin.",
             code="command_invalid",
         )
     program = shutil.which(words[0])
     if program is None:
         raise UsageError(
-            f"--author {command!r}: there is no program {words[0]!r}, or it may not be run. "
+            f"--author {command!r}: the program {words[0]!r} does not exist or is not executable. "
             "Give its path, and make it executable.",
             code="program_absent",
         )
@@ -471,14 +473,14 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
     """Start the command in a fresh folder with the prompt on stdin, and wait for it.
 
     Returns:
-        None if it left something to hand in, else what went wrong: ``timeout``, or how it ended.
+        None if it wrote files, else the problem: ``timeout`` or how the command ended.
 
     Raises:
-        UsageError: it is no command, or cannot be started.
-        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+        UsageError: the command is invalid or cannot be started.
+        ConflictError: the package, definitions or workloads changed while it ran; the kernel is not judged.
     """
     words, before = author_command(command), judge_digest(catalog)
-    shutil.rmtree(folder, ignore_errors=True)  # of an author that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by an author that was killed
     folder.mkdir(parents=True)
     try:
         process = subprocess.Popen(
@@ -499,15 +501,15 @@ def run_author(command: str, prompt: str, folder: Path, catalog: Catalog, limit_
             process.wait()
     if judge_digest(catalog) != before:
         raise ConflictError(
-            "files that judge kernels (the package, definitions or workloads) changed while the author ran, so nothing "
-            "it left is judged. Restore them, and start again.",
+            "files that judge kernels (the package, definitions or workloads) changed while the author ran, so its kernel is "
+            "not judged. Restore them, and start again.",
             code="judge_changed",
         )
     if process.returncode != 0:
         return (
-            f"the author ended with status {process.returncode}: {said.decode(errors='replace')[-MOST_SAID:].strip()}"
+            f"the author ended with status {process.returncode}: {said.decode(errors='replace')[-MAX_OUTPUT:].strip()}"
         )
-    return None if any(folder.iterdir()) else "the author left nothing"
+    return None if any(folder.iterdir()) else "the author wrote no files"
 
 
 def wait_for_author(
@@ -518,18 +520,18 @@ def wait_for_author(
     is_submitted: Callable[[], bool] = lambda: False,
     every_s: float = 2.0,
 ) -> str | None:
-    """As :func:`run_author`, for a person: says where the prompt lies, and waits for a kernel.
+    """Show a person where the prompt is, and wait for a kernel; otherwise like :func:`run_author`.
 
     Args:
-        prompt: written beside the folder.
-        folder: in which a ``solution.json`` is awaited.
-        catalog: what judges, beside the package.
-        limit_s: how long.
-        is_submitted: asked now and then whether a kernel was handed in, and judged, in another way.
-        every_s: so often.
+        prompt: the task's page, written next to the folder.
+        folder: the folder in which a ``solution.json`` is expected.
+        catalog: the catalog that decides about the submission.
+        limit_s: maximum wait in seconds.
+        is_submitted: returns True once a kernel was submitted in another way.
+        every_s: seconds between checks.
 
     Raises:
-        ConflictError: what judges was changed meanwhile; nothing is judged by it.
+        ConflictError: the package, definitions or workloads changed during the wait; the kernel is not judged.
     """
     before = judge_digest(catalog)
     folder.mkdir(parents=True, exist_ok=True)
@@ -543,7 +545,7 @@ def wait_for_author(
         time.sleep(every_s)
     if judge_digest(catalog) != before:
         raise ConflictError(
-            "files that judge kernels changed during the wait, so nothing is judged. Restore them, and start again.",
+            "files that judge kernels changed during the wait, so the kernel is not judged. Restore them, and start again.",
             code="judge_changed",
         )
     return None

@@ -1,7 +1,7 @@
-"""Fits a model to this machine: see its calls, measure what could serve them, publish it for this user, prove it, time the model.
+"""Fit a model to this machine: capture its calls, measure candidate kernels, publish them, verify the model and time it.
 
-Every step keeps what it finds where other commands keep it (workloads, traces, the published table, model runs), so that a run
-that was cut off goes on where it was, and a second one finds nothing left to do.
+Each step stores its results where other commands store them: workloads, traces, the published table, model runs. A run that
+was cut off therefore continues, and a repeated run has nothing left to do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from tilegym_db.store.publish import publish
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How the model is called: every batch with every prompt, ``new`` tokens each. ``gpus`` is as for ``bench``."""
+    """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens.
+
+    ``gpus`` is as for ``bench``.
+    """
 
     batches: tuple[int, ...] = (1,)
     prompts: tuple[int, ...] = (512,)
@@ -50,7 +53,7 @@ class FitOptions:
 
     @property
     def runs(self) -> list[ModelBenchOptions]:
-        """What is timed of the model, one for each batch and prompt."""
+        """The timed runs of the model, one per batch size and prompt length."""
         return [
             ModelBenchOptions(self.dtype, batch, prompt, self.new, self.rounds, self.layers, verify=True)
             for batch, prompt in itertools.product(self.batches, self.prompts)
@@ -59,11 +62,12 @@ class FitOptions:
 
 @dataclass
 class FitReport:
-    """What came of it.
+    """The result of a fit.
 
-    ``calls`` are the kinds of calls that the model makes, ``measured`` what was measured of them now (None if nothing was
-    left to measure), ``runs`` the model before and after and ``new_runs`` how many of them were timed now, ``speedup`` the same
-    of a model in memory. ``pieces`` say what share of the time each part of the model's own code takes, and what serves it.
+    ``calls`` are the kinds of calls that the model makes. ``measured`` reports the measurements of this fit; None if nothing
+    was left to measure. ``runs`` are the model's timings, stock against patched, and ``new_runs`` counts those of this fit.
+    ``speedup`` is the timing of a model in memory. ``pieces`` give the share of the model's time per module class and the
+    kernels that serve it.
     """
 
     model: str
@@ -80,13 +84,13 @@ class FitReport:
 
     @property
     def served_share(self) -> float:
-        """Of the time of the model's own code: that of the pieces which verified kernels serve."""
+        """The share of the model's own time in pieces that verified kernels serve."""
         whole = sum(piece.share for piece in self.pieces)
         return sum(piece.share for piece in self.pieces if piece.served) / whole if whole else 0.0
 
     @property
     def interrupted(self) -> bool:
-        """After Ctrl-C; what was measured before it is kept."""
+        """True after Ctrl-C. Earlier measurements are kept."""
         return self.measured is not None and self.measured.interrupted
 
 
@@ -97,19 +101,19 @@ def fit_config(
     observer: Observer | None = None,
     round_done: Callable[[int, int], None] | None = None,
 ) -> FitReport:
-    """Fit the model of a config, with random weights: nothing is downloaded.
+    """Fit the model of a config, with random weights. Nothing is downloaded.
 
     Args:
         path: config file, or folder with a ``config.json``.
         gpu: as for :func:`~tilegym_db.benchmark`.
-        options: how the model is called.
-        observer: callbacks for the measurements of kernels.
-        round_done: told of every round of timing the model.
+        options: shape of the model's calls.
+        observer: callbacks for the kernel measurements.
+        round_done: called after each timing round of the model.
 
     Raises:
-        UsageError: the config or an option is none that can be run, or the model does not fit into memory.
-        HardwareError: the GPU asked for is not here, or workers cannot be confined and the package ships none of the kernels:
-            nothing could be published.
+        UsageError: the config or an option is invalid, or the model does not fit into memory.
+        HardwareError: the requested GPU is not in this machine. Or workers cannot be confined, and the package ships none of
+            the kernels, so that nothing could be published.
     """
     options, machine = options or FitOptions(), select_machine(gpu)
     for run in options.runs:
@@ -120,7 +124,7 @@ def fit_config(
     model = build_model(config, machine.device, options.dtype)
     prompts = [random_prompt(model, run.batch, run.prompt) for run in options.runs]
     report = _fit(model, prompts, model_tag(path), machine, options.gpus, observer)
-    del model  # the runs build it anew, and on a GPU both may not have room
+    del model  # the runs build it again, and a GPU may not have room for both
     if not report.interrupted:
         for run in options.runs:
             _time(path, config, run, report, round_done)
@@ -136,19 +140,19 @@ def fit(
     rounds: int = 10,
     observer: Observer | None = None,
 ) -> FitReport:
-    """Fit a model in memory; it is left as it was, and ``patch(model)`` serves it from then on.
+    """Fit a model in memory without changing it. ``patch(model)`` then uses the published kernels.
 
     Args:
         model: a causal language model of transformers in eval mode, all on one device.
-        inputs: token ids [batch, tokens], as the model is called.
-        name: what its calls are tagged with; by default the name of its class.
+        inputs: token ids [batch, tokens] of a typical call.
+        name: tag of its calls; by default the name of its class.
         gpus: measure on several GPUs; as for :func:`~tilegym_db.benchmark`.
-        rounds: calls of the model that are timed, stock and patched in turns.
-        observer: callbacks for the measurements of kernels.
+        rounds: timed calls of the model; stock and patched calls alternate.
+        observer: callbacks for the kernel measurements.
 
     Raises:
-        UsageError: the model cannot be run like that, or has nothing that a Definition describes.
-        HardwareError: workers cannot be confined here and the package ships none of the kernels: nothing could be published.
+        UsageError: the model or an argument is invalid, or no Definition describes any of its calls.
+        HardwareError: workers cannot be confined, and the package ships none of the kernels, so that nothing could be published.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.", code="argument_type")
@@ -180,7 +184,7 @@ def _fit(
     gpus: str | None,
     observer: Observer | None,
 ) -> FitReport:
-    """Everything but timing the model."""
+    """Run every step except timing the model."""
     captured: list[Workload] = []
     for ids in prompts:
         handle = patch_what_fits(model, verify=True, inputs=ids)
@@ -206,9 +210,7 @@ def _fit(
 
 
 def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Machine) -> list[str]:
-    """Return the Solutions that could serve calls of some Definitions here: a CPU runs no tile language but in an
-    interpreter.
-    """
+    """Return the kernels of some Definitions that can be measured here. On a CPU only Python kernels can."""
     return [
         files.name
         for name in sorted(definitions)
@@ -227,7 +229,7 @@ def _measure(report: FitReport, kernels: Sequence[str], gpus: str | None, observ
 
 
 def _publish(report: FitReport) -> None:
-    """For this user alone; where nothing is new, no byte changes."""
+    """Publish for this user only. If nothing is new, no file changes."""
     with open_store(catalog=Catalog.default()) as store:
         ingest(store)
         try:
@@ -239,7 +241,7 @@ def _publish(report: FitReport) -> None:
 def _time(
     path: Path, config: Any, run: ModelBenchOptions, report: FitReport, round_done: Callable[[int, int], None] | None
 ) -> None:
-    """Stock against patched: as timed before, where nothing was published since."""
+    """Time stock against patched, or reuse the newest run if nothing was published since."""
     table = load_table(report.machine.gpu)
     known = [
         one
@@ -266,6 +268,6 @@ def _is_of(one: ModelRun, run: ModelBenchOptions, config: Any, machine: Machine)
 
 
 def _failed(handle: Any) -> list[str]:
-    """Kernels that the proof on the model's own calls left out, or that raised."""
+    """Return the kernels that failed the proof on the model's own calls or raised."""
     report = handle.report()
     return [f"{proof.kernel}: {proof.reason}" for proof in report.failed_proofs] + [str(one) for one in report.failures]

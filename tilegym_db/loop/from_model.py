@@ -1,4 +1,4 @@
-"""What a model's own code costs, piece by piece, and a task for each piece that a Definition describes and nothing serves."""
+"""Profile a model by module class, and create tasks for the classes that a Definition describes but no verified kernel serves."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tilegym_db.records.loop import Task
 from tilegym_db.scaffold import draft_definition
 from tilegym_db.scaffold.definition_draft import parse_tensors
 
-LEAST_SHARE = 0.01
-"""Of the model's time: what costs less is not worth a kernel."""
+MIN_SHARE = 0.01
+"""Minimum share of the model's time for which a kernel is worthwhile."""
 Match = Literal["exact", "by layout adapter", "none"]
 StockTimes = tuple[list[ModuleTime], float]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A class of modules: the share of the model's time in code of its own, and the Definition that describes it.
+    """A module class, its share of the model's time without its submodules, and the Definition that describes it.
 
-    A module whose forward calls several operators is one piece for each of them, with the time of all: which of them it goes
-    into, the profile of a module does not say.
+    A module that calls several operators has one piece per operator. Each piece has the module's whole time, because the
+    profile does not split it by operator.
     """
 
     part: str
@@ -53,7 +53,7 @@ class Piece:
     module_class: type[torch.nn.Module] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content, one row of a table."""
+        """Return JSON-ready content, one row of a table."""
         return {
             "part": self.part,
             "share": round(self.share, 4),
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass
 class ModelPieces:
-    """A profiled model. ``time_of`` says what its shares are of: GPU time, or on a CPU the process's CPU time."""
+    """A profiled model. Shares are of GPU time or, on a CPU, of process CPU time; ``time_of`` says which."""
 
     model: str
     time_of: str
@@ -86,20 +86,20 @@ def tasks_from_model(
     layers: int | None = None,
     drafts: Path | None = None,
 ) -> ModelPieces:
-    """Profile a model of random weights, and make a task for what is worth one.
+    """Profile a model with random weights, and create a task for each piece that is worth one.
 
     Args:
         path: config file, or folder with a ``config.json``.
-        language: of the kernels to be asked for.
-        gpu: ``auto``, ``cpu``, or what is in this machine: a profile is of no other.
-        prompt: random tokens of the profiled call.
+        language: language of the requested kernels.
+        gpu: ``auto``, ``cpu``, or a GPU of this machine, because the profile is taken here.
+        prompt: number of random tokens in the profiled call.
         dtype: bfloat16, float16 or float32.
-        layers: keep only the first so many.
-        drafts: folder to write drafts of Definitions into, for pieces that none describes; none are written without.
+        layers: maximum number of layers to keep.
+        drafts: folder for drafts of missing Definitions; without it none are written.
 
     Raises:
-        UsageError: the config, or an option, is none that can be run.
-        HardwareError: the GPU asked for is not here.
+        UsageError: the config or an option is invalid.
+        HardwareError: the requested GPU is not in this machine.
     """
     check_language(language)
     machine = select_machine(gpu)
@@ -121,16 +121,16 @@ def tasks_from_model(
 def _outcome(
     piece: Piece, model: Any, inputs: torch.Tensor, machine: Machine, language: str, drafts: Path | None
 ) -> str:
-    if piece.share < LEAST_SHARE:
-        return f"below {LEAST_SHARE:.0%} of the time"
+    if piece.share < MIN_SHARE:
+        return f"below {MIN_SHARE:.0%} of the time"
     if piece.served:
         return f"served by a verified kernel of {piece.definition}"
     if piece.definition and not piece.workloads:
-        return f"no task: the profiled call holds no call of {piece.definition}"
+        return f"no task: the profiled call does not call {piece.definition}"
     if piece.definition:
         return f"task {_task(piece, machine, language).id}"
     if piece.module_class is None or piece.module_class.__module__.startswith("torch."):
-        return f"a call of PyTorch's own; {piece.reason or 'no definition describes it'}"
+        return f"a PyTorch call; {piece.reason or 'no definition describes it'}"
     if drafts is None:
         why = f" ({piece.reason})" if piece.reason else ""
         return f"no definition describes it{why}; --drafts DIR writes a draft of one"
@@ -148,7 +148,7 @@ def _task(piece: Piece, machine: Machine, language: str) -> Task:
 
 
 def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
-    """Return the time of each module class in one call of a model as it is, and all of it, in microseconds."""
+    """Return the time of each module class in one call of the unpatched model, and the total, in microseconds."""
 
     def call() -> Any:
         with torch.no_grad():
@@ -158,10 +158,10 @@ def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
 
 
 def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | None = None) -> ModelPieces:
-    """Match each class of modules of a model with the Definitions of the catalog, the costliest first.
+    """Match each module class of a model with the Definitions of the catalog, costliest first.
 
-    The calls that it makes are added to the user's own workloads, tagged with the model. ``times`` are :func:`stock_times`, which
-    no change of what serves the model changes.
+    The model's calls are added to the user's workloads, tagged with the model. ``times`` are earlier :func:`stock_times`; they
+    stay valid when the published kernels change.
     """
     catalog = Catalog.default()
     measured, total_us = times or stock_times(model, inputs)
@@ -176,7 +176,7 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
         matched = sorted({group.definition for group in groups if group.definition and not group.reason})
         reasons = sorted({group.reason for group in groups if group.reason})
         for definition in matched:
-            # the call that was profiled is a prefill
+            # The profiled call is a prefill.
             workloads = tuple(
                 work
                 for (owner, _), work in sorted(kept.items(), key=lambda item: item[0])
@@ -204,7 +204,7 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
 
 
 def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
-    """Return the Definitions that verified kernels serve in this model here, and every kind of call that it makes."""
+    """Return the Definitions that verified kernels serve in this model, and every kind of call that it makes."""
     handle = patch_what_fits(model, verify=True, inputs=inputs, catalog=catalog)
     try:
         with torch.no_grad():
@@ -216,7 +216,7 @@ def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str]
 
 
 def kept_calls(captured: Sequence[Workload], tag: str) -> list[Workload]:
-    """Return the catalog's own record of each captured call, which has been added where it had none."""
+    """Return the catalog's Workload for each captured call, and add missing ones to the user's catalog."""
     keep_workloads(tuple(captured), tag)
     fresh = Catalog.default()
     known = {name: fresh.workloads_for(name) for name in {item.definition for item in captured}}
@@ -236,18 +236,17 @@ def _call(workload: Workload) -> Any:
     )
 
 
-# ---- module drafts --------------------------------------------------------------------------------
-# A draft of a Definition for modules that none describes: what was captured of their calls, and a reference to write.
+# ---- Definition drafts --------------------------------------------------------------------------------
 
 AXES = "MNKHDSBEFGIJLPQRTUVW"
 
 
 def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folder: Path) -> Path:
-    """Write the draft of what the modules of a class compute; one that is there already is left alone.
+    """Write the draft of a Definition for a module class, unless it exists.
 
     Returns:
-        Its folder: ``definition.json`` and its texts, with a reference to be written, and ``captured.json`` with the shapes,
-        dtypes and strides of the first call and the place of the code.
+        The draft's folder. It has ``definition.json``, a reference to complete, and ``captured.json`` with the source location
+        and the shapes, dtypes and strides of the first call.
     """
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     target = folder / name
@@ -260,7 +259,7 @@ def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folde
         "model",
         parse_tensors("inputs", _spelled(captured["inputs"], letters) or "x[M, N]"),
         parse_tensors("outputs", _spelled(captured["outputs"], letters) or "out[M, N]"),
-        f"What {cls.__name__} computes besides the modules in it.",
+        f"The computation of {cls.__name__} without its submodules.",
     )
     source = source_of(cls)
     files["reference.py"] = f"# Source: {source}\n" + re.sub(r"(?m)^# Source:.*\n", "", files["reference.py"])
@@ -271,9 +270,7 @@ def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folde
 
 
 def _captured(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor) -> dict[str, Any]:
-    """Return the tensors of the first call of a module of the class: what it is given, its own weights, what it
-    returns.
-    """
+    """Return the tensors of the class's first call: its inputs, its weights and its outputs."""
     module = next(item for item in model.modules() if type(item) is cls)
     kept: dict[str, Any] = {}
 
@@ -308,7 +305,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled(tensors: Mapping[str, Mapping[str, Any]], letters: dict[int, str]) -> str:
-    """``x[M, N], index[M]:int64``, with one letter for each size."""
+    """Format tensors as ``x[M, N], index[M]:int64``, with one letter per size."""
     parts = []
     for name, tensor in tensors.items():
         axes = [letters.setdefault(size, AXES[len(letters) % len(AXES)]) for size in tensor["shape"]]
@@ -319,7 +316,7 @@ def _spelled(tensors: Mapping[str, Mapping[str, Any]], letters: dict[int, str]) 
 
 
 def source_of(cls: type[torch.nn.Module]) -> str:
-    """Where the code of a class lies: a permalink into the release of transformers, or the file."""
+    """Return the location of a class: a permalink into the release of transformers, or the file."""
     import transformers
 
     file = inspect.getsourcefile(cls) or ""

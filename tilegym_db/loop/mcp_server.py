@@ -1,7 +1,7 @@
-"""The loop's verbs as tools of the Model Context Protocol, over stdio.
+"""A server of the Model Context Protocol over stdio, with the loop's commands as tools.
 
-Each call runs the command line in a process of its own: what a command prints never mixes with the protocol, and a candidate
-runs where it always does, in a confined worker. What writes is offered only where the server was started to allow it.
+Each call runs the command line in a separate process, so that printed text never mixes with the protocol. Candidates run in
+a confined worker. Tools that write are offered only if the server was started with that permission.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ INSTRUCTIONS = (
     "comparison, timing and verdict are the database's."
 )
 VERDICT_STATUSES = (0, 1, 3)
-"""Exit statuses of ``task submit`` that are answers: promoted, refused, no GPU."""
+"""Exit statuses of ``task submit`` that report a verdict: promoted, refused, no GPU."""
 CHECK_STATUSES = (0, 1)
-"""Those of ``check``: nothing found, something found."""
+"""Exit statuses of ``check``: no finding, findings."""
 
 
 def serve(allow_submit: bool) -> None:
-    """Answer on stdin and stdout until the client goes.
+    """Answer on stdin and stdout until the client disconnects.
 
     Raises:
         MissingPackageError: the package ``mcp`` is not installed.
@@ -40,7 +40,7 @@ def serve(allow_submit: bool) -> None:
 
 
 def make_server(allow_submit: bool) -> MCPServer:
-    """Return the server with its tools; those that write only with ``allow_submit``."""
+    """Return the server with its tools. Tools that write need ``allow_submit``."""
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
@@ -54,12 +54,12 @@ def make_server(allow_submit: bool) -> MCPServer:
 
 
 async def _command(*arguments: str, answers: Sequence[int] = (0,)) -> str:
-    """Standard output of one command.
+    """Run one command and return its standard output.
 
     Raises:
-        TilegymDBError: it ended with a status that is no answer; with what it said.
+        TilegymDBError: the exit status is not in ``answers``; the message is the command's last line.
     """
-    import anyio  # comes with mcp
+    import anyio  # installed with mcp
 
     command = [sys.executable, "-m", "tilegym_db", *arguments]
     done = await anyio.run_process(command, stdin=subprocess.DEVNULL, check=False)
@@ -76,36 +76,36 @@ async def _json(*arguments: str, answers: Sequence[int] = (0,)) -> Any:
 
 
 async def list_definitions(op_type: str | None = None) -> list[dict[str, Any]]:
-    """List operators: families, verified languages, numbers of solutions and workloads."""
+    """List operators with their families, verified languages and numbers of solutions and workloads."""
     found: list[dict[str, Any]] = await _json("list", *(["--op-type", op_type] if op_type else []))
     return found
 
 
 async def show_definition(name: str) -> dict[str, Any]:
-    """Show one operator whole: axes, tensors, constraints, reference."""
+    """Show one operator in full: axes, tensors, constraints, reference."""
     found: dict[str, Any] = await _json("show", name)
     return found
 
 
 async def list_promotions() -> list[dict[str, Any]]:
-    """List promotions: what beat the best baseline by 1.10x, and whether its evidence stands."""
+    """List promotions, the kernels that beat the best baseline by 1.10x, and whether their evidence is still valid."""
     found: list[dict[str, Any]] = await _json("list", "--promoted")
     return found
 
 
 async def task_status(task: str | None = None) -> list[dict[str, Any]]:
-    """List tasks, or the attempts at one with how far each came and why no further."""
+    """List tasks, or the attempts at one task with the steps passed and the reason for the refusal."""
     found: list[dict[str, Any]] = await _json("task", "status", *([task] if task else []))
     return found
 
 
 async def task_prompt(task: str) -> str:
-    """Return the page of a task for its author: operator, shapes, bars, rules, earlier attempts, patterns."""
+    """Return the author's page of a task: operator, shapes, bars, rules, earlier attempts, patterns."""
     return await _command("task", "prompt", task)
 
 
 async def recommend(config: str, gpu: str) -> dict[str, Any]:
-    """Which promotions would serve which calls of a model; nothing is applied, and ratios are of operators.
+    """List the promotions that could serve a model's calls. Nothing is applied, and ratios are per operator.
 
     Args:
         config: path of a model's config.json on this machine.
@@ -116,7 +116,7 @@ async def recommend(config: str, gpu: str) -> dict[str, Any]:
 
 
 async def check_architecture() -> list[str]:
-    """What the catalog lacks as a whole: kernels of a language, traces of a newest version, names, evidence of patterns."""
+    """Check the whole catalog: missing kernels per language, missing traces of the newest versions, names, pattern evidence."""
     found: list[str] = await _json("check", "--architecture", answers=CHECK_STATUSES)
     return found
 
@@ -124,13 +124,13 @@ async def check_architecture() -> list[str]:
 async def task_from_model(
     config: str, language: str = "triton", gpu: str = "auto", prompt: int = 128
 ) -> dict[str, Any]:
-    """Profile a model, rank what its own code costs, and make a task for each operator that nothing verified serves.
+    """Profile a model, rank its code by time, and create a task per operator without a verified kernel.
 
     Args:
         config: path of a model's config.json on this machine.
-        language: of the kernels.
-        gpu: slug, family, or ``auto`` for what is here.
-        prompt: random tokens of the profiled call.
+        language: language of the kernels.
+        gpu: slug, family, or ``auto`` for the GPU of this machine.
+        prompt: number of random tokens in the profiled call.
     """
     options = ["--language", language, "--gpu", gpu, "--prompt", str(prompt)]
     found: dict[str, Any] = await _json("task", "from-model", config, *options)
@@ -140,14 +140,14 @@ async def task_from_model(
 async def task_create(
     definition: str, language: str = "triton", gpu: str = "auto", workload: str | None = None
 ) -> dict[str, Any]:
-    """Make a task for an operator, a language and a GPU; returns it with its id and the bars."""
+    """Create a task for an operator, a language and a GPU, and return it with its id and bars."""
     options = ["--language", language, "--gpu", gpu, *(["--workload", workload] if workload else [])]
     found: dict[str, Any] = await _json("task", "create", definition, *options)
     return found
 
 
 async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[str, Any]:
-    """Hand a kernel in and read the verdict: received, scanned, compiled, screened, promoted.
+    """Submit a kernel and return the verdict: received, scanned, compiled, screened, promoted.
 
     Args:
         task: its id.

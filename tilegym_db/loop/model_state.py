@@ -1,4 +1,4 @@
-"""A model on this machine as the loop measures it: what share of its time verified kernels have, and how fast it is."""
+"""Measure a model on this machine for the loop: the time share of verified kernels and the speedup. Decide what to keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tilegym_db.bench.machine import Machine, timing_lock
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.from_model import LEAST_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
+from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import time_of
@@ -29,7 +29,7 @@ PROFILES = 5
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model of random weights from a config, and how it is called."""
+    """A model with random weights from a config, and the shape of its call."""
 
     path: Path
     machine: Machine
@@ -40,19 +40,19 @@ class ModelState:
 
     @property
     def tag(self) -> str:
-        """What the model is called by."""
+        """The model's tag in workloads and runs."""
         return model_tag(self.path)
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the config as it is built, and of how it is called."""
+        """sha256 of the config as built and of the call's dtype and prompt length."""
         content = {key: value for key, value in load_config(self.path, self.layers).to_dict().items()}
         content.pop("transformers_version", None)
         return hashlib.sha256(canonical_json([content, self.dtype, self.prompt]).encode()).hexdigest()
 
     @cached_property
     def model(self) -> Any:
-        """Built once: the same weights at every call."""
+        """The model, built once so that every call uses the same weights."""
         return build_model(load_config(self.path, self.layers), self.machine.device, self.dtype)
 
     @cached_property
@@ -62,15 +62,18 @@ class ModelState:
 
     @cached_property
     def stock_times(self) -> StockTimes:
-        """Profiled once: whatever serves the model, its own code costs what it costs."""
+        """The stock profile, taken once because published kernels do not change it."""
         return stock_times(self.model, self.inputs)
 
     def pieces(self) -> ModelPieces:
-        """What its own code costs, and which Definitions describe it."""
+        """Return the time of each piece of the model and the Definitions that describe it."""
         return pieces_of(self.model, self.inputs, self.tag, self.stock_times)
 
     def coverage(self) -> Coverage:
-        """Share of one call's time in verified kernels, over :data:`PROFILES` profiles, by the profiler's launch numbers."""
+        """Return the time share of verified kernels in one call, from :data:`PROFILES` profiles.
+
+        On a GPU the profiler's launch numbers attribute the time.
+        """
         handle = patch_what_fits(self.model, catalog=Catalog.default())
         try:
             with timing_lock(self.machine.device):
@@ -88,7 +91,7 @@ class ModelState:
         return float(share or 0.0)
 
     def run(self) -> tuple[ModelRun, list[str]]:
-        """Time it patched against stock in turns, after a proof on its own calls; and what that proof found wrong."""
+        """Prove the kernels on the model's own calls and time patched against stock; return the run and the failures."""
         options = ModelBenchOptions(
             dtype=self.dtype, prompt=self.prompt, new=0, rounds=self.rounds, layers=self.layers, verify=True
         )
@@ -98,50 +101,50 @@ class ModelState:
         return run, failed + [f"{failure}" for failure in report.failures]
 
 
-# ---- rules ----------------------------------------------------------------------------------------
-# What the loop over a model does next, and whether a change stays: rules over what was measured. Pure functions.
+# ---- Decisions ----------------------------------------------------------------------------------------
+# Pure functions that decide the loop's next step and whether to keep a change.
 
-LEAST_TOTAL = 0.995
-"""Lower end of the interval of the whole call's speedup: below, the model may have become slower."""
+MIN_TOTAL_SPEEDUP = 0.995
+"""Minimum lower end of the confidence interval of the whole call's speedup. Below it, the model may be slower."""
 DISCARDS_IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
 class KeepDecision:
-    """Keep or discard, and why."""
+    """The decision to keep or discard a change, with its reason."""
 
     decision: Literal["keep", "discard"]
     reason: str
 
 
 def decide(before: Coverage, after: Coverage, total: Estimate, failed_proofs: Sequence[str]) -> KeepDecision:
-    """Whether a change of what serves a model stays.
+    """Decide whether to keep a change of the kernels that serve a model.
 
     Args:
-        before, after: share of the model's time in verified kernels, each over several profiles.
+        before, after: time shares of verified kernels, each from several profiles.
         total: stock time over patched time of the whole call, from interleaved rounds.
-        failed_proofs: kernels that the model's own calls found wrong, each with the reason.
+        failed_proofs: kernels that failed on the model's own calls, each with the reason.
     """
     if failed_proofs:
         return KeepDecision("discard", f"a proof on the model's own calls failed: {'; '.join(failed_proofs)}")
     if before.time_of != after.time_of:
         return KeepDecision(
-            "discard", f"coverage of {before.time_of} time and of {after.time_of} time is no comparison"
+            "discard", f"coverage of {before.time_of} time and of {after.time_of} time cannot be compared"
         )
     gained, spread = after.median - before.median, max(before.high - before.low, after.high - after.low)
     shares = f"coverage of {after.time_of} time {before.median:.1%} -> {after.median:.1%}, spread {spread:.1%}"
     if gained <= spread:
         return KeepDecision("discard", f"{shares}: it rose by no more than its spread over {after.profiles} profiles")
     if total.ci_low is None or total.ci_high is None:
-        return KeepDecision("discard", f"{shares}; too few rounds to say whether the model became slower")
+        return KeepDecision("discard", f"{shares}; too few rounds to decide whether the model became slower")
     speedup = f"the whole call {total.median:.3f}x (99% interval {total.ci_low:.3f} to {total.ci_high:.3f})"
-    if total.ci_low < LEAST_TOTAL:
-        return KeepDecision("discard", f"{shares}; {speedup}: {LEAST_TOTAL} is asked for at the lower end")
+    if total.ci_low < MIN_TOTAL_SPEEDUP:
+        return KeepDecision("discard", f"{shares}; {speedup}: the lower end must be at least {MIN_TOTAL_SPEEDUP}")
     return KeepDecision("keep", f"{shares}; {speedup}")
 
 
 def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Coverage:
-    """Return the median of several profiles with the lowest and the highest."""
+    """Return the median, minimum and maximum of several profiles."""
     ordered = sorted(min(max(share, 0.0), 1.0) for share in shares)
     return Coverage(
         median=ordered[len(ordered) // 2], low=ordered[0], high=ordered[-1], profiles=len(ordered), time_of=time_of
@@ -149,27 +152,27 @@ def coverage_of(shares: Sequence[float], time_of: Literal["gpu", "cpu"]) -> Cove
 
 
 def next_piece(pieces: Sequence[Piece], tried: Collection[str]) -> Piece | None:
-    """Return the piece of stock code that costs most and that a task can be made for; None if nothing is left.
+    """Return the costliest piece of stock code that a task can be made for; None if there is none left.
 
     Args:
-        pieces: of the model as it is served now.
-        tried: Definitions that an experiment on this model has decided about.
+        pieces: pieces of the model as it is served now.
+        tried: Definitions that an experiment on this model already decided.
     """
     open_ = [
         piece
         for piece in pieces
         if piece.definition and piece.workloads and not piece.served and piece.definition not in tried
     ]
-    worth = [piece for piece in open_ if piece.share >= LEAST_SHARE]
+    worth = [piece for piece in open_ if piece.share >= MIN_SHARE]
     return min(worth, key=lambda piece: (-piece.share, piece.definition), default=None)
 
 
 def why_stop(experiments: Sequence[Experiment], seconds_left: float) -> str | None:
-    """Return why the loop ends before nothing is left to do; None if it goes on.
+    """Return the reason to stop early; None to continue.
 
     Args:
-        experiments: of this run, in order.
-        seconds_left: of the budget.
+        experiments: the experiments of this run, in order.
+        seconds_left: remaining seconds of the budget.
     """
     if seconds_left <= 0:
         return "the budget is spent"

@@ -1,6 +1,6 @@
-"""A task as one Markdown page for its author, whoever that is. The same task and history give the same bytes.
+"""Write a task as one Markdown page for its author. The same task and history give the same bytes.
 
-No seed of a run and no tolerance is in it: an author who knows them writes for them.
+The page has no seed and no tolerance, so that authors cannot fit a kernel to them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tilegym_db.scaffold.solution_draft import DEPENDENCIES
 from tilegym_db.store.loop import read_patterns
 
 _BOUND = re.compile(r"exceed rtol \S+ and \S+ of the row's rms")
-"""How the verifier spells a bound that was exceeded: nobody is to write for it."""
+"""The verifier's text for an exceeded tolerance. It is replaced, so that authors cannot fit a kernel to the bound."""
 SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99}
-"""What one block may ask for."""
+"""Maximum shared memory per block, by target."""
 
 
 def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = None) -> str:
-    """Return the page of a task, from the records and the journal of attempts.
+    """Return the page of a task, from the records and the journaled attempts.
 
     Raises:
-        ConflictError: the Definition or a pattern is not what it was when the task was made.
+        ConflictError: the Definition or a pattern changed since the task was made.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     definition = catalog.definition(task.definition)
@@ -85,7 +85,7 @@ def _operator(definition: Definition) -> str:
         *_tensors("in", {name: (spec.shape, spec.dtype) for name, spec in definition.inputs.items()}),
         *_tensors("out", {name: (spec.shape, spec.dtype) for name, spec in definition.outputs.items()}),
         "",
-        "The reference says what is right. It is run in float64; nothing that you write takes its place.",
+        "The reference defines the correct result. It runs in float64, and nothing that you write replaces it.",
         "",
         "```python",
         definition.reference.rstrip(),
@@ -109,7 +109,7 @@ def _shapes(task: Task) -> str:
         rows.append(f"| {axes_key(item.axes)} | {_dtypes(item)} | {layouts} |")
     rows += [
         "",
-        "These are timed. Verification also calls the kernel at other shapes, layouts and contents of what it declares.",
+        "These are timed. Verification also calls the kernel at other shapes, layouts and contents that it declares to support.",
     ]
     return "\n".join(rows)
 
@@ -139,8 +139,8 @@ def _objective(task: Task) -> str:
         else "serve a part of a model that runs stock code"
     )
     rows = [
-        f"Objective: {why}. The lower end of the 99% interval of the speedup over the best baseline of the same rounds has to "
-        f"reach {task.min_speedup:.2f}x on every workload that the kernel supports, and it has to support all of them.",
+        f"Objective: {why}. The lower end of the 99% interval of the speedup over the best baseline of the same rounds must "
+        f"reach {task.min_speedup:.2f}x on every workload, and the kernel must support all of them.",
         "",
         "| axes | dtypes | best baseline, us | current best, us | speed of light, us |",
         "|---|---|---|---|---|",
@@ -154,7 +154,7 @@ def _objective(task: Task) -> str:
     if any(item.baseline is None for item in task.workloads):
         rows += [
             "",
-            f"none: nothing is verified there on {task.gpu} yet. What is handed in is timed beside every baseline all the same; "
+            f"none: nothing is verified there on {task.gpu} yet. A submission is still timed against every baseline; "
             f"`tilegym-db list --solutions` names them.",
         ]
     return "\n".join(rows)
@@ -167,8 +167,8 @@ def _entry(task: Task, definition: Definition) -> str:
         "In-place: " + ", ".join(f"`{name}` becomes `{out}`" for name, out in definition.in_place.items()) + "."
         if definition.in_place
         else "",
-        "`solution.json` declares the dtypes, constraints on sizes and layouts that it supports: what is declared is tested, and "
-        "what is not is never sent to it. Keyword arguments of `run` may be declared as `tunables`.",
+        "`solution.json` declares the dtypes, constraints on sizes and layouts that it supports. What it declares is tested, and "
+        "it never receives other calls. Keyword arguments of `run` may be declared as `tunables`.",
     ]
     if task.language == "python":
         lines.append("With `destination_passing_style: false` a python kernel returns its outputs.")
@@ -176,7 +176,7 @@ def _entry(task: Task, definition: Definition) -> str:
 
 
 def _scanned() -> str:
-    lines = ["The source is read before anything of it runs. Refused:", ""]
+    lines = ["The source is scanned before it runs. Refused:", ""]
     lines += [f"- `{rule.name}`: {rule.catches}" for rule in RULES.values() if rule.severity == "hard"]
     return "\n".join(lines)
 
@@ -195,9 +195,9 @@ def _deliverable(task: Task, definition: Definition) -> str:
     }
     example = json.dumps(record)
     return (
-        "A folder with `kernel.py` and `solution.json`, and nothing else: a reference, a test or a benchmark "
-        f"of your own is refused, and so is a folder that has one.\n\n```json\n{example}\n```\n\n"
-        f"Hand it in: `tilegym-db task submit {task.id} FOLDER`"
+        "A folder with only `kernel.py` and `solution.json`. A folder that also has a reference, a test or a benchmark "
+        f"of your own is refused.\n\n```json\n{example}\n```\n\n"
+        f"Submit it: `tilegym-db task submit {task.id} FOLDER`"
     )
 
 
@@ -206,13 +206,14 @@ def _judged(task: Task) -> str:
         (
             "1. received: two files, a valid record of this Definition and language, a `run` that takes its arguments.",
             "2. scanned: see section 6.",
-            "3. compiled: ahead of time for the target, where the language has a compiler.",
-            "4. screened: a confined process runs the kernel on inputs that it cannot foresee, against the reference in float64; "
-            "then it is timed in turns with the stock code. Clearly slower than the bar is refused here.",
+            "3. compiled: ahead of time for the target, if the language has a compiler.",
+            "4. screened: a confined process runs the kernel on unpredictable inputs and compares it with the "
+            "reference in float64; then its timings are interleaved with those of the stock code. "
+            "A kernel that is clearly slower than the bar is refused.",
             f"5. promoted: fresh processes and seeds, all fuzz cases, audits, and all baselines in the same rounds; "
             f"{task.min_speedup:.2f}x at the lower end of the interval.",
             "",
-            "The same source is judged once: handing it in again gives the same answer.",
+            "A source is judged only once: submitting it again gives the same verdict.",
         )
     )
 
@@ -220,7 +221,7 @@ def _judged(task: Task) -> str:
 def _earlier(attempts: Sequence[Attempt]) -> str:
     refused = [one for one in attempts if one.verdict == "refused"]
     if not refused:
-        return "None was refused so far."
+        return "No attempt was refused so far."
     lines = ["| attempt | passed | refused by | because |", "|---|---|---|---|"]
     for one in sorted(refused, key=lambda one: one.number):
         reason = _BOUND.sub("differ too much", " ".join(one.reason.split())).replace("|", "\\|")
@@ -230,7 +231,7 @@ def _earlier(attempts: Sequence[Attempt]) -> str:
 
 def _patterns(patterns: Sequence[Pattern]) -> str:
     if not patterns:
-        return "None is recorded for this operator and language."
+        return "No pattern is recorded for this operator and language."
     texts = []
     for item in patterns:
         kind = "Avoid" if item.anti else "Measured" if item.evidence != ("unmeasured",) else "Unmeasured"

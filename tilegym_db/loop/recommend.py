@@ -1,4 +1,4 @@
-"""Which promotions would serve which calls of a model: evidence about operators, and nothing is applied by it."""
+"""Find promotions that could serve a model's calls. The ratios are per operator, and nothing is applied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilegym_db.store.loop import model_run_rows, promotion_rows
 
 @dataclass(frozen=True)
 class Recommended:
-    """One kind of call of a model, and the promotion that is nearest to it. ``op_ratio`` says nothing of the model."""
+    """One kind of call of a model, and the nearest promotion. ``op_ratio`` is the operator's speedup, not the model's."""
 
     definition: str
     stage: str
@@ -39,7 +39,7 @@ class Recommended:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The calls of a model, and what was measured of the model itself: the only figures that are about it."""
+    """The calls of a model, and the runs of the model itself. Only the runs measure the whole model."""
 
     model: str
     gpu: str
@@ -47,7 +47,7 @@ class Recommendation:
     model_runs: tuple[dict[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return JSON-ready content."""
         calls = [asdict(call) for call in self.calls]
         return {"model": self.model, "gpu": self.gpu, "calls": calls, "model_runs": list(self.model_runs)}
 
@@ -55,17 +55,17 @@ class Recommendation:
 def recommend(
     path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1
 ) -> Recommendation:
-    """Run a model of random weights on the CPU once for its calls, and look each up among the standing promotions of a GPU.
+    """Capture the calls of a model with random weights on the CPU, and find the nearest standing promotion for each.
 
     Args:
         path: config file, or folder with a ``config.json``.
-        gpu: slug or family; it need not be here.
-        prompt: tokens; a step of decoding follows.
-        dtype: of the model.
-        layers: keep only the first so many: calls repeat from layer to layer.
+        gpu: slug or family; it need not be in this machine.
+        prompt: number of tokens; one decoding step follows.
+        dtype: dtype of the model.
+        layers: maximum number of layers to keep, because calls repeat per layer.
 
     Raises:
-        UsageError: the config or an option is none that can be run.
+        UsageError: the config or an option is invalid.
     """
     model = build_model(load_config(path, layers), "cpu", dtype)
     handle = patch_what_fits(model, verify=True, inputs=random_prompt(model, 1, prompt))
@@ -83,9 +83,7 @@ def recommend(
 
 
 def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
-    """Return the promotion for a call: of its very sizes, else the one whose sizes are nearest. Pure but for reading
-    the catalog.
-    """
+    """Return the promotion for a call: of the same sizes, else of the nearest ones. Reads only the catalog."""
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
     axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
@@ -93,8 +91,8 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gp
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
         reason = (
-            f"no promotion ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. What "
-            f"serves it with less: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} --gpu {gpu}"
+            f"no promotion ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
+            f"the kernel that serves it: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} --gpu {gpu}"
         )
         return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))
@@ -112,5 +110,5 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gp
 
 
 def _distance(one: dict[str, int], other: dict[str, int]) -> float:
-    """Return how far apart two sizes are: the sum of factors between their axes, in powers of two."""
+    """Return the distance between two sizes: the sum of the axes' ratios in powers of two."""
     return sum(abs(math.log2(max(one.get(name, 1), 1) / max(size, 1))) for name, size in other.items())

@@ -1,4 +1,4 @@
-"""What became of tasks, as rows for people and programs."""
+"""Report the state of tasks and attempts as table rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SHOWN = ("id", "definition", "language", "gpu", "objective", "workloads", "attem
 
 
 def tasks_table(home: Path | None = None) -> list[dict[str, Any]]:
-    """Return one row per task, in the order in which they were made."""
+    """Return one row per task, oldest first."""
     with open_store(home, read_only=True) as store:
         return [{name: row[name] for name in SHOWN} for row in task_rows(store)]
 
 
 def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
-    """Return one row per attempt at a task, with how far it came and why no further."""
+    """Return one row per attempt at a task, with the steps passed and the reason for the refusal."""
     own = sorted(attempts_at(task, home or default_home()), key=lambda one: one.number)
     return [
         {
@@ -37,29 +37,29 @@ def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
     ]
 
 
-# ---- handed in ------------------------------------------------------------------------------------
-# The attempts at a task that the journal holds, whichever command they were handed in by, and what experiments
-# discarded.
+# ---- Attempts -------------------------------------------------------------------------------------------
 
 
 def attempts_at(task: Task, home: Path) -> list[Attempt]:
-    """Return each as far as it came, in the order in which they were received."""
+    """Return the newest state of each attempt at a task, in the order received."""
     return [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
 
 
 def last_attempt(task: Task, home: Path) -> Attempt | None:
-    """Return the one that was promoted, else the newest."""
+    """Return the promoted attempt, else the newest."""
     return max(attempts_at(task, home), key=lambda one: (one.verdict == "promoted", one.number), default=None)
 
 
 def verdicts(task: Task, home: Path) -> set[tuple[int, str]]:
-    """(number, verdict) of the attempts that are judged to the end."""
+    """Return (number, verdict) of the attempts with a final verdict."""
     return {(one.number, one.verdict) for one in attempts_at(task, home) if one.verdict != "pending"}
 
 
 def discarded(gpu: str, home: Path) -> set[str]:
-    """Digests of the kernels that the newest experiment with them on a GPU discarded. Those that ``task submit`` added are in
-    the catalog still; a trial of another kernel is not about them."""
+    """Return the digests of kernels that their newest experiment on a GPU discarded.
+
+    Those that ``task submit`` added are still in the catalog, but the trial of another kernel must not publish them.
+    """
     decided: dict[str, str] = {}
     for one in journaled(Experiment, home):
         if one.gpu == gpu:

@@ -1,9 +1,7 @@
-"""Where submissions wait until they are promoted: a catalog of their own beside the journals, never the user's.
+"""The catalog of submissions that are not promoted yet. It lies next to the journals, apart from the user's catalog.
 
-Only commands that are about them look there; what is refused stays, so that its failing case can be shown again.
-
-What is promoted belongs to whoever handed it in. What ``task submit`` added to the user's catalog is the user's, and no
-experiment takes it away; what the loop added itself, for which it leaves a mark, an experiment that discards it does.
+Only commands about submissions read it. Refused submissions stay, so that their failing cases can be reproduced. A promoted
+submission moves to a catalog. The loop marks those that it added itself, and only these can be withdrawn again.
 """
 
 from __future__ import annotations
@@ -25,22 +23,22 @@ def candidate_root(home: Path | None = None) -> Path:
 
 
 def with_candidates(catalog: Catalog | None = None, home: Path | None = None) -> Catalog:
-    """Return a catalog that has the submissions too, as they are on disk now."""
+    """Return the catalog extended by the submissions that are on disk now."""
     catalog = catalog or Catalog.default()
     return catalog.reread(candidate_root(home or default_home()))
 
 
 def candidate_name(record: Solution, digest: str) -> str:
-    """What a submission is called whatever its author called it: the same source has one name, and no two share one."""
+    """Return the name of a submission. It depends on the source only, so equal sources share a name and others do not."""
     return f"{record.definition}_{record.spec.language}_{digest[:12]}"
 
 
 def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: Path) -> SolutionFiles:
-    """Put a submission among the candidates under its own name; one that is there, or in the catalog, already is left alone."""
+    """Add a submission to the candidates under its candidate name, unless it is there or in the catalog."""
     name = candidate_name(files.record, files.digest)
     present = catalog.solution_paths.get(name)
     if present is not None:
-        _forget(definition, name, home)  # of a process that was killed while it moved
+        _forget(definition, name, home)  # left by a process that was killed while it moved the files
         return SolutionFiles.read(present)
     record = Solution.from_dict({**files.record.to_dict(), "name": name}, files.path)
     folder = _folder(definition, name, home)
@@ -54,7 +52,7 @@ def enter(definition: Definition, files: SolutionFiles, catalog: Catalog, home: 
 def leave(
     definition: Definition, candidate: SolutionFiles, catalog: Catalog, home: Path, root: Path | None = None
 ) -> Path:
-    """Move a candidate into the user's catalog, or for the loop, the one of ``root``; done twice, it is done once.
+    """Move a candidate into the user's catalog or, for the loop, into ``root``. Idempotent.
 
     Raises:
         ConflictError: the catalog has another Solution of that name.
@@ -74,9 +72,9 @@ def leave(
 
 
 def withdraw(definition: Definition, name: str, root: Path, home: Path) -> None:
-    """Take a Solution that the loop added out of the catalog of ``root`` again; it stays among the candidates.
+    """Move a Solution that the loop added from ``root`` back to the candidates.
 
-    One that ``task submit`` added is left where it is.
+    A Solution that ``task submit`` added stays.
     """
     mark = _mark(name, home)
     if not mark.is_file():
@@ -91,7 +89,7 @@ def withdraw(definition: Definition, name: str, root: Path, home: Path) -> None:
 
 
 def _mark(name: str, home: Path) -> Path:
-    """There where the loop added the Solution, and nobody handed it in beside it."""
+    """Return the marker file that exists if only the loop added the Solution."""
     return loop_folder(home) / "added" / name
 
 

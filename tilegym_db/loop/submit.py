@@ -1,6 +1,7 @@
-"""Takes a submission through its steps, each journaled the moment it is passed, so that a killed run goes on where it was.
+"""Take a submission through its steps: received, scanned, compiled, screened, promoted.
 
-The same source is judged once. Measurements are kept by the store as traces, and are never taken twice for one attempt.
+Each passed step is journaled, so that a restarted run continues. A source is judged only once. The store keeps the
+measurements as traces, and an attempt never repeats them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LOCK_TIMEOUT_S = 1.0
 
 @dataclass
 class Submission:
-    """One attempt in progress: the task, what was handed in, and the newest line of its journal."""
+    """An attempt in progress: the task and the attempt's newest journal entry."""
 
     task: Task
     definition: Definition
@@ -54,11 +55,11 @@ class Submission:
     _device_s: float = 0.0
 
     def at(self, step: Step) -> bool:
-        """Return True if a step was passed before, by this run or one that was killed."""
+        """Return True if this run or an earlier one passed a step."""
         return STEPS.index(self.attempt.stage) >= STEPS.index(step)
 
     def passed(self, step: Step, verdict: Verdict = "pending", **changes: Any) -> Attempt:
-        """Journal that a step was passed, or what ended the attempt after it."""
+        """Journal that a step was passed or that the attempt ended after it."""
         now = time.monotonic()
         content = {
             **self.attempt.model_dump(exclude={"gate", "reason", "command"}),
@@ -76,7 +77,7 @@ class Submission:
         return self.attempt
 
     def refuse(self, refusal: AttemptRefusal, traces: tuple[str, ...] = ()) -> Attempt:
-        """End the attempt after the last step that it passed."""
+        """End the attempt as refused, after the last step that it passed."""
         return self.passed(
             self.attempt.stage,
             "refused",
@@ -87,7 +88,7 @@ class Submission:
         )
 
     def on_device(self, work: Callable[[], list[Trace]]) -> list[Trace]:
-        """Run what holds the device, and count its seconds."""
+        """Run work that holds the device, and add its seconds to the attempt."""
         began = time.monotonic()
         try:
             return work()
@@ -105,26 +106,26 @@ def submit(
     root: Path | None = None,
     observer: Observer | None = None,
 ) -> Attempt:
-    """Judge what an author handed in, step by step.
+    """Judge a submission step by step.
 
     Args:
-        task: what was asked for.
-        folder: holds ``kernel.py`` and ``solution.json``; it is read, and nothing of it is run outside of a confined worker.
-        gpu: where to measure; the task's by default. Another than the task's is refused.
+        task: the task that the submission is for.
+        folder: has ``kernel.py`` and ``solution.json``. The kernel runs only in a confined worker.
+        gpu: the GPU to measure on; it must be the task's, which is the default.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
-        root: of the catalog that takes what is promoted; by default that of ``add-solution``, where no experiment removes it.
-        observer: callbacks for progress of the measurements.
+        root: catalog root for a promoted kernel; by default that of ``add-solution``, from which no experiment removes it.
+        observer: callbacks for the progress of the measurements.
 
     Returns:
-        The attempt: ``promoted``; ``refused`` with the gate and the reason; ``no_gpu`` where this machine cannot take the last
-        steps, which a later call on one that can goes on with.
+        The attempt. Its verdict is ``promoted``, ``refused`` with the gate and the reason, or ``no_gpu`` if this machine
+        cannot do the last steps. A later call on another machine continues a ``no_gpu`` attempt.
 
     Raises:
-        UsageError: ``folder`` is no folder.
-        HardwareError: ``gpu`` is not the task's.
-        StoreError: another process judges a submission to this task.
-        MissingPackageError: a compiler is missing here.
+        UsageError: ``folder`` is not a folder.
+        HardwareError: ``gpu`` is not the task's GPU.
+        StoreError: another process is judging a submission to this task.
+        MissingPackageError: a compiler is missing in this environment.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
@@ -140,7 +141,7 @@ def submit(
         submission.observer = observer or Observer()
         if is_known and submission.attempt.verdict in ("refused", "promoted"):
             if submission.attempt.verdict == "promoted" and root is None and isinstance(received, SolutionFiles):
-                # Whoever hands it in has it in the catalog, also where the loop promoted it and took it away again.
+                # A person submitted it, so it belongs into the user's catalog, even if the loop promoted and withdrew it.
                 leave(definition, enter(definition, received, catalog, home), catalog, home)
             return submission.attempt
         if isinstance(received, AttemptRefusal):
@@ -151,7 +152,7 @@ def submit(
 def _open(
     task: Task, definition: Definition, folder: Path, received: SolutionFiles | AttemptRefusal, home: Path
 ) -> tuple[Submission, bool]:
-    """Return the attempt that this source has already, or a new one; and whether it was there."""
+    """Return the attempt of this source or a new one, and True if it existed."""
     if isinstance(received, AttemptRefusal):
         digest = folder_digest(folder)
         name = f"{task.definition}_{task.language}_{digest[:12]}"
@@ -195,7 +196,7 @@ def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog, ro
 
 
 def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> AttemptRefusal | None:
-    """Build it for the task's GPU, at the task's workloads. Python, and a CPU, have nothing to compile."""
+    """Compile for the task's GPU at the task's workloads. Python kernels and CPUs need no compilation."""
     target = GPU_SLUGS.get(submission.task.gpu, "")
     if candidate.record.spec.language not in TILE_LANGUAGES or target not in TARGETS:
         return None
@@ -212,7 +213,7 @@ def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog)
 
 
 def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> Attempt | None:
-    """Verify and time it; what is not measured yet is. None if it goes on."""
+    """Verify and time the candidate on workloads that have no trace yet; return None to continue."""
     traces = submission.on_device(lambda: _measure(submission, candidate, catalog, ("screen", "interpreter")))
     ids = tuple(trace.trace_id for trace in traces)
     refusal = screen_refusal(submission.task, traces)
@@ -230,16 +231,14 @@ def _screen(submission: Submission, candidate: SolutionFiles, catalog: Catalog) 
 
 
 def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog, tiers: tuple[str, ...]) -> list[Trace]:
-    """Return the traces of a candidate on the task's workloads in some tiers: those that there are, and what was
-    missing.
-    """
+    """Return the candidate's traces on the task's workloads in some tiers; measure what is missing."""
     task, own = submission.task, with_candidates(catalog, submission.home)
     uuids = tuple(item.uuid for item in task.workloads)
     found = _stored(submission, candidate, own, tiers)
     if unmeasured(task, found):
         options: dict[str, Any] = {"gpu": task.gpu, "workload": uuids, "catalog": own, "store_home": submission.home}
         if "promotion" in tiers:
-            # All baselines in the same rounds: whoever is left out might be the one to beat.
+            # All baselines run in the same rounds, because any of them may be the fastest.
             baselines = tuple(
                 one.name for one in own.solutions_for(task.definition) if one.record.spec.role == "baseline"
             )
@@ -280,18 +279,18 @@ def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
     )
 
 
-# ---- received -------------------------------------------------------------------------------------
-# The first two steps of a submission: its folder is read as data, and its source is read before anything of it runs.
+# ---- Receiving and scanning ---------------------------------------------------------------------------
+# These two steps only read the submission. They run nothing of it.
 
 DELIVERABLE = ("kernel.py", RECORD_NAME)
-"""What a submission consists of. Whatever else an author has written, a reference or a benchmark, has no place in a verdict."""
+"""The files of a submission. Other files, such as the author's own reference or benchmark, are refused."""
 
-LISTED = 8
+MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
 class AttemptRefusal:
-    """Why a submission goes no further: the gate that refused it, the reason, and what shows it again."""
+    """A refusal of a submission: the gate, the reason, and a command that reproduces it."""
 
     gate: str
     reason: str
@@ -299,20 +298,24 @@ class AttemptRefusal:
 
 
 def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles | AttemptRefusal:
-    """Return the Solution that a folder holds, or why it is none that the task asks for. Nothing of it runs.
+    """Return the Solution in a folder, or the refusal if it does not fit the task. Nothing of it runs.
 
     Raises:
-        UsageError: ``folder`` is no folder.
+        UsageError: ``folder`` is not a folder.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder. Give one with {' and '.join(DELIVERABLE)}.", code="folder_missing")
+        raise UsageError(
+            f"{folder} is not a folder. Give a folder with {' and '.join(DELIVERABLE)}.", code="folder_missing"
+        )
     others = _others(folder)
     if others:
-        named = ", ".join(others[:LISTED]) + (f" and {len(others) - LISTED} more" if len(others) > LISTED else "")
+        named = ", ".join(others[:MAX_LISTED]) + (
+            f" and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
+        )
         return AttemptRefusal(
             "received",
-            f"the folder holds {named}. An author hands in {' and '.join(DELIVERABLE)} and nothing else: reference, inputs, "
-            "comparison and timing are the database's.",
+            f"the folder holds {named}. A submission has only {' and '.join(DELIVERABLE)}; the database provides "
+            "reference, inputs, comparison and timing.",
         )
     if definition.digest != task.definition_digest:
         return AttemptRefusal("received", f"{definition.name} changed since the task was made. Make a new task.")
@@ -330,7 +333,7 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
             )
         if record.spec.role != "kernel" or record.spec.provides is not None:
             return AttemptRefusal(
-                "received", "a submission has the role 'kernel' and provides nothing: baselines are the database's."
+                "received", "a submission has the role 'kernel' and no 'provides'; only the database has baselines."
             )
         if record.spec.omits:
             return AttemptRefusal(
@@ -344,7 +347,10 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
 
 
 def _others(folder: Path) -> list[str]:
-    """What is neither of the two files. Hidden files and compiled Python are what tools leave behind, and nobody reads them."""
+    """Return the names of files that do not belong to a submission.
+
+    Hidden files and compiled Python are ignored, because tools create them and nothing reads them.
+    """
     return sorted(
         entry.name
         for entry in folder.iterdir()
@@ -353,15 +359,15 @@ def _others(folder: Path) -> list[str]:
 
 
 def scan_refusal(files: SolutionFiles) -> AttemptRefusal | None:
-    """What the static scan refuses of the sources."""
+    """Return the refusal by the static scan, if any."""
     found = hard_findings(scan_sources(files.record, files.sources))
     if not found:
         return None
-    return AttemptRefusal(f"scan: {found[0].rule}", "\n".join(str(finding) for finding in found[:LISTED]))
+    return AttemptRefusal(f"scan: {found[0].rule}", "\n".join(str(finding) for finding in found[:MAX_LISTED]))
 
 
 def folder_digest(folder: Path) -> str:
-    """Identity of a folder that holds no valid Solution: the names of what it holds, and the bytes of the two files."""
+    """Return the digest of a folder without a valid Solution, from its file names and the bytes of the two files."""
     parts = [name.encode() for name in _others(folder)]
     for name in DELIVERABLE:
         try:
@@ -371,25 +377,27 @@ def folder_digest(folder: Path) -> str:
     return length_prefixed_digest(parts)
 
 
-# ---- submission verdicts --------------------------------------------------------------------------
-# What the traces of a submission say: refused, by which gate and why, or fit for the next step. Pure functions.
+# ---- Verdicts on traces -------------------------------------------------------------------------------
+# Pure functions that decide whether a submission is refused.
 
 
 def compile_refusal(results: Sequence[CompileResult]) -> AttemptRefusal | None:
-    """What a compiler refused of the submission itself; a target that it refuses altogether says nothing of that."""
+    """Return the refusal by the compiler, if any."""
     for result in results:
         if result.status in ("failed", "unsupported"):
             lines = [line.strip() for line in result.log.splitlines() if line.strip()]
-            return AttemptRefusal("compile", f"{result.status}: {' '.join(lines[-3:])[:1500] or 'no reason was given'}")
+            return AttemptRefusal(
+                "compile", f"{result.status}: {' '.join(lines[-3:])[:1500] or 'the compiler gave no reason'}"
+            )
     return None
 
 
 def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None:
-    """Return the first workload that a screen did not pass, or on which it is clearly slower than the bar.
+    """Return the refusal by the first workload that failed the screen or is clearly slower than the bar.
 
     Args:
-        task: names the workloads and the bar.
-        traces: of the submission, in the tier screen or interpreter; the newest of a workload counts.
+        task: the task with its workloads and bar.
+        traces: the submission's traces in tier screen or interpreter. The newest per workload counts.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
     for item in task.workloads:
@@ -413,12 +421,12 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
 
 
 def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
-    """Return the first workload that was not promoted.
+    """Return the refusal by the first workload that was not promoted.
 
     Args:
-        task: names the workloads.
-        traces: of the submission, in the promotion tier; the newest of a workload counts.
-        reasons: trace id -> why it earned no promotion.
+        task: the task with its workloads.
+        traces: the submission's traces in the promotion tier. The newest per workload counts.
+        reasons: for each trace id without a promotion, the reason.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
     for item in task.workloads:
@@ -436,7 +444,7 @@ def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str,
 
 
 def unmeasured(task: Task, traces: Collection[Trace]) -> list[str]:
-    """Return the workloads of a task, by uuid, that none of the traces is about."""
+    """Return the uuids of a task's workloads that have no trace."""
     seen = {trace.workload_uuid for trace in traces}
     return [item.uuid for item in task.workloads if item.uuid not in seen]
 
@@ -455,12 +463,12 @@ def _failure(trace: Trace) -> AttemptRefusal | None:
 def _too_slow(trace: Trace, other: str, ratio: float, low: float, high: float, task: Task) -> str:
     return (
         f"at {axes_key(trace.axes)}: {ratio:.3f}x over {other} (99% interval {low:.3f} to {high:.3f}), and "
-        f"{task.min_speedup:.2f}x is asked for"
+        f"{task.min_speedup:.2f}x is required"
     )
 
 
 def _unclear(trace: Trace, task: Task) -> str:
-    """What is to be said where no baseline is clearly below the bar: nothing was found out about the kernel."""
+    """Return a remark if no baseline is clearly below the bar, so that the measurement decides nothing."""
     compared = [
         one for one in (trace.performance.comparisons if trace.performance else ()) if one.provides in BASELINES
     ]
@@ -468,6 +476,6 @@ def _unclear(trace: Trace, task: Task) -> str:
     if not below or any(one.ci_high < task.min_speedup for one in below):
         return ""
     return (
-        ". The interval reaches the bar, so the kernel may be fast enough: this machine was too busy to tell, or the call is "
-        "too short. The same source is not judged again; a changed one is"
+        ". The interval reaches the bar, so the kernel may be fast enough: this machine was too busy, or the call is "
+        "too short, for a clear result. The same source is not judged again; a changed source is"
     )

@@ -1,4 +1,4 @@
-"""Makes tasks: which workloads, what there is to beat on them, and which patterns may help."""
+"""Create tasks: select their workloads, the latencies to beat and the patterns that may help."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tilegym_db.store.database import Store
 from tilegym_db.store.loop import append, journaled, loop_lock, read_patterns, verified_on
 from tilegym_db.store.queries import read_peaks, traced_gpus
 
-MOST_WORKLOADS = 16
-MOST_PATTERNS = 8
-MOST_SPEEDUP = 1000
-"""The highest bar that the record of a task takes."""
+MAX_WORKLOADS = 16
+MAX_PATTERNS = 8
+MAX_BAR = 1000
+"""Maximum bar that the record of a task accepts."""
 
 
 def create_task(
@@ -40,23 +40,23 @@ def create_task(
     catalog: Catalog | None = None,
     home: Path | None = None,
 ) -> Task:
-    """Write a task; one that exists already is returned as it is.
+    """Create a task, or return the existing one with the same content.
 
     Args:
-        definition: the operator.
-        language: what the kernel is to be written in.
-        gpu: a slug or family (of a family, the one in this machine, else the one with measurements), ``cpu``, or ``auto``
-            for what is in this machine.
-        workload: globs over uuid, tags and axes key; by default all but those of tests, on a CPU the quick ones.
+        definition: name of the operator.
+        language: language of the kernel.
+        gpu: a slug or family, ``cpu``, or ``auto`` for the GPU of this machine. A family means the one in this machine,
+            else the one with measurements.
+        workload: globs over uuid, tags and axes key. By default all except those for tests; on a CPU the small ones.
         min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
-        objective: why it is asked for.
+        objective: the reason for the task.
         model: digest of the model's config, for the objective ``coverage``.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
 
     Raises:
-        NotFoundError: no such Definition.
-        UsageError: an unknown language or GPU, no workload fits, too many do, or the bar is too low.
+        NotFoundError: the Definition does not exist.
+        UsageError: the language or GPU is unknown, no workload or too many match, or the bar is out of range.
     """
     catalog, home = catalog or Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
@@ -75,7 +75,7 @@ def create_task(
 def _content(
     store: Store, catalog: Catalog, operator: Definition, slug: str, workload: str | tuple[str, ...] | None
 ) -> dict[str, object]:
-    """Return the part of a task that follows from the records and from what was measured on a GPU."""
+    """Return the fields of a task that follow from the records and the measurements on a GPU."""
     chosen = _workloads(catalog, operator, slug, workload)
     return {
         "definition": operator.name,
@@ -88,10 +88,10 @@ def _content(
 
 
 def check_language(language: str) -> None:
-    """Refuse a language that no kernel is written in.
+    """Raise UsageError if a language is unknown.
 
     Raises:
-        UsageError: names those there are.
+        UsageError: the message lists the known languages.
     """
     if language not in LANGUAGES:
         raise UsageError(f"unknown language {language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown")
@@ -101,18 +101,18 @@ def _check_request(language: str, min_speedup: float) -> None:
     check_language(language)
     if min_speedup < MIN_SPEEDUP:
         raise UsageError(
-            f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so no bar is lower.",
+            f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so the bar must not be lower.",
             code="bar_too_low",
         )
-    if not min_speedup <= MOST_SPEEDUP:  # nor is NaN
+    if not min_speedup <= MAX_BAR:  # also true for NaN
         raise UsageError(
-            f"--min-speedup {min_speedup:g}: a bar is a number from {MIN_SPEEDUP:.2f} to {MOST_SPEEDUP:g}.",
+            f"--min-speedup {min_speedup:g}: a bar is a number from {MIN_SPEEDUP:.2f} to {MAX_BAR:g}.",
             code="bar_out_of_range",
         )
 
 
 def _kept(task: Task, home: Path) -> Task:
-    """Return the task of this content that is in the journal; written there first where none is."""
+    """Return the journaled task with this content; write it first if it is new."""
     with loop_lock(home):
         known = next((other for other in journaled(Task, home) if other.id == task.id), None)
         if known is None:
@@ -121,20 +121,20 @@ def _kept(task: Task, home: Path) -> Task:
 
 
 def unpromotable(language: str, gpu: str) -> str:
-    """Return why no kernel for such a task can be promoted; empty if one can."""
+    """Return why no kernel for this language and GPU can be promoted; empty if one can."""
     if gpu != CPU or language not in TILE_LANGUAGES:
         return ""
     return (
-        f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so none can be promoted here. "
+        f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so they cannot be promoted here. "
         "Ask for --language python, or name a GPU with --gpu"
     )
 
 
 def find_task(prefix: str, home: Path | None = None) -> Task:
-    """Return the task whose id begins so.
+    """Return the task whose id begins with a prefix.
 
     Raises:
-        NotFoundError: none does, or several do.
+        NotFoundError: no task or several tasks match.
     """
     found = {task.id: task for task in journaled(Task, home) if task.id.startswith(prefix)} if prefix else {}
     if not found:
@@ -145,12 +145,10 @@ def find_task(prefix: str, home: Path | None = None) -> Task:
 
 
 def patterns_for(catalog: Catalog, definition: Definition, language: str) -> list[Pattern]:
-    """Return the patterns that a prompt carries: those about the operator before those about its family and about
-    everything.
-    """
+    """Return the patterns for a prompt, ordered: about the operator, about its family, about everything."""
     patterns, _ = read_patterns(catalog)
     fitting = [item for item in patterns if item.fits(definition.name, definition.op_type, language)]
-    return sorted(fitting, key=lambda item: (_distance(item, definition), item.id))[:MOST_PATTERNS]
+    return sorted(fitting, key=lambda item: (_distance(item, definition), item.id))[:MAX_PATTERNS]
 
 
 def _distance(pattern: Pattern, definition: Definition) -> int:
@@ -161,7 +159,7 @@ def _distance(pattern: Pattern, definition: Definition) -> int:
 
 
 def _slug(gpu: str, store: Store) -> str:
-    """Return the one GPU that a task is for: of a family, the one in this machine, else the one that was measured."""
+    """Return the GPU of a task. A family means the one in this machine, else the measured one."""
     if gpu == "auto":
         return select_machine("auto").gpu
     return one_gpu_meant(parse_gpu(gpu), map(gpu_slug, driver_gpu_names()), traced_gpus(store))
@@ -181,11 +179,11 @@ def _workloads(
         raise UsageError(
             f"{_none_fits(definition, gpu, asked)} Try: tilegym-db list --workloads", code="workload_unmatched"
         )
-    if len(chosen) > MOST_WORKLOADS and asked is None:
-        return sorted(chosen, key=lambda item: _size(definition, item))[:: -(-len(chosen) // MOST_WORKLOADS)]
-    if len(chosen) > MOST_WORKLOADS:
+    if len(chosen) > MAX_WORKLOADS and asked is None:
+        return sorted(chosen, key=lambda item: _size(definition, item))[:: -(-len(chosen) // MAX_WORKLOADS)]
+    if len(chosen) > MAX_WORKLOADS:
         raise UsageError(
-            f"{len(chosen)} workloads match, and a task has at most {MOST_WORKLOADS}. Narrow --workload.",
+            f"{len(chosen)} workloads match, and a task has at most {MAX_WORKLOADS}. Narrow --workload.",
             code="workloads_too_many",
         )
     return sorted(chosen, key=lambda item: _size(definition, item))
@@ -197,7 +195,7 @@ def _none_fits(definition: Definition, gpu: str, asked: str | tuple[str, ...] | 
         return f"no workload of {definition.name} fits --workload {globs}."
     if asked is None and gpu == CPU:
         return f"no workload of {definition.name} is small enough for a CPU. Name one with --workload."
-    return f"no workload of {definition.name} is there to be asked for."
+    return f"no workload of {definition.name} is available."
 
 
 def _matches(workload: Workload, patterns: Sequence[str]) -> bool:
@@ -206,7 +204,7 @@ def _matches(workload: Workload, patterns: Sequence[str]) -> bool:
 
 
 def _size(definition: Definition, workload: Workload) -> tuple[float, str]:
-    """Bytes that a call moves; the uuid tells ties apart."""
+    """Return the bytes that a call moves, with the uuid as tie-breaker."""
     _, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
     return size, workload.uuid
 

@@ -1,1 +1,1 @@
-"""Parts that several commands share: output, options, names, progress."""
+"""Shared parts of commands: options, output, formats, names and progress bars."""

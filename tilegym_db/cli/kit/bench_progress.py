@@ -1,4 +1,4 @@
-"""The progress bar of ``bench`` and ``tune``: what is done of what is planned, what runs now, time left. On stderr."""
+"""The progress bar of ``bench`` and ``tune`` on stderr: finished and planned work, the current step, and the time left."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A context manager that shows a bench run as it goes; prints plain lines where stderr is no terminal."""
+    """A context manager that shows the progress of a run; it prints plain lines if stderr is not a terminal."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        """``quiet`` shows nothing at all."""
+        """Create the bar. With ``quiet`` nothing is shown."""
         self._console = Console(stderr=True, quiet=quiet)
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -46,7 +46,7 @@ class Progress:
         self._bar.stop()
 
     def observer(self) -> Observer:
-        """Callbacks for :func:`tilegym_db.bench.benchmark.benchmark`."""
+        """Return callbacks for :func:`tilegym_db.bench.benchmark.benchmark`."""
         from tilegym_db.bench.run_setup import Observer
 
         return Observer(planned=self._planned, starting=self._starting, traced=self._traced, at_work=self._at_work)
@@ -64,7 +64,7 @@ class Progress:
             self._console.print(what, highlight=False)
 
     def _at_work(self, device: str, what: str) -> None:
-        """Each of several devices has a line of its own below the bar of the whole run."""
+        """Show the work of one of several devices in a separate line below the bar of the run."""
         if device not in self._devices:
             self._devices[device] = self._bar.add_task(device, total=None, done="")
         self._bar.update(self._devices[device], description=f"{device}: {what}")
@@ -82,13 +82,13 @@ class Progress:
             self._bar.console.print(f"{trace.solution} {trace.status}: {trace.reason}", highlight=False, markup=False)
 
     def round_done(self, done: int, total: int) -> None:
-        """So many rounds of timing a model are done of so many."""
+        """Show how many timing rounds of a model are done."""
         self._bar.update(
             self._task, description="timing the model", completed=done, total=total, done=f"{done}/{total}"
         )
 
     def tune_observer(self) -> TuneObserver:
-        """Callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
+        """Return callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
         from tilegym_db.bench.tune.tune import TuneObserver
 
         return TuneObserver(

@@ -1,4 +1,4 @@
-"""What every reader can print besides its table: JSON, CSV, Parquet and Arrow, to stdout or into a file (``-o``)."""
+"""Output formats of readers: JSON, CSV, Parquet and Arrow, to stdout or into a file (``-o``)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ AsArrow = Annotated[bool, typer.Option("--arrow", help="Write an Arrow IPC strea
 
 
 def file_name(path: Path | None) -> Path | None:
-    """Return a callback of paths to write to: refuse a name that no listing can show as it is.
+    """Return the path to write to, unless its name has control characters.
 
     Raises:
-        BadParameter: it holds a line break or another control character.
+        BadParameter: the name has a line break or another control character.
     """
     if path is not None and any(unicodedata.category(character) in _CONTROL for character in str(path)):
-        raise typer.BadParameter("a name of a file without line breaks and control characters.")
+        raise typer.BadParameter("a file name must not have line breaks or control characters.")
     return path
 
 
@@ -45,14 +45,14 @@ OutputFile = Annotated[
         callback=file_name,
     ),
 ]
-Wide = Annotated[bool, typer.Option("--wide", help="Every column in full, however wide the table gets.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show every column in full, at any width.")]
 
 Kind = Literal["table", "json", "csv", "parquet", "arrow"]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a result leaves: the kind, the file (None: stdout), and whether a table may be wider than the terminal."""
+    """The output of a result: the format, the file (None: stdout), and whether a table may exceed the terminal's width."""
 
     kind: Kind = "table"
     file: Path | None = None
@@ -60,7 +60,7 @@ class Form:
 
     @property
     def is_table(self) -> bool:
-        """True if a person reads it."""
+        """True for a table, which is for people."""
         return self.kind == "table"
 
 
@@ -72,10 +72,10 @@ def chosen_form(
     output: Path | None = None,
     wide: bool = False,
 ) -> Form:
-    """Return the form that the options name.
+    """Return the form that the options select.
 
     Raises:
-        UsageError: more than one format; a table into a file; bytes onto a terminal; ``-o`` is no regular file.
+        UsageError: more than one format, a table into a file, bytes to a terminal, or ``-o`` is not a regular file.
     """
     from tilegym_db.errors import UsageError
 
@@ -89,18 +89,18 @@ def chosen_form(
             raise UsageError("-o needs a format: --json, --csv, --parquet or --arrow.", code="format_missing")
         if output.exists() and not output.is_file():
             raise UsageError(
-                f"-o {output}: this is no regular file. To print to stdout, leave -o out.", code="output_not_file"
+                f"-o {output}: this is not a regular file. To print to stdout, leave out -o.", code="output_not_file"
             )
     elif kind in ("parquet", "arrow") and sys.stdout.isatty():
         raise UsageError(
-            f"--{kind} writes bytes that no terminal can show. Give a file: -o FILE, or pipe it on.",
+            f"--{kind} writes binary data, which a terminal cannot show. Use -o FILE or a pipe.",
             code="output_is_terminal",
         )
     return Form(kind, output, wide)
 
 
 def write_rows(form: Form, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Write rows in any form but a table; a nested value is JSON text in CSV, Parquet and Arrow."""
+    """Write rows in any form but a table. Nested values become JSON text in CSV, Parquet and Arrow."""
     if form.kind == "json":
         names = unique_names(columns)
         write_bytes(form, (json_text([dict(zip(names, row, strict=True)) for row in rows]) + "\n").encode(**_TOTAL))
@@ -114,7 +114,7 @@ _TOTAL: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 def write_records(form: Form, records: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-    """:func:`write_rows` of dicts that share their keys; ``columns`` are those of a result without any."""
+    """Write dicts with equal keys by :func:`write_rows`. ``columns`` are the names if there are no records."""
     names = list(records[0]) if records else list(columns)
     write_rows(form, names, [[record.get(name) for name in names] for record in records])
 
@@ -128,7 +128,7 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
     """Write what ``table`` returns, a ``pyarrow.Table``, as Parquet or as an Arrow IPC stream.
 
     Raises:
-        UsageError: Parquet has no such type, as for intervals and unions.
+        UsageError: Parquet lacks such a type, as for intervals and unions.
         StoreError: as :func:`write_bytes`.
     """
     import pyarrow as pa
@@ -153,10 +153,10 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
 
 
 def write_bytes(form: Form, content: bytes) -> None:
-    """Onto stdout, or into the file: written beside it and moved there, so that nobody reads half of it. A link is followed.
+    """Write to stdout, or atomically into the file. A link is followed.
 
     Raises:
-        StoreError: the file cannot be written; one that was there stays as it was.
+        StoreError: the file cannot be written; an existing one stays unchanged.
     """
     from tilegym_db.files import write_atomically
 
@@ -166,7 +166,7 @@ def write_bytes(form: Form, content: bytes) -> None:
             sys.stdout.write(content.decode(errors="replace"))
         else:
             sys.stdout.flush()
-            # JSON has escapes of its own; a file or a pipe gets every byte.
+            # JSON escapes such characters itself. A file or a pipe gets every byte.
             if form.kind == "csv" and sys.stdout.isatty():
                 content = printable_lines(content.decode()).encode()
             stream.write(content)
@@ -176,7 +176,7 @@ def write_bytes(form: Form, content: bytes) -> None:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """RFC 4180 text with a header line; a nested value is written as JSON."""
+    """Return RFC 4180 text with a header line; nested values become JSON."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -196,13 +196,13 @@ def _arrow_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
         values = [_flat(row[index]) if isinstance(row[index], Mapping) else row[index] for row in rows]
         try:
             arrays.append(pa.array(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # mixed types: as text, as JSON spells them
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # mixed types become JSON text
             arrays.append(pa.array([None if value is None else str(plain_value(value)) for value in values]))
     return pa.table(arrays, names=unique_names(columns))
 
 
 def unique_names(columns: Sequence[str]) -> list[str]:
-    """Column names that can be keys: a repeated one gets a number, so that no value is lost."""
+    """Return unique column names: a repeated one gets a number, so that no value is lost."""
     taken: set[str] = set()
     names = []
     for column in columns:

@@ -1,4 +1,4 @@
-"""Names that a command is given are looked up before the harness and PyTorch are loaded, which takes seconds."""
+"""Look up names of a command before the slow imports of the harness and PyTorch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 def refuse_unknown_names(names: Sequence[str]) -> None:
-    """Refuse at once a name that no Definition and no Solution has.
+    """Raise for a name that is not a Definition or a Solution.
 
     Raises:
-        NotFoundError: names the nearest ones.
-        RecordError: the record of that name is broken.
+        NotFoundError: a name is unknown; the message suggests the nearest ones.
+        RecordError: the record of a name is broken.
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import NotFoundError, did_you_mean
@@ -29,17 +29,16 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
                 )
             hint = did_you_mean(name, known)
             raise NotFoundError(
-                f"'{name}' is no definition and no solution.{hint} Try: tilegym-db list", code="name_unknown"
+                f"'{name}' is not a definition or a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
 
 
-# ---- other names ----------------------------------------------------------------------------------
-# Names that users know from TileKernels, and what they are here.
+# ---- Names of TileKernels -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OtherName:
-    """Definitions of the catalog, or a name of the Python API where there is no Definition; and what differs."""
+    """The Definitions or the name of the Python API that a name stands for, and what differs."""
 
     definitions: tuple[str, ...] = ()
     python: str = ""
@@ -47,11 +46,11 @@ class OtherName:
 
     @property
     def here(self) -> str:
-        """What to look for instead."""
+        """The names to use instead."""
         return " + ".join(self.definitions) or self.python
 
     def said(self, name: str) -> str:
-        """What ``name`` is here, in a sentence without its full stop."""
+        """Return a sentence without full stop that explains ``name``."""
         return f"{name} of TileKernels is {self.here} here" + (f": {self.differs}" if self.differs else "")
 
 
@@ -81,4 +80,4 @@ OTHER_NAMES: dict[str, OtherName] = {
     "MHCPipeline": OtherName(python="tilegym_db.layers.MHCPipeline"),
     "benchmark_kernel": OtherName(python="tilegym_db.benchmark"),
 }
-"""By their names there."""
+"""Names of TileKernels that have another name here."""

@@ -1,4 +1,4 @@
-"""Options that several commands share, so that each is spelled, explained and completed in one way."""
+"""Options that several commands share, with their parsers and shell completion."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ if TYPE_CHECKING:
     from tilegym_db.records.dtypes import Scalar
 
 
-# ---- selection ------------------------------------------------------------------------------------
-# Which Definitions ``--op-type`` and ``--status`` select.
+# ---- Selection ------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 def select_definitions(catalog: Catalog, op_type: str | None, status: str | None) -> list[Definition]:
-    """Return the Definitions of a family and status, by name.
+    """Return the Definitions of a family and status, sorted by name.
 
     Raises:
-        NotFoundError: no Definition has that family or status; lists those there are.
+        NotFoundError: the family or status does not exist; the message lists the known ones.
     """
     found = list(catalog.definitions.values())
     return of_kind(found, [(item.op_type, status_of(item)) for item in found], op_type, status)
 
 
 def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, status: str | None) -> list[T]:
-    """Return those of ``items`` whose family and status, which ``kinds`` gives for each, are the ones asked for.
+    """Return the items of a family and status; ``kinds`` has both for each item.
 
     Raises:
-        NotFoundError: nothing has that family or status; lists those there are.
+        NotFoundError: the family or status does not exist; the message lists the known ones.
     """
     from tilegym_db.errors import NotFoundError
 
@@ -60,18 +59,18 @@ def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, s
 
 
 def status_of(definition: Definition) -> str:
-    """Return the value of the ``status:`` tag, ``-`` if there is none."""
+    """Return the value of the ``status:`` tag; ``-`` without the tag."""
     return next((tag.removeprefix("status:") for tag in definition.tags if tag.startswith("status:")), "-")
 
 
-# ---- pairs ----------------------------------------------------------------------------------------
-# One syntax for options that name things: ``--axes M=1,N=4096`` or ``--axes M=1 --axes N=4096``, in every command.
+# ---- Pairs ----------------------------------------------------------------------------------------------
+# Every command accepts ``--axes M=1,N=4096`` and ``--axes M=1 --axes N=4096``.
 
-LARGEST_SIZE = (1 << 63) - 1
+MAX_SIZE = (1 << 63) - 1
 
 
 def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
-    """``["M=1,N=2"]`` or ``["M=1", "N=2"]`` -> ``{"M": "1", "N": "2"}``. A comma within brackets is part of a value.
+    """Parse ``["M=1,N=2"]`` or ``["M=1", "N=2"]`` to ``{"M": "1", "N": "2"}``. A comma in brackets belongs to the value.
 
     Raises:
         UsageError: a part is not ``name=value``, or a name is given twice.
@@ -90,16 +89,16 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
 
 
 def parse_axes(option: str, texts: Sequence[str] | None) -> dict[str, int]:
-    """:func:`parse_pairs` of sizes.
+    """Parse sizes by :func:`parse_pairs`.
 
     Raises:
-        UsageError: a size is no whole number, or none that 64 bits hold.
+        UsageError: a size is not a whole number or does not fit into 64 bits.
     """
     return {axis: _size(option, axis, text) for axis, text in parse_pairs(option, texts).items()}
 
 
 def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]:
-    """:func:`parse_pairs` of scalars; NaN and infinity are refused."""
+    """Parse scalars by :func:`parse_pairs`; NaN and infinity are refused."""
     import math
 
     from tilegym_db.errors import UsageError
@@ -108,18 +107,18 @@ def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{option}: {name} must be a finite number, not {value}.", code="number_not_finite")
-        if isinstance(value, int) and not -LARGEST_SIZE <= value <= LARGEST_SIZE:
+        if isinstance(value, int) and not -MAX_SIZE <= value <= MAX_SIZE:
             raise UsageError(f"{option}: {name} does not fit in 64 bits.", code="number_too_large")
     return scalars
 
 
 def parse_tunables(option: str, texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
-    """:func:`parse_pairs` of a config's values, as JSON spells them; anything else is text."""
+    """Parse the values of a config by :func:`parse_pairs`, as JSON or else as text."""
     return {name: _tunable(text) for name, text in parse_pairs(option, texts).items()}
 
 
 def parse_scalar(text: str) -> Scalar:
-    """``true``, ``false``, ``none``, a number, or the text itself."""
+    """Convert a text to a boolean, None or a number if possible; else return the text."""
     words: dict[str, Scalar] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -150,7 +149,7 @@ def _size(option: str, axis: str, text: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
         raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
-    if len(digits) > 19 or abs(int(text)) > LARGEST_SIZE:
+    if len(digits) > 19 or abs(int(text)) > MAX_SIZE:
         raise UsageError(f"{option}: {axis} does not fit in 64 bits.", code="number_too_large")
     return int(text)
 
@@ -165,29 +164,27 @@ def _tunable(text: str) -> bool | int | float | str:
     return value if isinstance(value, bool | int | float | str) else text
 
 
-# ---- completion -----------------------------------------------------------------------------------
-# What a shell completes: names of definitions, solutions, GPUs, languages, targets and views.
-#
-# A shell asks while a user types: whatever fails, the answer is no proposal, and never an error.
+# ---- Shell completion -----------------------------------------------------------------------------------
+# A failure gives no proposal rather than an error, because a shell completes while the user types.
 
 
 def complete_definition(incomplete: str) -> list[str]:
-    """Definitions of the catalog."""
+    """Return matching definitions of the catalog."""
     return _starting(_definitions(), incomplete)
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """Definitions and solutions of the catalog."""
+    """Return matching definitions and solutions of the catalog."""
     return _starting([*_definitions(), *_solutions()], incomplete)
 
 
 def complete_solution(incomplete: str) -> list[str]:
-    """Solutions of the catalog."""
+    """Return matching solutions of the catalog."""
     return _starting(_solutions(), incomplete)
 
 
 def complete_op_type(incomplete: str) -> list[str]:
-    """Families of operators."""
+    """Return matching families of operators."""
     from tilegym_db.catalog import Catalog
 
     return _starting(
@@ -197,33 +194,33 @@ def complete_op_type(incomplete: str) -> list[str]:
 
 
 def complete_gpu(incomplete: str) -> list[str]:
-    """Slugs and families that a query may name."""
+    """Return matching GPU slugs and families for queries."""
     from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
 
     return _starting(["auto", *sorted({*GPU_SLUGS, *map(gpu_family, GPU_SLUGS)})], incomplete)
 
 
 def complete_measurable_gpu(incomplete: str) -> list[str]:
-    """What this machine has, by name; a command that measures takes no other."""
+    """Return matching devices for a command that measures."""
     return _starting(["auto", "cpu"], incomplete) or complete_gpu(incomplete)
 
 
 def complete_language(incomplete: str) -> list[str]:
-    """Languages of solutions."""
+    """Return matching languages of solutions."""
     from tilegym_db.records import LANGUAGES
 
     return _starting(LANGUAGES, incomplete)
 
 
 def complete_target(incomplete: str) -> list[str]:
-    """Targets of ``compile``."""
+    """Return matching targets of ``compile``."""
     from tilegym_db.records.hardware import TARGETS
 
     return _starting([*TARGETS, "all"], incomplete)
 
 
 def complete_statement(incomplete: str) -> list[str]:
-    """Return a statement whose last word is completed to the name of a view."""
+    """Return the statement with its last word completed to the name of a view."""
     from tilegym_db.store.asking import public_views
 
     match = re.search(r"(\w*)$", incomplete)
@@ -244,7 +241,7 @@ def _solutions() -> list[str]:
 
     try:
         return list(Catalog.default().solutions)
-    except TilegymDBError:  # one broken record; nothing is proposed while it is
+    except TilegymDBError:  # a broken record: propose nothing
         return []
 
 
@@ -252,8 +249,8 @@ def _starting(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MOST_TOKENS = 1 << 20
-"""Of a prompt: attention over more takes hours, or more memory than there is."""
+MAX_PROMPT_TOKENS = 1 << 20
+"""Maximum prompt length. Attention over more tokens takes hours or too much memory."""
 
 DefinitionName = Annotated[
     str | None, typer.Argument(help="A definition; none means all.", autocompletion=complete_definition)
@@ -296,15 +293,17 @@ Axes = Annotated[
     list[str] | None,
     typer.Option(help="Sizes: M=4096,N=4096; commas, or the option again.", metavar="A=SIZE,..."),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Count foreign traces too: not measured here, nor shipped.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Trust foreign traces, which were neither measured here nor shipped.")
+]
 WorkloadGlob = Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")]
 
 
 def finite_seconds(value: float | None) -> float | None:
-    """Return a callback: refuse what is no time, before anything is loaded.
+    """Return a number of seconds if it is positive and finite.
 
     Raises:
-        BadParameter: NaN, infinity, zero or less.
+        BadParameter: the number is NaN, infinite, zero or negative.
     """
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"a number of seconds above 0, not {value:g}.")
@@ -312,24 +311,24 @@ def finite_seconds(value: float | None) -> float | None:
 
 
 def path_given(text: str | Path) -> Path:
-    """Return a parser of paths: an empty one would be the current folder.
+    """Parse a path. An empty text is refused, because it would mean the current folder.
 
     Raises:
-        BadParameter: it is empty, or '-', which elsewhere means a stream.
+        BadParameter: the text is empty, or '-', which means a stream elsewhere.
     """
     if not str(text):
-        raise typer.BadParameter("'' is no path.")
+        raise typer.BadParameter("'' is not a path.")
     if str(text) == "-":
-        raise typer.BadParameter("'-' is no path here; a file of that name is ./-.")
+        raise typer.BadParameter("'-' is not a path here; for a file of that name use ./-.")
     return Path(text)
 
 
 def check_op_type(op_type: str | None, name: str | None = None) -> None:
-    """Refuse a family that no Definition has, and one that is not that of the Definition asked for.
+    """Raise if a family does not exist or is not the family of the Definition.
 
     Raises:
-        NotFoundError: there is no such family; lists those there are.
-        UsageError: the Definition is of another one.
+        NotFoundError: the family does not exist; the message lists the known ones.
+        UsageError: the Definition belongs to another family.
     """
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import UsageError
@@ -344,11 +343,10 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return a callback of path arguments: refuse what is neither a file nor a folder, since reading a FIFO may never
-    end.
+    """Return a path unless it is a FIFO, a socket or a device, because reading a FIFO may never end.
 
     Raises:
-        BadParameter: a FIFO, a socket or a device.
+        BadParameter: the path is neither a file nor a folder.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise typer.BadParameter(f"'{path}' is neither a file nor a folder.")
@@ -356,19 +354,18 @@ def regular_file(path: Path) -> Path:
 
 
 def regular_files(paths: list[Path] | None) -> list[Path] | None:
-    """:func:`regular_file` of every path."""
+    """Check every path by :func:`regular_file`."""
     for path in paths or ():
         regular_file(path)
     return paths
 
 
 def config_file(path: Path) -> Path:
-    """Return a callback of configs: refuse what is none before PyTorch and transformers are imported, which takes
-    seconds.
+    """Return the path of a valid model config. This check runs before the slow imports of PyTorch and transformers.
 
     Raises:
-        BadParameter: a FIFO, a socket or a device.
-        UsageError: no JSON object that states a ``model_type``, or with sizes that no model has.
+        BadParameter: the path is a FIFO, a socket or a device.
+        UsageError: the content is not a JSON object with a ``model_type``, or has impossible sizes.
     """
     from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 
@@ -385,16 +382,15 @@ ConfigFile = Annotated[
 ]
 
 
-# ---- programs -------------------------------------------------------------------------------------
-# Programs of NVIDIA's that a command is about: without one there is nothing to be found, and the exit status says so.
+# ---- Programs -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def needing_program(name: str) -> Iterator[None]:
-    """What fails in here for want of a program fails as for want of a package, with exit status 2.
+    """Turn a failure due to a missing NVIDIA program into exit status 2, as for a missing package.
 
     Raises:
-        MissingPackageError: the program is not installed; says how to get it.
+        MissingPackageError: the program is not installed; the message has the fix.
     """
     from tilegym_db.bench.instruments.requests import find_program
     from tilegym_db.errors import MissingPackageError, ToolchainError

@@ -1,4 +1,4 @@
-"""How commands print: a table for people, JSON or CSV for programs. Results go to stdout, everything else to stderr."""
+"""Print tables for people and JSON for programs. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Annotated, Any
 import typer
 
 WIDTH_OF_A_FILE = 80
-"""Of a table that goes into a pipe or a file, unless COLUMNS says otherwise."""
-LONGEST_CELL = 2000
+"""Width of a table in a pipe or a file, unless COLUMNS is set."""
+MAX_CELL = 2000
 NAMES_IN_A_NOTE = 6
 
 
 def note(text: str) -> None:
-    """A remark or a next step, on stderr, so that a pipe carries results only."""
+    """Print a remark or a next step to stderr, so that a pipe carries only results."""
     print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 def print_line(text: str) -> None:
-    """A line of a result, or several. Where lines are flushed is the stream's business: a terminal's is flushed at once."""
+    """Print one or more lines of a result, without an explicit flush."""
     print(printable_lines(text))
 
 
 def table_width() -> int:
-    """Characters of a line: the terminal's, or ``COLUMNS``, or 80."""
+    """Return the characters per line: the terminal's, ``COLUMNS``, or 80."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return max(20, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
     return WIDTH_OF_A_FILE
@@ -46,12 +46,12 @@ def print_table(
     least: Sequence[str] = (),
     prose: Collection[str] = (),
 ) -> None:
-    """A table in the width of the terminal; numbers are right-aligned, None is an empty cell.
+    """Print a table in the width of the terminal. Numbers are right-aligned, and None is an empty cell.
 
     Args:
-        wide: as wide as it takes, with every column.
-        least: columns to leave out first where there is no room.
-        prose: columns of sentences; each is wrapped below its row.
+        wide: print every column in full, at any width.
+        least: columns to leave out first if there is not enough room.
+        prose: columns of sentences, which are wrapped below their row.
     """
 
     given = [tuple(row) for row in rows]
@@ -86,23 +86,23 @@ def _cell(value: Any) -> str:
         return spelled_map(value)
     if isinstance(value, list | tuple):
         return ", ".join(_cell(item) for item in value)
-    return str(value)[:LONGEST_CELL]
+    return str(value)[:MAX_CELL]
 
 
 def printable(text: str) -> str:
-    """Text that cannot move a terminal's cursor: a record, a log or a name may come from anyone's file."""
+    """Replace characters that could move a terminal's cursor, because records, logs and names are not trusted."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """:func:`printable` of each line."""
+    """Apply :func:`printable` to each line."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def spelled_number(value: float) -> str:
-    """Four significant digits, without an exponent where a person would not write one."""
+    """Format a number with four significant digits, and with an exponent only if it is very small."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -111,23 +111,23 @@ def spelled_number(value: float) -> str:
 
 
 def spelled_map(value: Mapping[str, Any]) -> str:
-    """``M=4096, N=4096``."""
+    """Format a mapping as ``M=4096, N=4096``."""
     return ", ".join(f"{key}={item}" for key, item in value.items())
 
 
 def spelled_call(row: Mapping[str, Any]) -> str:
-    """``M=4096,N=4096``, and of contents that a file held the start of its sha256: ``ids@0dcd504eaad7``."""
+    """Format a call as ``M=4096,N=4096``; inputs from a file show the start of its sha256: ``ids@0dcd504eaad7``."""
     files = (entry.partition("=") for entry in row["blobs_key"].split(",") if entry)
     return " ".join([row["axes_key"], *(f"{name}@{sha256[:12]}" for name, _, sha256 in files)])
 
 
 def print_json(value: Any) -> None:
-    """One JSON document. A number that JSON cannot say (NaN, infinity) is null; a date is ISO 8601."""
+    """Print one JSON document. NaN and infinity become null, and dates ISO 8601."""
     print_line(json_text(value))
 
 
 def json_text(value: Any, indent: int | None = 2) -> str:
-    """:func:`print_json`'s text."""
+    """Return the text of :func:`print_json`."""
     import json
 
     text = json.dumps(plain_value(value), indent=indent, ensure_ascii=False, allow_nan=False)
@@ -138,14 +138,14 @@ _MAYBE_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n]")
 
 
 def _escaped(character: str) -> str:
-    """As JSON may spell it too, so that a direction of writing or a control character in a record stays data."""
+    """Escape an unprintable character as JSON allows, so that control characters in a record stay data."""
     import json
 
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def plain_value(value: Any) -> Any:
-    """What JSON can hold of a value."""
+    """Convert a value to types that JSON supports."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -159,23 +159,22 @@ def plain_value(value: Any) -> Any:
     return str(value)
 
 
-# ---- table ----------------------------------------------------------------------------------------
-# Lays a table out in a given width: what does not fit is cut in the middle, dropped, or told below its row.
-#
-# Pure: cells in, lines out. Names are cut in the middle because both their ends tell them apart.
+# ---- Table layout ---------------------------------------------------------------------------------------
+# Fits cells into a given width. Texts are cut in the middle, because both ends distinguish names; then columns are
+# dropped. Columns of sentences are wrapped below their row.
 
 GAP = 2
 READABLE_TEXT = 24
-"""A less important column goes before any text is cut shorter than this."""
-SHORTEST_TEXT = 12
-"""Where all of those are gone, text is cut down to this before another column goes."""
+"""Minimum width of a cut text while less important columns can still be dropped."""
+MIN_TEXT = 12
+"""Minimum width of a cut text before other columns are dropped."""
 CUT = ".."
 INDENT = 4
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The lines of a table, and the columns that did not fit."""
+    """The lines of a table, and the dropped columns."""
 
     lines: list[str] = field(default_factory=list)
     dropped: tuple[str, ...] = ()
@@ -190,15 +189,15 @@ def lay_out(
     least: Sequence[str] = (),
     prose: Collection[str] = (),
 ) -> Layout:
-    """Lay out cells of one line each.
+    """Lay out a table of one-line cells.
 
     Args:
         columns: headings.
-        rows: as many cells each.
-        width: characters of a line; None: as many as it takes.
+        rows: cells, as many per row as headings.
+        width: characters per line; None means no limit.
         numeric: columns that are right-aligned, and dropped rather than cut.
-        least: columns to drop first, the least important one first; then those on the right.
-        prose: columns of sentences: below their row, and wrapped there, where the table has a width.
+        least: columns to drop first, least important first; then columns are dropped from the right.
+        prose: columns of sentences, which are wrapped below their row if there is a width.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
@@ -211,7 +210,7 @@ def lay_out(
             index: full if columns[index] in numeric else min(full, max(shortest, text_width(columns[index])))
             for index, full in natural.items()
         }
-        for shortest in (READABLE_TEXT, SHORTEST_TEXT)
+        for shortest in (READABLE_TEXT, MIN_TEXT)
     )
     if width is not None:
         order = [columns.index(name) for name in least if name in columns]
@@ -231,7 +230,7 @@ def lay_out(
 
 
 def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:
-    """Return the columns that fit in these sizes, after dropping others in ``order``; at least one stays."""
+    """Return the columns that fit in these sizes after dropping others in ``order``. At least one stays."""
     kept = list(shown)
     for index in order:
         if len(kept) <= 1 or sum(sizes[i] for i in kept) + GAP * (len(kept) - 1) <= width:
@@ -242,13 +241,13 @@ def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[i
 
 
 def _shared(natural: dict[int, int], narrow: dict[int, int], width: int) -> dict[int, int]:
-    """Return the widths: the widest columns give way first, down to their narrowest."""
+    """Return the column widths: the widest columns shrink first, down to their minimum."""
     sizes = dict(natural)
     excess = sum(sizes.values()) + GAP * (len(sizes) - 1) - width
     while excess > 0:
         wide = [index for index in sizes if sizes[index] > narrow[index]]
         if not wide:
-            (only, *_) = sizes  # one column that is wider than the line: it is cut, whatever it holds
+            (only, *_) = sizes  # a single column wider than the line is cut
             sizes[only] = max(1, sizes[only] - excess) if len(sizes) == 1 else sizes[only]
             break
         widest = max(wide, key=lambda index: sizes[index])
@@ -277,12 +276,12 @@ def _wrapped(text: str, width: int) -> list[str]:
         return []
     space = max(8, width - INDENT)
     if text_width(text) > len(text):
-        space //= 2  # textwrap counts characters, and some here take two columns
+        space //= 2  # textwrap counts characters, but some take two columns
     return [" " * INDENT + line for line in textwrap.wrap(text, space, break_on_hyphens=False)]
 
 
 def cut(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns of a terminal, without its middle where it is longer."""
+    """Cut the middle out of a text that is wider than ``width`` terminal columns."""
     if text_width(text) <= width:
         return text
     space = width - len(CUT)
@@ -302,7 +301,7 @@ def _head(text: str, width: int) -> str:
 
 
 def text_width(text: str) -> int:
-    """Columns of a terminal that a text takes: two for a wide character, none for one that combines."""
+    """Return the terminal columns of a text: two for a wide character, none for a combining one."""
     if text.isascii():
         return len(text)
     return sum(
@@ -311,8 +310,8 @@ def text_width(text: str) -> int:
     )
 
 
-# ---- spark ----------------------------------------------------------------------------------------
-# Latency by size in a few characters, for a terminal: one character a size, smallest first, on a scale of logarithms.
+# ---- Spark lines ----------------------------------------------------------------------------------------
+# Latency by size, with one character per size from smallest to largest on a logarithmic scale.
 
 Spark = Annotated[
     bool | None,
@@ -321,25 +320,24 @@ Spark = Annotated[
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
-"""Where the terminal cannot print blocks."""
+"""Characters for terminals that cannot print blocks."""
 WIDTH = 10
-LEAST_SIZES = 3
-"""Fewer are no line."""
+MIN_SIZES = 3
+"""Minimum number of sizes for a line."""
 
 
 def spark_wanted(asked: bool | None) -> bool:
-    """What the option says; without it, whether a person reads the output."""
+    """Return the option's value; by default True on a terminal."""
     return sys.stdout.isatty() if asked is None else asked
 
 
 def spark_line(values: Sequence[float], low: float, high: float, *, width: int = WIDTH, ramp: str | None = None) -> str:
-    """Return the values as one character each, at most ``width``: of more, evenly spaced ones with the first and the
-    last.
+    """Return one character per value. Beyond ``width`` values, evenly spaced ones are shown, including the first and last.
 
     Args:
         values: positive, in the order of their sizes.
-        low, high: what the lowest and the highest character stand for.
-        ramp: the characters, lowest first; by default what the output can print.
+        low, high: values of the lowest and the highest character.
+        ramp: the characters, lowest first; by default those that the output can print.
     """
     ramp = ramp or (BLOCKS if _prints_blocks() else ASCII)
     if len(values) > width:
@@ -350,10 +348,10 @@ def spark_line(values: Sequence[float], low: float, high: float, *, width: int =
 
 
 def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
-    """(definition, GPU, solution) -> line; solutions of one operator and GPU share a scale, so that they can be compared.
+    """Return the spark line of each (definition, GPU, solution). Solutions of one operator and GPU share a scale.
 
     Args:
-        rows: as :func:`tilegym_db.store.queries.fastest.size_rows` returns them.
+        rows: result of :func:`tilegym_db.store.queries.fastest.size_rows`.
     """
     limits: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -361,17 +359,17 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
     lines = {}
     for row in rows:
         group = limits[row["definition"], row["gpu"]]
-        if len(row["latencies_us"]) >= LEAST_SIZES:
+        if len(row["latencies_us"]) >= MIN_SIZES:
             line = spark_line(row["latencies_us"], min(group), max(group))
             lines[row["definition"], row["gpu"], row["solution"]] = line
     return lines
 
 
 def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
-    """A line of text for each row with enough sizes: what it is of, its line, and the times at both ends."""
+    """Print a line for each row with enough sizes: its label, its spark line, and the first and last time."""
     for row in rows:
         values = row["latencies_us"]
-        if len(values) >= LEAST_SIZES:
+        if len(values) >= MIN_SIZES:
             ends = f"{values[0]:.4g} to {values[-1]:.4g} us at {len(values)} sizes"
             free = table_width() - len(ends) - len(":  ")
             what = cut(label.format(**row), max(free - WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""How commands read the store: briefly, so that nobody is locked out, and saying where what they read is stale."""
+"""Open the store briefly for reading, so that other processes are not locked out, and warn about stale data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_reader(*, trust: bool = False) -> Iterator[Store]:
-    """The user's store, read-only; it is made first if there is none. With ``trust``, foreign traces count."""
+    """Open the user's store read-only; create it if it does not exist. With ``trust``, foreign traces count."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.store.connection import open_store
 
@@ -27,7 +27,7 @@ def open_reader(*, trust: bool = False) -> Iterator[Store]:
 def unverified_note(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> str | None:
-    """What to run where passes of a screen wait for their promotion, or None if none do."""
+    """Return how many screen passes await promotion and the command for it; None without such passes."""
     from tilegym_db.store.queries import count_unverified
 
     count = count_unverified(store, definition=definition, op_type=op_type, gpu=gpu)
