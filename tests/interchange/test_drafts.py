@@ -120,7 +120,7 @@ def test_a_constraint_on_the_shapes_of_inputs_is_one_on_axes(tree: Tree, home: P
     ("text", "reason"),
     [
         ("x.tolist() == 2", r"uses '.tolist'"),
-        ("y[0] == 2", "uses 'y', which is no axis and no input"),
+        ("y[0] == 2", "uses 'y', which is not an axis or input"),
         ("x.item().__class__ == 1", "uses '.__class__'"),
     ],
 )

@@ -304,14 +304,14 @@ def test_the_users_own_folder_holds_no_runs_since_its_home_does(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"gpu_shares": {"swiglu": 0.6, "rms_norm": 0.5}}, "are no parts of one time"),
+        ({"gpu_shares": {"swiglu": 0.6, "rms_norm": 0.5}}, "are not shares of one time"),
         ({"new_tokens": 0, "equal_tokens": 1}, "stock.tpot_ms is there from two new tokens on"),
         ({"stock": {**timing(1.0), "tokens_per_s": None}}, "stock.tokens_per_s is there from one new token on"),
         ({"tpot_speedup": None}, "tpot_speedup is there from two new tokens on"),
         ({"ways": {"liger": {**LIGER, "timing": without_steps(1.0)}}}, "liger.tpot_ms is there from two"),
         ({"ways": {"liger": {**LIGER, "equal_tokens": 13}}}, "equal_tokens 13 of liger are more than"),
-        ({"ways": {"liger": {**LIGER, "against": {"tilegym": speedups(1.0)}}}}, "'tilegym', which is no other way"),
-        ({"ways": {"liger": {**LIGER, "against": {"liger": speedups(1.0)}}}}, "'liger', which is no other way"),
+        ({"ways": {"liger": {**LIGER, "against": {"tilegym": speedups(1.0)}}}}, "'tilegym', which is not another way"),
+        ({"ways": {"liger": {**LIGER, "against": {"liger": speedups(1.0)}}}}, "'liger', which is not another way"),
         ({"ways": {"liger": {**LIGER, "against": {}}}}, "against"),
         ({"ways": {"stock": LIGER}}, "ways.stock is one of the two that every run has"),
         ({"ways": {"liger": LIGER}, "absent": {"liger": "gone"}}, "or absent as well"),

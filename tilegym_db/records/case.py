@@ -1,4 +1,4 @@
-"""One call to verify: sizes, dtypes, scalars, layouts, and how its contents are drawn."""
+"""Case: one call to verify, with sizes, dtypes, scalars, layouts and the distribution of its contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT = "small_integers"
 
 @dataclass(frozen=True)
 class Case:
-    """One call to verify: sizes, dtypes, scalars, layouts, and how the contents are drawn."""
+    """One call to verify: sizes, dtypes, scalars, layouts and the distribution of its contents."""
 
     axes: dict[str, int]
     dtypes: dict[str, str]
@@ -28,13 +28,13 @@ class Case:
     offset: int = 0
     """Elements by which every tensor's address is moved off its alignment."""
     typical: bool = False
-    """Ids, lengths and inputs that are drawn together are spread as they mostly are in a model, whatever the distribution."""
+    """True if ids, lengths and joint inputs are spread as usual in a model, whatever the distribution."""
     files: dict[str, SafetensorsInput] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
-        """The Workload's own shape, with fresh contents."""
+        """Return the Workload's own shape with fresh contents."""
         return cls(
             axes=definition.bind_axes(workload.axes),
             dtypes=definition.bind_dtypes(workload.dtypes),
@@ -47,7 +47,7 @@ class Case:
         )
 
     def __str__(self) -> str:
-        """Short form for reasons: sizes, dtypes, contents."""
+        """Return a short form for reasons: sizes, dtypes, contents."""
         dtypes = ",".join(self.dtypes.values())
         layouts = " strided" if self.layouts else ""
         offset = f" offset={self.offset}" if self.offset else ""
@@ -56,25 +56,25 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells one draw from every other."""
+        """A text that is unique to one draw."""
         files = {name: spec.model_dump(mode="json") for name, spec in self.files.items()}
         return f"{self} {self.seed} {canonical_json([self.layouts, self.scalars, self.scales, files])}"
 
     @property
     def contents(self) -> str:
-        """How the contents are drawn, as ``reproduce --contents`` takes it: ``outliers``, or ``outliers:typical``."""
+        """The contents, as ``reproduce --contents`` takes them: ``outliers``, or ``outliers:typical``."""
         return self.distribution + TYPICAL * self.typical
 
     @property
     def spread(self) -> str:
-        """The distribution that decides how ids, lengths and inputs drawn together are spread."""
+        """The distribution that spreads ids, lengths and joint inputs."""
         return "normal" if self.typical else self.distribution
 
     @property
     def exact(self) -> bool:
-        """True where sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
+        """True if sums and products of the contents never round, so that an exact operator must give exact bits."""
         return self.distribution == EXACT and not self.files
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
-        """Strides in elements of one tensor of this case."""
+        """Return the strides of one tensor of this case, in elements."""
         return definition.strides_of(name, self.axes, self.layouts.get(name))
