@@ -107,7 +107,7 @@ def fifo_as_source(overlay: Path) -> str:
 def command_as_dependency(overlay: Path) -> str:
     spec = {"language": "python", "entry_point": "kernel.py::run", "dependencies": ["; rm -rf /"]}
     (solution_folder(overlay) / "solution.json").write_text(solution_text(spec=spec))
-    return "spec.dependencies: '; rm -rf /' is no requirement"
+    return "spec.dependencies: '; rm -rf /' is not a requirement"
 
 
 def name_that_is_shipped(overlay: Path) -> str:

@@ -112,7 +112,7 @@ def test_strides_that_are_none_are_refused_with_their_key(layouts, message, defi
 def test_a_workload_neither_changes_what_a_definition_says_nor_gives_two_elements_one_address(
     by_columns, definition_record
 ):
-    with pytest.raises(RecordError, match=r"layouts\.out: row_scale says it itself"):
+    with pytest.raises(RecordError, match=r"layouts\.out: row_scale states it"):
         workload(by_columns, layouts={"out": "strided(1, M)"})
     plain = Definition.from_dict(definition_record())
     assert workload(plain, layouts={"out": COLUMNS}).layout_classes(plain) == {"out": "strided"}

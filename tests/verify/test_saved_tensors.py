@@ -140,8 +140,8 @@ def test_a_saved_tensor_that_no_forward_gives_says_where(changes, problem, defin
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"saved": ["other"]}, "saved names 'other', which is no tensor among the inputs"),
-        ({"saved": ["eps"]}, "saved names 'eps', which is no tensor among the inputs"),
+        ({"saved": ["other"]}, "saved names 'other', which is not a tensor input"),
+        ({"saved": ["eps"]}, "saved names 'eps', which is not a tensor input"),
         ({"saved": ["grad_out"]}, "saved names 'grad_out'"),
         ({"backward_of": None}, "'backward_of' must name that"),
     ],

@@ -1,4 +1,4 @@
-"""The four records and the hardware names: no I/O and no torch. Each loads on first use."""
+"""The records and the names of hardware, without I/O and without torch. Each loads on first use."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""How a Definition and the one that computes its gradients belong together: by the names, shapes and dtypes of their tensors.
+"""Rules that connect a Definition and its backward, by names, shapes and dtypes of their tensors.
 
-A backward Definition takes what the forward one was given, as far as it needs it, and ``grad_<output>`` for every output; it
-gives ``grad_<input>`` for some of the inputs. It may also take outputs of the forward as ``saved`` tensors (an attention's
-output and log-sum-exp, the factors of a norm's rows); of one that is saved it need not take the gradient. There may be several
-for one forward Definition, for different inputs: frozen weights need no gradient, and computing it would cost what stock code
-does not spend.
+A backward Definition takes the forward's inputs that it needs, and ``grad_<output>`` for every output. It returns
+``grad_<input>`` for some of the inputs. It may also take outputs of the forward as ``saved`` tensors (an attention's output
+and log-sum-exp, the row factors of a norm); the gradient of a saved output may be left out. A forward Definition may have
+several backwards for different inputs: frozen weights need no gradient, and stock code does not compute it either.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def bind_forward(backward: Definition, forward: Definition) -> Definition:
     """Return the same backward, which now knows the forward that computes its saved tensors.
 
     Raises:
-        RecordError: it cannot be the backward of that.
+        RecordError: the two do not fit together.
     """
     problem = backward_problem(forward, backward)
     if problem:
@@ -35,12 +34,12 @@ def forward_of(backward: Definition) -> Definition:
     """Return the forward that computes the saved tensors of a backward.
 
     Raises:
-        RecordError: it was not read from a catalog that has it.
+        RecordError: the backward was not read from a catalog that has the forward.
     """
     if backward._forward is None:
         raise RecordError(
-            f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog that "
-            "this was read from. Add it first (tilegym-db add-definition).",
+            f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog "
+            "that was read. Add it first (tilegym-db add-definition).",
             code="forward_unknown",
         )
     return backward._forward
@@ -74,7 +73,7 @@ def backward_problem(forward: Definition, backward: Definition) -> str:
 
 
 def _cannot_be_drawn(forward: Definition, backward: Definition) -> str:
-    """What evaluating the forward needs, and a call of the backward does not say; tensors it lacks are drawn beside it."""
+    """Return the reason why a backward call cannot evaluate the forward; empty if it can. Missing tensors are drawn."""
     scalars = [name for name, spec in forward.inputs.items() if spec.is_scalar]
     for what, needed, known in (
         ("axis", forward.axes, backward.axes),
@@ -99,8 +98,8 @@ def backward_call(backward: Definition, call: Call) -> Call:
     """Return the call that will be made of a backward Definition after a call of the forward one, as far as can be
     known then.
 
-    The gradients that come in are taken to lie in memory as the outputs do: that is what PyTorch gives back for most of
-    what follows. Of those that go out nothing is said.
+    Incoming gradients are assumed to have the layouts of the outputs, which holds for most PyTorch operations. Layouts of
+    outgoing gradients are left open.
     """
     layouts = {}
     for name in backward.tensor_inputs:

@@ -1,4 +1,7 @@
-"""What the four records share: frozen models that refuse unknown keys, and errors that name file and key."""
+"""Base of all records: frozen models that refuse unknown keys, and errors that name the file and the key.
+
+Its parts are the models, the field types, and the JSON parser.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,13 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 class RecordPart(BaseModel):
-    """A piece of a record: frozen, and an unknown key is an error."""
+    """A part of a record: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Record(RecordPart):
-    """A record that is read from a file or a line of one."""
+    """A record that is read from a file or from one line of a file."""
 
     kind: ClassVar[str] = "record"
 
@@ -60,10 +63,10 @@ class Record(RecordPart):
 
         Args:
             text: the JSON object.
-            source: where it came from (a path, or ``path:line``), for the error message.
+            source: its origin (a path, or ``path:line``), for the error message.
 
         Raises:
-            RecordError: malformed JSON, text that is not UTF-8, a key that is unknown, missing or given twice, or a value
+            RecordError: malformed JSON, text that is not UTF-8, a key that is unknown, missing or repeated, or a value
                 that breaks a rule of the record.
         """
         value = parse_object(text, cls.kind, source)
@@ -71,7 +74,7 @@ class Record(RecordPart):
 
     @classmethod
     def from_dict(cls, value: Any, source: str | Path = "<value>") -> Self:
-        """As :meth:`from_json`, for a value of any origin."""
+        """Validate a value of any origin; see :meth:`from_json`."""
         record = cls.from_parsed(value, source)
         try:
             record.to_json().encode()
@@ -83,7 +86,7 @@ class Record(RecordPart):
 
     @classmethod
     def from_parsed(cls, value: Any, source: str | Path = "<value>") -> Self:
-        """As :meth:`from_json`, for a value that was read from JSON."""
+        """Validate a value that was read from JSON; see :meth:`from_json`."""
         return cls._validated(value, source)
 
     @classmethod
@@ -106,11 +109,11 @@ class Record(RecordPart):
             refusal = RecordError(f"{source}: not a valid {cls.kind}: {'; '.join(texts)}{more}.", code=codes[0])
             refusal.problems, refusal.codes = texts, codes
             raise refusal from None
-        except UnicodeEncodeError as error:  # half of a surrogate pair, in what pydantic would quote in its message
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which pydantic would quote in its message
             raise RecordError(f"{source}: not a valid {cls.kind}: {error}.", code="text_surrogate") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content without the keys that hold their default."""
+        """Return JSON-ready content without the keys that have their default value."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -122,9 +125,9 @@ class Record(RecordPart):
 
 
 def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[tuple[str, str]], str]:
-    """Return text and code of every culprit, and a remark about those that are too many to list.
+    """Return text and code of each problem, and a note on how many more there are.
 
-    Unknown keys come first: they are what a typing mistake looks like, and often explain the others.
+    Unknown keys come first, because they are often typing mistakes that explain the other problems.
     """
     items = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     parts = []
@@ -173,7 +176,7 @@ def canonical_json(value: Any) -> str:
 
 
 def length_prefixed_digest(parts: Iterable[bytes]) -> str:
-    """sha256 over the parts, each preceded by its length, so that no two lists of parts share a digest."""
+    """Return the sha256 of the parts, each preceded by its length, so that different lists of parts have different digests."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -182,7 +185,7 @@ def length_prefixed_digest(parts: Iterable[bytes]) -> str:
 
 
 def problems_of(check: Callable[[], None]) -> tuple[RecordError, ...]:
-    """Return the faults that one rule finds, so that all rules of a record are tried and all faults are named at once."""
+    """Return the faults that one check raises, so that a record can report the faults of all its checks at once."""
     try:
         check()
     except RecordError as error:
@@ -193,17 +196,17 @@ def problems_of(check: Callable[[], None]) -> tuple[RecordError, ...]:
 
 
 # ---- fields ---------------------------------------------------------------------------------------
-# The kinds of values that fields of records have: numbers that are numbers, and texts of bounded length.
+# Types of record fields: strict numbers and texts of bounded length.
 #
-# JSON tells ``4``, ``"4"`` and ``true`` apart, and so do records.
+# JSON distinguishes ``4``, ``"4"`` and ``true``, and records do so too.
 
 MAX_TEXT = 200_000
-"""The most characters of any text in a record: sources and logs are the longest."""
+"""Maximum number of characters of a text in a record; sources and logs are the longest."""
 MAX_LINE = 500
 MAX_PROSE = 20_000
 _CONTROL = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control characters, halves of surrogate pairs, ends of lines
 MAX_AXIS = 1 << 40
-"""The largest size of an axis: no tensor of that many bytes fits into any GPU, nor into a hundred of them."""
+"""Maximum size of an axis; no GPU has memory for a tensor of that many bytes."""
 
 
 def _in_64_bits(value: int) -> int:
@@ -218,7 +221,7 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
             raise RecordError(
                 f"a text of {len(value)} characters; at most {most} are allowed here", code="text_too_long"
             )
-        if value.isprintable():  # nearly every text, at once; what is printable is none of those
+        if value.isprintable():  # fast path for nearly every text: a printable text has none of these characters
             return value
         for index, character in enumerate(value):
             if unicodedata.category(character) in _CONTROL and character not in allowed:
@@ -231,15 +234,15 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
 
 
 Int64 = Annotated[int, Strict(), AfterValidator(_in_64_bits)]
-"""A whole number that the database can hold too; no text, no boolean."""
+"""A whole number of at most 64 bits, as the database stores it; text and booleans are refused."""
 Real = Annotated[float, Strict()]
-"""A finite number; no text, no boolean."""
+"""A finite number; text and booleans are refused."""
 Flag = Annotated[bool, Strict()]
-"""``true`` or ``false``; no number, no text."""
+"""``true`` or ``false``; numbers and text are refused."""
 Line = Annotated[str, AfterValidator(_text(MAX_LINE, "\t"))]
-"""One short line: a tag, an author."""
+"""One short line, such as a tag or an author."""
 Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
-"""A description, which may have several lines."""
+"""A description of one or several lines."""
 
 
 def shown(text: str, most: int = 120) -> str:
@@ -249,10 +252,10 @@ def shown(text: str, most: int = 120) -> str:
 
 
 def longest_text(value: Any) -> tuple[str, int]:
-    """Where the longest text in a JSON value stands, and how many characters it has; keys count too."""
+    """Return the place and the number of characters of the longest text in a JSON value, keys included."""
     longest: tuple[Any, ...] = ()
     size = 0
-    # An item, whether it is a key, and where it stands: its step and the place around it. A name costs more than the search.
+    # Each entry: an item, whether it is a key, and its place as nested steps. Spelling every place would be too slow.
     open_: list[tuple[Any, bool, tuple[Any, ...]]] = [(value, False, ())]
     while open_:
         item, is_key, place = open_.pop()
@@ -281,28 +284,28 @@ def _spelled(place: tuple[Any, ...]) -> str:
 
 
 # ---- parsing --------------------------------------------------------------------------------------
-# JSON as records are written in: UTF-8, no NaN, and no key twice.
+# JSON of records is UTF-8, without NaN and without repeated keys.
 
 
 class _RepeatedKeyError(Exception):
-    """A key that one object has twice."""
+    """A key that occurs twice in one object."""
 
 
 def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
     """Return the value of a JSON text.
 
     Args:
-        text: the whole of a file, or a line of one.
-        kind: what it should be, for the message.
-        source: where it came from (a path, or ``path:line``), for the message.
+        text: a whole file, or one line of it.
+        kind: the expected record, for the message.
+        source: its origin (a path, or ``path:line``), for the message.
 
     Raises:
-        RecordError: it is not UTF-8 or not JSON, or an object has a key twice.
+        RecordError: the text is not UTF-8 or not JSON, or an object has a key twice.
     """
     if isinstance(text, bytes):
         text = decode(text, source)
     try:
-        # Stricter than the json module: no NaN, no half of a surrogate pair, no number that takes forever to read.
+        # Stricter than the json module: refuses NaN, half of a surrogate pair, and numbers that take very long to parse.
         value = from_json(text, allow_inf_nan=False)
     except (ValueError, TypeError) as error:  # TypeError: a str that no encoding can hold
         raise RecordError(

@@ -1,8 +1,8 @@
-"""From real arguments to axes, dtypes, layouts and scalars: what a call of a Definition is a call *of*.
+"""Binds the arguments of a call to the axes, dtypes, layouts and scalars of its Definition.
 
-The shapes of a Definition are axes and small expressions of them (``2*I``); a call gives their values. Reading the axes
-off a call means solving those expressions, and checking that every other shape agrees. Works on shapes, strides and
-dtype names only, so that the verifier, the resolver and the model integrations share it without sharing a framework.
+Shapes in a Definition are axes and small expressions of them (``2*I``). Binding solves these expressions for the axes and
+checks that all other shapes agree. It uses only shapes, strides and dtype names, so that the verifier, the resolver and
+the model integrations can share it without a framework.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int, names_in, parse_expression
 from tilegym_db.records.layouts import layout_class
 
-# Frameworks store these record dtypes in another type's clothes: two 4-bit codes lie in one byte.
+# Record dtypes that frameworks store as another dtype: two 4-bit codes share one byte.
 _STORED_AS: dict[str, tuple[str, ...]] = {"float4_e2m1": ("uint8", "float4_e2m1fn_x2")}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor argument looks like from outside: sizes, strides in elements, and the record name of its dtype."""
+    """Shape, strides in elements and record dtype name of a tensor argument."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: Any) -> TensorInfo:
-        """Describe anything with ``shape``, ``stride()`` and ``dtype``, as a PyTorch tensor has."""
+        """Describe an object with ``shape``, ``stride()`` and ``dtype``, such as a PyTorch tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).rpartition(".")[2])
 
 
@@ -82,7 +82,7 @@ def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
     """Bind positional arguments: every input in order, then optionally every written output.
 
     Raises:
-        UsageError: not that many arguments, or they do not fit the Definition; see :func:`bind_arguments`.
+        UsageError: the number of arguments is wrong, or one does not fit the Definition; see :func:`bind_arguments`.
     """
     names = (*definition.inputs, *definition.written_outputs)
     if len(values) not in (len(definition.inputs), len(names)):
@@ -103,11 +103,11 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
 
     Args:
         definition: the operator called.
-        arguments: every input by name, and any of the outputs; a tensor as :class:`TensorInfo`, a scalar as itself.
+        arguments: every input by name, and any of the outputs; tensors as :class:`TensorInfo`, scalars as they are.
 
     Raises:
-        UsageError: an argument is missing, is no tensor where one is needed (or the reverse), its rank, size or dtype
-            does not fit, or an axis cannot be told from the shapes. The message names the argument.
+        UsageError: an argument is missing, is not a tensor but should be (or the reverse), its rank, size or dtype does
+            not fit, or the shapes do not determine an axis. The message names the argument.
     """
     tensors: dict[str, TensorInfo] = {}
     scalars: dict[str, Scalar] = {}
@@ -142,7 +142,7 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
 
 
 def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: Mapping[str, int]) -> None:
-    """Raise :class:`UsageError` for other strides than those that the Definition says; a dimension of size 1 has any."""
+    """Raise :class:`UsageError` if strides differ from those of the Definition; a dimension of size 1 may have any stride."""
     want = definition.strides_of(name, axes)
     if 0 not in tensor.shape and any(
         size > 1 and found != step for size, found, step in zip(tensor.shape, tensor.strides, want, strict=True)
@@ -158,7 +158,7 @@ def is_code_selecting(definition: Definition, scalar: str) -> bool:
     """Return True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one
     (eps).
 
-    False as well for one that is the size of an axis: its axis says all about it.
+    A scalar that is the size of an axis gives False, because the axis already has its value.
     """
     if scalar in definition.size_scalars:
         return False
@@ -192,12 +192,12 @@ def solve_axes(
 ) -> dict[str, int]:
     """Return every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
 
-    A dimension given as ``N`` binds it; one given as an expression with a single unknown axis is solved where ``+``,
-    ``-`` and ``*`` can be undone (``2*I`` of size 8 gives I = 4), and ``//`` in a packed row, whose codes fill whole bytes
-    (:func:`~tilegym_db.records.definition_rules.check_packed`); the rest only checks.
+    A dimension ``N`` binds the axis N. An expression with one unknown axis is solved if it uses ``+``, ``-`` and ``*``
+    (``2*I`` of size 8 gives I = 4). ``//`` is solved only in a packed row, whose codes fill whole bytes
+    (:func:`~tilegym_db.records.definition_rules.check_packed`). Other dimensions are only checked.
 
     Raises:
-        UsageError: shapes that contradict the Definition or each other, or that leave an axis open.
+        UsageError: the shapes contradict the Definition or each other, or do not determine an axis.
     """
     axes = {name: axis.value for name, axis in definition.axes.items() if axis.value is not None}
     axes |= sizes_of_scalars(definition, scalars or {})
@@ -223,7 +223,7 @@ def solve_axes(
 def _dimensions(
     definition: Definition, shapes: Mapping[str, Sequence[int]]
 ) -> Sequence[tuple[str | int, int, str, bool]]:
-    """(entry of the Definition, size found, where, whether it is a row of packed codes) of every dimension."""
+    """Return the entry of the Definition, the size, the place and whether it is a packed row, for every dimension."""
     found = []
     for name, shape in shapes.items():
         spec = definition.inputs.get(name) or definition.outputs[name]
@@ -244,7 +244,7 @@ def _dimensions(
 def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, packed: bool = False) -> bool:
     """Check a dimension whose axes are known, or bind the one that is not; False if it must wait for others."""
     if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
-        return True  # a plain axis, as nearly every dimension is: nothing to take apart
+        return True  # fast path: nearly every dimension is a plain axis
     unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
     if unknown:
         value = _invert(parse_expression(str(entry)), size, axes, packed) if len(unknown) == 1 else None
@@ -262,9 +262,8 @@ def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) 
     """Return the value of the one unknown name in ``node`` that makes it ``target``, rounded down; None if not
     unique.
 
-    ``packed`` says that divisions leave no rest.
-
-    The caller evaluates the whole expression afterwards, so that a value that does not divide is still refused.
+    ``packed`` means that divisions have no remainder. The caller evaluates the whole expression afterwards, so a value that
+    does not divide evenly is still refused.
     """
     if isinstance(node, ast.Name):
         return target
@@ -298,19 +297,18 @@ def _known(node: ast.expr, axes: Mapping[str, int]) -> int | None:
     return int(value) if value == int(value) else None
 
 
-# ---- sizes ----------------------------------------------------------------------------------------
-# Sizes that no shape shows: axes that are the value of a whole-number scalar (K of a top-k, a block size, an
-# alignment).
+# ---- sizes from scalars ---------------------------------------------------------------------------
+# Some axes appear in no shape: they are the value of a whole-number scalar (K of a top-k, a block size, an alignment).
 #
-# Such an axis is one like any other: a Workload states its size, constraints, cost and shapes name it, fuzz cases
-# vary it, and measured points are compared by it. The scalar always has the axis's size.
+# Such an axis is used like any other: a Workload states its size, constraints, cost and shapes name it, and fuzz cases
+# vary it. The scalar always equals the axis's size.
 
 
 def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> dict[str, int]:
-    """Axis -> size, for every axis whose scalar is among those given.
+    """Return axis -> size, for every axis whose scalar is given.
 
     Raises:
-        UsageError: such a scalar is no whole number, or is negative.
+        UsageError: such a scalar is not a whole number, or is negative.
     """
     sizes: dict[str, int] = {}
     for scalar, axis in definition.size_scalars.items():
@@ -330,7 +328,7 @@ def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: 
     """Return the axes of a call, with those that only a scalar states.
 
     Raises:
-        UsageError: an axis and its scalar contradict each other.
+        UsageError: an axis and its scalar differ.
     """
     sizes = sizes_of_scalars(definition, scalars)
     for axis, size in sizes.items():

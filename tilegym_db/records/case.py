@@ -25,7 +25,7 @@ class Case:
     offset: int = 0
     """Elements by which every tensor's address is moved off its alignment."""
     typical: bool = False
-    """Ids, lengths and inputs that are drawn together are spread as they mostly are in a model, whatever the distribution."""
+    """True if ids, lengths and joint inputs are spread as usual in a model, whatever the distribution."""
     files: dict[str, SafetensorsInput] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
 
@@ -50,18 +50,18 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells one draw from every other."""
+        """A text that is unique to one draw."""
         files = {name: spec.model_dump(mode="json") for name, spec in self.files.items()}
         return f"{self} {self.seed} {canonical_json([dict(self.call.layouts), dict(self.call.scalars), self.scales, files])}"
 
     @property
     def contents(self) -> str:
-        """How the contents are drawn, as ``reproduce --contents`` takes it: ``outliers``, or ``outliers:typical``."""
+        """The contents, as ``reproduce --contents`` takes them: ``outliers``, or ``outliers:typical``."""
         return self.distribution + TYPICAL * self.typical
 
     @property
     def spread(self) -> str:
-        """The distribution that decides how ids, lengths and inputs drawn together are spread."""
+        """The distribution that spreads ids, lengths and joint inputs."""
         return "normal" if self.typical else self.distribution
 
     @property

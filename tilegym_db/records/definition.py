@@ -1,4 +1,4 @@
-"""Definition: what one operator computes, for which axes and dtypes, and how that is proved."""
+"""Definition: an operator's axes, dtypes, reference and cost, and the rules by which Solutions are verified."""
 
 from __future__ import annotations
 
@@ -69,44 +69,44 @@ class Definition(Record):
     inputs: dict[str, TensorSpec] = Field(min_length=1)
     outputs: dict[str, TensorSpec] = Field(min_length=1)
     optional_outputs: tuple[str, ...] = ()
-    """The last of ``outputs``: those that a caller may not want, and that a Solution may omit."""
+    """Trailing ``outputs`` that a caller may not need and a Solution may omit."""
     in_place: dict[str, str] = {}
     layouts: dict[str, str] = {}
-    """Tensor -> ``strided(...)`` where its strides are part of what the operator is; every call then has just these."""
+    """Tensor -> ``strided(...)``, if its strides are part of the operator; every call then has exactly these."""
     constraints: tuple[ExpressionText, ...] = ()
     content_constraints: tuple[Line, ...] = ()
-    """What the contents of every call obey (``total == indptr[-1].item()``). Drawn ones that break one prove nothing."""
+    """Conditions on the contents of every call (``total == indptr[-1].item()``). Drawn contents that break one are not used."""
     cost: Cost | None = None
     tolerance: dict[str, Tolerance] = {}
     oracle: Literal["lifted", "as_written"] = "lifted"
     codes: dict[str, str] = {}
-    """Quantised output -> ``exact``, or ``exact when <flag>``: every code must be equal. Without, 99% of them."""
+    """Quantised output -> ``exact``, or ``exact when <flag>``: every code must be equal. By default 99% must be equal."""
     independent_axes: tuple[str, ...] = ()
     sliced_inputs: dict[str, str] = {}
-    """Input -> the axis (experts) along which the reference takes it one slice at a time; the oracle widens no more of it."""
+    """Input -> the axis (experts) along which the reference reads one slice at a time; the oracle widens one slice at a time."""
     special_values: tuple[Literal["nan", "inf"], ...] = ("nan", "inf")
-    """Special inputs for which the operator is defined, so that every Solution must treat them as the reference does."""
+    """Special inputs for which the operator is defined; every Solution must treat them as the reference does."""
     input_generators: dict[str, InputGenerator] = {}
     joint_inputs: JointInputs | None = None
-    """Inputs that belong together, and the function that draws them."""
+    """Inputs that depend on each other, and the function that draws them."""
     backward_of: str | None = Field(default=None, pattern=NAME_PATTERN)
     """The Definition whose gradients this one computes; see :mod:`tilegym_db.records.backward`."""
     saved: tuple[str, ...] = ()
-    """Inputs of a backward that are outputs of the forward, as its call gave them: drawn by evaluating the forward."""
+    """Inputs of a backward that are outputs of the forward call; they are drawn by evaluating the forward."""
     gathers: dict[str, str] = {}
-    """Index output -> what its indices point into the last axis of; any choice among equal values is then right.
+    """Index output -> the values whose last axis its indices point into; any choice among equal values is right.
 
-    An input, another output, or a function of the reference that takes the inputs and gives the ranked values: then the
-    indices are those of its largest values, in descending order.
+    The values are an input, another output, or a function of the reference that takes the inputs and returns the ranked
+    values. For a function, the indices are those of its largest values, in descending order.
     """
     unordered: tuple[str, ...] = ()
     """Index outputs of ranked values that may come in any order within a row."""
     follows: dict[str, str] = {}
-    """Output -> the function of the reference that gives it for the inputs and whichever right indices were chosen."""
+    """Output -> the function of the reference that computes it from the inputs and the chosen indices."""
     sampled: dict[str, SampledOutput] = {}
-    """Output of indices drawn at random -> their law, by which they are judged instead of the reference's own draws."""
+    """Output of randomly drawn indices -> their distribution, against which they are checked instead of reference draws."""
     serving: Serving | None = None
-    """How it is served inside a model; no part of the digest."""
+    """How a model is served with it; not part of the digest."""
     reference: str
     self_test: SelfTest | None = None
     _forward: Definition | None = PrivateAttr(default=None)  # of backward_of; see records.backward.bind_forward
@@ -128,7 +128,7 @@ class Definition(Record):
                 raise RecordError(f"'{shown(name)}' is not an identifier of at most 64 characters", code="name_invalid")
             if keyword.iskeyword(name):
                 raise RecordError(
-                    f"'{name}' is a word of Python's own, which no expression or parameter can be called",
+                    f"'{name}' is a Python keyword, so no expression or parameter can use it",
                     code="name_reserved",
                 )
         clash = set(self.inputs) & set(self.outputs)
@@ -192,15 +192,15 @@ class Definition(Record):
         if problem is not None:
             raise problem
 
-    # -- questions the rest of the package asks -----------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the semantic fields; description, tags, self-test, serving and axis descriptions are no part of it."""
+        """The sha256 of the semantic fields; excludes description, tags, self-test, serving and axis descriptions."""
         content = self.model_dump(
             mode="json",
             exclude={"description", "tags", "self_test", "serving", "schema_version"},
-            exclude_defaults=True,  # so that a new optional field leaves every digest as it is
+            exclude_defaults=True,  # so a new optional field does not change existing digests
         )
         for group in ("axes", "inputs", "outputs"):
             for item in content.get(group, {}).values():
@@ -210,18 +210,18 @@ class Definition(Record):
 
     @property
     def is_open(self) -> bool:
-        """True while the operator has no verified kernel yet (tag ``status:open``)."""
+        """True while the operator has no verified kernel (tag ``status:open``)."""
         return "status:open" in self.tags
 
     @property
     def written_outputs(self) -> tuple[str, ...]:
-        """The outputs that are arguments of ``run``: all but the in-place ones."""
+        """The outputs that are arguments of ``run``: all except in-place ones."""
         replaced = set(self.in_place.values())
         return tuple(name for name in self.outputs if name not in replaced)
 
     @property
     def tensor_inputs(self) -> tuple[str, ...]:
-        """The inputs that are tensors, in order."""
+        """The tensor inputs, in order."""
         return tuple(name for name, spec in self.inputs.items() if not spec.is_scalar)
 
     @property
@@ -238,7 +238,7 @@ class Definition(Record):
         """Return every axis with its size, const axes included.
 
         Raises:
-            RecordError: an axis is missing, unknown, negative, disagrees with a const axis or breaks a constraint.
+            RecordError: an axis is missing, unknown or negative, differs from a const axis, or breaks a constraint.
         """
         bound = {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
         for name, size in axes.items():
@@ -275,7 +275,7 @@ class Definition(Record):
         """Return every dtype variable with its dtype; one with a single choice need not be given.
 
         Raises:
-            RecordError: a variable is missing or unknown, or its dtype is not one that the Definition lists.
+            RecordError: a variable is missing or unknown, or the Definition does not list its dtype.
         """
         bound: dict[str, str] = {}
         for name in dtypes:
@@ -308,7 +308,7 @@ class Definition(Record):
         """Return the concrete shape of a tensor under an axis binding.
 
         Raises:
-            RecordError: there is no such tensor.
+            RecordError: the tensor does not exist.
         """
         spec = self.inputs.get(name) or self.outputs.get(name)
         if spec is None:
@@ -322,7 +322,7 @@ class Definition(Record):
         return layout_strides(layout or self.layouts.get(name, "contiguous"), self.shape_of(name, axes), axes)
 
     def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:
-        """(flops, compulsory bytes) of one call; (0, 0) where the Definition states no cost."""
+        """Return (flops, compulsory bytes) of one call; (0, 0) if the Definition states no cost."""
         if self.cost is None:
             return 0.0, 0.0
         return float(evaluate(self.cost.flops, axes, dtypes)), float(evaluate(self.cost.bytes, axes, dtypes))

@@ -1,4 +1,4 @@
-"""What a Definition is made of: axes, tensors, cost, tolerances, how inputs are drawn, and what proves it."""
+"""Parts of a Definition: axes, tensors, cost, tolerances, input generators and the self-test."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Size = Annotated[Int64, Field(ge=0, le=MAX_AXIS)]
 
 
 class Axis(RecordPart):
-    """One axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
+    """An axis: ``var`` (bound by a Workload) or ``const`` (``value``)."""
 
     type: Literal["var", "const"]
     value: Int64 | None = None
     scalar: str | None = None
-    """The whole-number input whose value is this size, where no input's shape shows it (K of a top-k)."""
+    """The whole-number input that has this size, if no input's shape shows it (K of a top-k)."""
     description: Prose = ""
 
     @model_validator(mode="after")
@@ -68,20 +68,20 @@ class Cost(RecordPart):
 
 
 class Tolerance(RecordPart):
-    """Overrides of the per-dtype defaults of the verifier for one output dtype, with the reason."""
+    """Overrides of the verifier's default tolerances for one output dtype, with the reason."""
 
     tau: Real | None = Field(default=None, gt=0)
     rtol: Real | None = Field(default=None, gt=0)
     a: Real | None = Field(default=None, gt=0)
     atol: Real | None = Field(default=None, gt=0)
-    """An absolute error that is none: where terms of the maths cancel, below their rounding nothing is determined."""
+    """Absolute error that counts as zero: if terms cancel, the result is undetermined below their rounding error."""
     share: Real | None = Field(default=None, gt=0.9, lt=1)
-    """Of the elements that must lie within ``rtol`` and ``a``: products of low-precision formats have strays."""
+    """Share of elements that must lie within ``rtol`` and ``a``; low-precision products have single outliers."""
     reason: Prose = Field(min_length=10)
 
 
 class InputGenerator(RecordPart):
-    """How an input is drawn where N(0, 1) makes no sense.
+    """A distribution for an input that cannot be drawn from N(0, 1).
 
     ``normal`` (scale), ``uniform`` (low, high), ``integers`` (low, high exclusive; expressions over axes),
     ``rotary_cos`` / ``rotary_sin`` (tables of real rotary angles, base ``scale``), ``distinct_ids`` (rows of different
@@ -104,11 +104,11 @@ class InputGenerator(RecordPart):
 
 
 class JointInputs(RecordPart):
-    """Inputs that must agree with one another, drawn by one function.
+    """Inputs that depend on each other, drawn by one function.
 
     ``source`` defines ``draw(axes, scalars, dtypes, generator, contents)``: sizes by axis, scalar inputs by name, the
-    ``torch.dtype`` of each input, a generator whose device the tensors are to be on, and one of ``contents``. It returns
-    a dict with exactly ``inputs``. Contents that a kernel meets most often are named first.
+    ``torch.dtype`` of each input, a generator on the device of the tensors, and one of ``contents``. It returns a dict with
+    exactly ``inputs``. Common contents come first.
     """
 
     inputs: tuple[str, ...] = Field(min_length=1)
@@ -117,12 +117,12 @@ class JointInputs(RecordPart):
 
 
 class SampledOutput(RecordPart):
-    """An output of indices that are drawn at random, and from what.
+    """An output of randomly drawn indices, and their distribution.
 
-    ``law`` names a function of the reference that takes the inputs in order, and then, if it likes, ``rounding``. It gives
-    how likely each index of a row is, up to a factor of the row; never chosen is 0. Where sums decide which indices may be
-    chosen, ``rounding`` moves that border, relative to the sum: above 0 it keeps more, below 0 fewer, and 0 says where it is.
-    ``uniforms`` names the input of the output's shape that holds the random numbers, uniform from 0 to below 1.
+    ``law`` names a function of the reference that takes the inputs in order, and optionally ``rounding``. It returns the
+    probability of each index of a row, up to a factor per row; 0 means never. If sums decide which indices are allowed,
+    ``rounding`` moves that border relative to the sum: above 0 it allows more, below 0 fewer, and 0 is the exact border.
+    ``uniforms`` names an input of the output's shape with random numbers, uniform in [0, 1).
     """
 
     law: str
@@ -130,7 +130,7 @@ class SampledOutput(RecordPart):
 
 
 class PlantedError(RecordPart):
-    """A mistake in the maths, as a text replacement in ``reference``, that the verifier must reject."""
+    """A mistake in the maths, as a text replacement in ``reference``, which the verifier must reject."""
 
     find: str = Field(min_length=1)
     replace: str
@@ -138,7 +138,7 @@ class PlantedError(RecordPart):
 
 
 class SelfTest(RecordPart):
-    """What proves the Definition: another formulation that must agree, and planted mistakes that must not."""
+    """The self-test of a Definition: another formulation that must agree, and planted mistakes that must fail."""
 
     independent: str
     planted_errors: tuple[PlantedError, ...] = Field(min_length=3)

@@ -1,6 +1,6 @@
-"""What holds between the tensors of a Definition: what they are made of, what is written in place, what gradients are named.
+"""Consistency rules of a Definition: tensors, inputs, indices, quantised formats, self-test and tolerances.
 
-Each rule raises :class:`RecordError` with the culprit's key.
+Each rule raises :class:`RecordError` with the key that breaks it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tilegym_db.records.layouts import parse_layout
 from tilegym_db.records.python_source import check_function, function_parameters
 
 GRADIENT = "grad_"
-"""How the gradient of a tensor is named in a backward Definition."""
+"""Prefix of a gradient's name in a backward Definition."""
 
 Specs = Mapping[str, TensorSpec]
 DTypes = Mapping[str, tuple[str, ...]]
 
 
 def check_tensors(axes: Mapping[str, Axis], dtypes: DTypes, inputs: Specs, outputs: Specs) -> None:
-    """Tensors are of declared dtypes and axes; an output is a tensor."""
+    """Check that tensors use declared dtypes and axes, and that outputs are tensors."""
     for group, specs in (("inputs", inputs), ("outputs", outputs)):
         for name, spec in specs.items():
             where = f"{group}.{name}"
@@ -64,7 +64,7 @@ def check_optional_outputs(
     gathers: Mapping[str, str],
     follows: Collection[str],
 ) -> None:
-    """They are the last outputs, in order, not all of them, and no other field needs them."""
+    """Check that optional outputs are the last ones, in order, not all, and not used by other fields."""
     if not optional:
         return
     for name in optional:
@@ -84,7 +84,7 @@ def check_optional_outputs(
 
 
 def check_sizes(axes: Mapping[str, Axis], dtypes: DTypes, inputs: Specs) -> None:
-    """An axis that a scalar states is the value of a whole-number input, and of one that states no other."""
+    """Check that an axis with a scalar names a whole-number input, which states no other axis."""
     stated: dict[str, str] = {}
     for name, axis in axes.items():
         if axis.scalar is None:
@@ -105,7 +105,7 @@ def check_sizes(axes: Mapping[str, Axis], dtypes: DTypes, inputs: Specs) -> None
 def check_expressions(
     constraints: tuple[str, ...], cost: Cost | None, axes: Mapping[str, Axis], dtypes: DTypes
 ) -> None:
-    """Constraints and cost name declared axes and dtype variables only."""
+    """Check that constraints and cost only use declared axes and dtype variables."""
     named = [(f"constraints[{i}]", text) for i, text in enumerate(constraints)]
     if cost is not None:
         named += [("cost.flops", cost.flops), ("cost.bytes", cost.bytes)]
@@ -125,7 +125,7 @@ def _names(entry: str, where: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def check_in_place(in_place: Mapping[str, str], inputs: Specs, outputs: Specs) -> None:
-    """An output written over an input has its shape and dtype."""
+    """Check that an output written over an input has its shape and dtype."""
     for source, target in in_place.items():
         if source not in inputs or target not in outputs:
             raise RecordError(
@@ -144,7 +144,7 @@ def check_backward(
     outputs: Specs,
     in_place: Mapping[str, str],
 ) -> None:
-    """A backward takes and gives gradients, and overwrites nothing; what it takes of the forward's outputs it names."""
+    """Check that a backward takes and returns gradients, names its saved tensors, and overwrites nothing."""
     for tensor in saved:
         if backward_of is None:
             raise RecordError(
@@ -153,7 +153,7 @@ def check_backward(
             )
         if tensor not in inputs or inputs[tensor].is_scalar or tensor.startswith(GRADIENT):
             raise RecordError(
-                f"saved names '{tensor}', which is no tensor among the inputs and no output of {backward_of}",
+                f"saved names '{tensor}', which is not a tensor input or not an output of {backward_of}",
                 code="saved_unknown",
             )
     if backward_of is None:
@@ -170,14 +170,14 @@ def check_backward(
             )
     if in_place:
         raise RecordError(
-            "a backward overwrites none of its inputs: others may read them after it", code="backward_in_place"
+            "a backward must not overwrite its inputs, because others may read them after it", code="backward_in_place"
         )
 
 
 def check_layouts(
     layouts: Mapping[str, str], tensors: Specs, in_place: Mapping[str, str], axes: Collection[str]
 ) -> None:
-    """Strides that are part of an operator are of a tensor of its own, one stride a dimension, over its axes."""
+    """Check that declared strides belong to a tensor that is not in place, one per dimension, over declared axes."""
     for name, text in layouts.items():
         spec = tensors.get(name)
         if spec is None or spec.shape is None:
@@ -189,9 +189,7 @@ def check_layouts(
             )
         entries = parse_layout(text)
         if entries is None:
-            raise RecordError(
-                f"layouts.{name}: 'contiguous' is what a tensor is without; leave it out", code="layout_contiguous"
-            )
+            raise RecordError(f"layouts.{name}: 'contiguous' is the default; leave it out", code="layout_contiguous")
         if len(entries) != len(spec.shape):
             raise RecordError(
                 f"layouts.{name}: {text!r} has {len(entries)} strides for {len(spec.shape)} dimensions",
@@ -205,7 +203,7 @@ def check_layouts(
 
 
 def check_sliced_inputs(sliced: Mapping[str, str], inputs: Specs, in_place: Mapping[str, str]) -> None:
-    """An input that the reference takes one slice at a time has that axis, once, and is only read."""
+    """Check that a sliced input has its axis exactly once and is not written in place."""
     for name, axis in sliced.items():
         spec = inputs.get(name)
         if spec is None or spec.shape is None:
@@ -217,13 +215,10 @@ def check_sliced_inputs(sliced: Mapping[str, str], inputs: Specs, in_place: Mapp
 
 
 # ---- input rules ----------------------------------------------------------------------------------
-# How inputs may be drawn: which options each kind of generator has, and what a function for several inputs looks
-# like.
-#
-# Each rule raises :class:`RecordError` with the culprit's key.
+# Options of input generators, and the signature of a function that draws several inputs.
 
 DRAW = ("axes", "scalars", "dtypes", "generator", "contents")
-"""The parameters of the function ``draw`` that draws several inputs together."""
+"""Parameters of the function ``draw`` of joint inputs."""
 
 OPTIONS: dict[str, frozenset[str]] = {
     "normal": frozenset({"scale"}),
@@ -240,7 +235,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "codes": frozenset({"nan"}),
     "unit_rows": frozenset(),
 }
-"""Kind -> the options that it has."""
+"""Kind of generator -> its options."""
 
 _WHOLE = frozenset({"integers", "distinct_ids", "offsets"})
 _FLOATING = frozenset({"powers_of_two", "positive", "probabilities", "log_decay", "unit_rows"})
@@ -254,10 +249,10 @@ def check_generators(
     inputs: Specs,
     dtypes: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Each has options of its kind, bounds over declared axes, and an input of a shape and dtype that it can fill."""
+    """Check that each generator has only options of its kind, bounds over declared axes, and a shape and dtype it can fill."""
     for name, generator in generators.items():
         if name not in inputs:
-            continue  # another rule names it
+            continue  # _check_keys reports it
         where, spec = f"input_generators.{name}", inputs[name]
         _check_options(where, generator)
         _check_bounds(where, generator, axes)
@@ -276,7 +271,7 @@ def check_generators(
 
 def _check_options(where: str, generator: InputGenerator) -> None:
     known = OPTIONS[generator.kind]
-    # A record that went through a dump states every field: one that has its default says nothing.
+    # A dumped record states every field, so a field with its default counts as not stated.
     stated = {name for name, field in type(generator).model_fields.items() if getattr(generator, name) != field.default}
     for option in sorted(stated - known - {"kind"}):
         options = ", ".join(sorted(known)) or "none"
@@ -313,12 +308,10 @@ def _check_dtype(where: str, generator: InputGenerator, dtype: str) -> None:
     kind = generator.kind
     if kind in _WHOLE and dtype not in INTEGER_DTYPES:
         raise RecordError(
-            f"{where}: '{kind}' are whole numbers, and this input is {dtype}", code="generator_needs_integers"
+            f"{where}: '{kind}' draws whole numbers, but this input is {dtype}", code="generator_needs_integers"
         )
     if kind in _FLOATING and dtype not in FLOAT_DTYPES - {"float4_e2m1"}:
-        raise RecordError(
-            f"{where}: '{kind}' are no whole numbers, and this input is {dtype}", code="generator_needs_floats"
-        )
+        raise RecordError(f"{where}: '{kind}' draws floats, but this input is {dtype}", code="generator_needs_floats")
     if kind == "codes" and (DTYPE_BYTES[dtype] > 1 or dtype == "bool"):
         raise RecordError(
             f"{where}: 'codes' are those of an 8-bit dtype or of packed 4-bit ones, and this input is {dtype}",
@@ -327,7 +320,7 @@ def _check_dtype(where: str, generator: InputGenerator, dtype: str) -> None:
 
 
 def check_joint_inputs(joint: JointInputs | None, generators: Mapping[str, InputGenerator], inputs: Specs) -> None:
-    """The inputs are tensors that nothing else draws, and the function has the parameters that it is called with."""
+    """Check that joint inputs are tensors without another generator, and that ``draw`` has the right parameters."""
     if joint is None:
         return
     for name in joint.inputs:
@@ -353,12 +346,10 @@ def check_joint_inputs(joint: JointInputs | None, generators: Mapping[str, Input
 
 
 # ---- index rules ----------------------------------------------------------------------------------
-# What outputs of indices point into, what other outputs follow from them, and which of them are drawn at random.
-#
-# Each rule raises :class:`RecordError` with the culprit's key.
+# Rules for outputs of indices, outputs that follow from them, and indices drawn at random.
 
 ROUNDING = "rounding"
-"""The parameter by which a function of a reference is told how far equal values may lie apart, relative to themselves."""
+"""Optional parameter of a function of the reference: the relative distance within which values count as equal."""
 
 
 def check_gathers(
@@ -369,7 +360,7 @@ def check_gathers(
     dtypes: Mapping[str, tuple[str, ...]],
     reference: str,
 ) -> None:
-    """An output of indices is of integers, and has the shape of what they point into but for the last axis."""
+    """Check that an output of indices is of integers and has the shape of its values except for the last axis."""
     for output, source in gathers.items():
         if output not in outputs:
             raise RecordError(f"gathers '{output}': no such output", code="gathers_output_unknown")
@@ -398,7 +389,7 @@ def check_gathers(
     for output in unordered:
         if output not in gathers or gathers[output] in {**inputs, **outputs}:
             raise RecordError(
-                f"unordered names '{output}', which gathers no values of a function of the reference",
+                f"unordered names '{output}', whose 'gathers' is not a function of the reference",
                 code="unordered_not_gathered",
             )
 
@@ -406,15 +397,15 @@ def check_gathers(
 def check_follows(
     follows: Mapping[str, str], gathers: Mapping[str, str], inputs: Specs, outputs: Specs, reference: str
 ) -> None:
-    """An output that follows from indices is given by a function of the inputs and the indices."""
+    """Check that an output that follows from indices has a function of the inputs and the indices."""
     for output, function in follows.items():
         if output not in outputs or output in gathers:
             raise RecordError(
-                f"follows '{output}': it must be an output that is no output of indices", code="follows_not_plain"
+                f"follows '{output}': it must be an output that 'gathers' does not name", code="follows_not_plain"
             )
         if not gathers:
             raise RecordError(
-                f"follows '{output}': no output of indices is named in 'gathers'", code="follows_without_gathers"
+                f"follows '{output}': 'gathers' names no output of indices", code="follows_without_gathers"
             )
         _check_function(f"follows '{output}'", function, reference, tuple(inputs), tuple(gathers))
 
@@ -427,14 +418,14 @@ def check_sampled(
     generators: Mapping[str, InputGenerator],
     reference: str,
 ) -> None:
-    """An output drawn at random is of int32 or int64, has random numbers of its own shape, and a law in the reference.
+    """Check that a sampled output is of int32 or int64, and has random numbers of its shape and a law in the reference.
 
     Args:
         sampled: output -> its law and its random numbers.
-        taken: outputs that another rule judges.
+        taken: outputs that another rule checks.
         inputs: of the Definition.
         outputs: of the Definition.
-        generators: how inputs are drawn.
+        generators: input -> its generator.
         reference: the text that defines the law.
     """
     for output, stated in sampled.items():
@@ -477,23 +468,23 @@ def _check_function(
         )
 
 
-# ---- quantised ------------------------------------------------------------------------------------
-# Quantised tensors: how codes lie in bytes, and where a Solution must give every one of them.
+# ---- quantised formats ----------------------------------------------------------------------------
+# Packing of codes in bytes, and outputs whose codes must all be equal.
 #
-# A packed tensor's shape counts bytes: two codes of ``float4_e2m1`` a byte (``[M, H // 2]``), two of 12 bits in three
-# bytes of ``uint8`` (``[M, 3 * H // 2]``). Each rule raises :class:`RecordError` with the culprit's key.
+# A packed tensor's shape counts bytes: two codes of ``float4_e2m1`` per byte (``[M, H // 2]``), or two codes of 12 bits
+# in three bytes of ``uint8`` (``[M, 3 * H // 2]``).
 
 PACKED_DTYPES = frozenset(("float4_e2m1", "uint8"))
-"""Dtypes whose element is a byte that holds a part of one code, or several."""
+"""Dtypes whose element is a byte that holds several codes or a part of one."""
 _EXACT = re.compile(r"exact(?: when ([A-Za-z_]\w*))?")
 _TRIED = {1: 256, 2: 24}
-"""Axes in the size of a packed row -> how many sizes of each are tried."""
+"""Number of axes in the size of a packed row -> number of sizes to try per axis."""
 
 
 def check_codes(
     codes: Mapping[str, str], oracle: str, inputs: Specs, outputs: Specs, dtypes: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """``codes`` names outputs of quantised formats, and flags that are inputs."""
+    """Check that ``codes`` names outputs of quantised formats, and flags that are inputs."""
     for name, text in codes.items():
         spec, match = outputs.get(name), _EXACT.fullmatch(text)
         if spec is None:
@@ -539,7 +530,7 @@ def check_packed(
     axes: Mapping[str, Axis],
     constraints: Sequence[str],
 ) -> None:
-    """A row of a packed tensor is a whole number of bytes at every size that the constraints allow."""
+    """Check that a row of a packed tensor is a whole number of bytes at every size that the constraints allow."""
     fixed = tuple((name, axis.value) for name, axis in axes.items() if axis.value is not None)
     for where, spec in tensors.items():
         entry = spec.shape[-1] if spec.shape else None
@@ -584,12 +575,11 @@ def _holds(constraints: Sequence[str], axes: Mapping[str, int]) -> bool:
         return False
 
 
-# ---- self test rules ------------------------------------------------------------------------------
-# What holds between a Definition's self-test and its reference.
+# ---- self-test rules ------------------------------------------------------------------------------
 
 
 def check_self_test(test: SelfTest | None, reference: str, inputs: Collection[str]) -> None:
-    """Raise :class:`RecordError` if a formulation takes other inputs, or if a planted mistake does not occur in the reference."""
+    """Raise :class:`RecordError` if the formulation takes other inputs, or a planted mistake does not occur in the reference."""
     if test is None:
         return
     faults = list(problems_of(lambda: check_function(test.independent, "self_test.independent", tuple(inputs))))
@@ -606,19 +596,17 @@ def check_self_test(test: SelfTest | None, reference: str, inputs: Collection[st
 
 
 # ---- tolerance rules ------------------------------------------------------------------------------
-# What a Definition's ``tolerance`` may say: known dtypes, and strays only where low-precision formats are multiplied.
-#
-# Each rule raises :class:`RecordError` with the culprit's key.
+# A ``tolerance`` names known dtypes; a ``share`` needs products of low-precision formats.
 
 _LOW_PRECISION = CODE_DTYPES | {"int8", "uint8"}
 _ROUNDED = frozenset(name for name in FLOAT_DTYPES if DTYPE_BYTES[name] > 1)
-"""Outputs that are compared element by element; codes have a share of their own, and scales are exact."""
+"""Output dtypes that are compared element by element; codes have a fixed share, and scales are exact."""
 
 Variables = Mapping[str, tuple[str, ...]]
 
 
 def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: Specs, dtypes: Variables) -> None:
-    """Raise for an unknown dtype, and for a ``share`` on what is no float output of low-precision inputs."""
+    """Raise :class:`RecordError` for an unknown dtype, or a ``share`` without a float output and low-precision inputs."""
     for dtype, given in tolerance.items():
         if dtype not in DTYPE_BYTES:
             raise RecordError(f"tolerance names the undeclared dtype '{dtype}'", code="dtype_undeclared")
@@ -627,7 +615,7 @@ def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: 
         if dtype not in _ROUNDED or dtype not in _dtypes_of(outputs.values(), dtypes):
             raise RecordError(
                 f"tolerance.{dtype}.share: no output is a float of that dtype, compared element by element; "
-                "codes and integers have rules of their own",
+                "codes and integers have other rules",
                 code="share_without_output",
             )
         tensors = (spec for spec in inputs.values() if not spec.is_scalar)

@@ -1,4 +1,4 @@
-"""The dtype names that records may use, with their storage size and kind. No torch: names only."""
+"""The dtype names of records, with storage size and kind; does not import torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 from tilegym_db.errors import RecordError
 
 Scalar = bool | int | float | str | None
-"""A value that JSON and DuckDB both hold: what a scalar input or a tunable may be."""
+"""A value of a scalar input or a tunable, which JSON and DuckDB can both hold."""
 
-# float4_e2m1 is stored packed, two codes a byte; its half byte is what a cost formula must count.
+# float4_e2m1 is stored packed, two codes per byte; cost formulas count half a byte.
 DTYPE_BYTES: dict[str, float] = {
     "float64": 8,
     "float32": 4,
@@ -30,12 +30,12 @@ DTYPE_BYTES: dict[str, float] = {
     "bool": 1,
 }
 STORED_BYTES: dict[str, int] = {name: max(1, int(size)) for name, size in DTYPE_BYTES.items()}
-"""Bytes of an element of a tensor as it is stored: that of packed codes is a byte, in which its shape is counted."""
+"""Stored bytes per element. An element of a packed tensor is one byte, and its shape counts bytes."""
 CODE_DTYPES = frozenset(("float8_e4m3fn", "float8_e5m2", "float4_e2m1"))
-"""Quantised formats, which are compared code by code."""
+"""Quantised formats, compared code by code."""
 FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat")))
 INTEGER_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("int", "uint")))
-RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is for oracles, never for a Definition
+RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is only for oracles, not for Definitions
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 

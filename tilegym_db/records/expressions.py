@@ -1,8 +1,7 @@
-"""Arithmetic over axes: constraints, derived shapes, costs and strides, without ever calling ``eval``.
+"""Arithmetic over axes for constraints, shapes, costs and strides, evaluated without ``eval``.
 
-The grammar is Python's, cut down to integers and floats, axis names, ``+ - * / // % **``, comparisons, ``and or not``,
-``min``, ``max``, ``ceil_div`` and ``sizeof(T)``. Everything else is refused when the record is read, with the text and
-the offending part named.
+The grammar is a part of Python's: integers, floats, axis names, ``+ - * / // % **``, comparisons, ``and or not``, ``min``,
+``max``, ``ceil_div`` and ``sizeof(T)``. Other syntax is refused when the record is read; the message quotes it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_LENGTH = 400
 MAX_EXPONENT = 64
 MAX_MAGNITUDE = 1 << 256
 MAX_DEPTH = 64
-"""Checking and evaluating recurse once a level, and must not depend on how deep the caller's own stack is."""
+"""Maximum nesting: checks and evaluation recurse once per level, and must work however deep the caller's stack is."""
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -81,7 +80,7 @@ def _check_constants(node: ast.expr, text: str) -> bool:
     when it is read.
 
     Raises:
-        RecordError: such a part is out of bounds or divides by zero, or an exponent is.
+        RecordError: a constant part is out of bounds, divides by zero, or has an exponent out of bounds.
     """
     parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
     if isinstance(node, ast.Call):
@@ -130,8 +129,10 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
     """Return the value of ``text`` where each axis is its integer size and ``sizeof(T)`` the bytes of the dtype bound
     to T.
 
-    A value that is not an axis but a dtype name (``sizeof(float32)``) is looked up as that dtype. Raises
-    :class:`RecordError` for an unknown name, a division by zero or a number out of bounds.
+    A name in ``sizeof`` that is not bound is read as a dtype (``sizeof(float32)``).
+
+    Raises:
+        RecordError: a name is unknown, a division is by zero, or a number is out of bounds.
     """
     try:
         value: int | float | bool = _evaluate(parse_expression(text), axes, dtypes or {})
@@ -147,10 +148,10 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
 
 
 def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int:
-    """As :func:`evaluate`, for a shape or stride: the value must be a whole number."""
+    """Return the value of a shape or stride; see :func:`evaluate`. Raise :class:`RecordError` unless it is a whole number."""
     if isinstance(text, int):
         return text
-    if text in axes:  # most entries of a shape are an axis
+    if text in axes:  # fast path: most entries of a shape are an axis
         return axes[text]
     value = evaluate(text, axes, dtypes)
     if isinstance(value, bool) or value != int(value):
@@ -161,7 +162,7 @@ def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, 
 
 
 def evaluate_bool(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> bool:
-    """As :func:`evaluate`, for a constraint: true where it holds."""
+    """Return True if a constraint holds; see :func:`evaluate`."""
     return bool(evaluate(text, axes, dtypes))
 
 
@@ -264,7 +265,7 @@ def _evaluate(node: ast.expr, axes: Mapping[str, int], dtypes: Mapping[str, str]
 
 
 # ---- content constraints --------------------------------------------------------------------------
-# Constraints that speak of contents (``num_kv_indices == kv_indptr[-1].item()``), evaluated without ``eval``.
+# Constraints on contents (``num_kv_indices == kv_indptr[-1].item()``), evaluated without ``eval``.
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -277,14 +278,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"len": len, "min": min, "max": max,
 
 
 class Unknown(Exception):
-    """The constraint uses what this evaluator does not know; it is then not checked, and that is said."""
+    """Syntax or a name that this evaluator does not know; the constraint is then reported as not checked."""
 
 
 def holds(text: str, values: Mapping[str, Any]) -> bool:
     """Return True if a constraint holds for sizes (by axis) and tensors or numbers (by input).
 
     Raises:
-        Unknown: it uses a name, a method or syntax that is not known.
+        Unknown: it uses an unknown name, method or syntax.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -307,25 +308,25 @@ def constraint_problem(text: str, names: Collection[str]) -> str | None:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"{text!r} is no expression: {error}"
+        return f"{text!r} is not an expression: {error}"
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) if name not in names and not (id(node) in called and name in _FUNCTIONS):
-                return f"{text!r} uses '{name}', which is no axis and no input"
+                return f"{text!r} uses '{name}', which is not an axis or input"
             case ast.Attribute(attr=name) if name not in (_METHODS if id(node) in called else {"shape"}):
                 return f"{text!r} uses '.{name}', which is not known here"
             case ast.Call(keywords=[_, *_]) | ast.Lambda() | ast.IfExp() | ast.NamedExpr() | ast.Starred():
                 return f"{ast.unparse(node)!r} is not known here"
             case ast.comprehension() | ast.Dict() | ast.Set() | ast.JoinedStr() | ast.Await():
-                return f"{text!r} is no comparison of sizes and contents"
+                return f"{text!r} is not a comparison of sizes and contents"
             case ast.BinOp(op=op) | ast.UnaryOp(op=op) if type(op) not in _OPERATORS:
                 return f"{ast.unparse(node)!r} is not known here"
     return None
 
 
 def check_content_constraints(texts: Collection[str], axes: Collection[str], inputs: Collection[str]) -> None:
-    """Each can be evaluated, and names axes and inputs only."""
+    """Check that each constraint can be evaluated and only names axes and inputs."""
     for number, text in enumerate(texts):
         problem = constraint_problem(text, {*axes, *inputs})
         if problem is not None:

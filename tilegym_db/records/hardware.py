@@ -1,4 +1,4 @@
-"""Names of GPUs and compile targets, and how a driver's device name becomes a slug."""
+"""Names of GPUs and compile targets, and the slug of a driver's device name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilegym_db.errors import HardwareError, did_you_mean
 
 CPU = "cpu"
 
-# slug -> compute capability. A slug tells apart what differs in speed; its first word is the family that users type.
+# slug -> compute capability. GPUs of different speed have different slugs; the first word is the family that users type.
 GPU_SLUGS: dict[str, str] = {
     "cpu": "",
     "a100-sxm": "sm_80",
@@ -33,9 +33,9 @@ GPU_SLUGS: dict[str, str] = {
 }
 
 TARGETS: tuple[str, ...] = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-"""The compile targets a Solution may declare; each backend maps them to what its compiler wants."""
+"""The compile targets that a Solution may declare; each backend maps them to its compiler's names."""
 
-# The driver's name ("NVIDIA H100 80GB HBM3") carries no slug; the first pattern that matches decides.
+# Patterns over the driver's name ("NVIDIA H100 80GB HBM3"); the first match decides.
 _DRIVER_NAMES: tuple[tuple[str, str], ...] = (
     (r"GH200", "gh200"),
     (r"H200 NVL", "h200-nvl"),
@@ -67,7 +67,7 @@ def gpu_slug(driver_name: str) -> str:
 
 
 def gpu_family(slug: str) -> str:
-    """``h100`` for ``h100-sxm``: what a query for any of them names."""
+    """Return the family of a slug, as queries use it: ``h100`` for ``h100-sxm``."""
     return slug.split("-")[0] if slug in GPU_SLUGS and not slug.startswith("rtx-") else slug
 
 
@@ -80,7 +80,7 @@ def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
     """Return those of ``known`` slugs that a name means, sorted: the one that is called so, else every one of that
     family.
 
-    This is what decides what ``h100`` means, for every command, the Python API and (as ``gpu_family``) SQL.
+    Every command, the Python API and (as ``gpu_family``) SQL resolve names such as ``h100`` this way.
     """
     slugs = sorted(set(known))
     return [asked] if asked in slugs else [slug for slug in slugs if same_gpu(asked, slug)]
@@ -90,7 +90,7 @@ def one_gpu_meant(asked: str, *known: Iterable[str]) -> str:
     """Return the one slug that a name means where only one will do: of the first group of ``known`` slugs that has any,
     the first.
 
-    Where none has, it is the first that is called so at all.
+    Without a match, the name is looked up among all slugs.
     """
     for group in (*known, GPU_SLUGS):
         meant = gpus_meant(asked, group)
@@ -103,7 +103,7 @@ def parse_gpu(text: str) -> str:
     """Return a GPU slug or family that a user typed, in lower case.
 
     Raises:
-        HardwareError: no such GPU; the message lists the known ones.
+        HardwareError: the GPU is unknown; the message lists the known ones.
     """
     name = text.strip().lower()
     known = sorted({*GPU_SLUGS, *(gpu_family(slug) for slug in GPU_SLUGS)})
@@ -115,7 +115,7 @@ def parse_gpu(text: str) -> str:
 
 
 def normalise_target(text: str) -> str:
-    """``sm_90`` for ``sm_90``, ``sm_90a`` or ``90``; raises :class:`HardwareError` for a target nobody declares."""
+    """Return ``sm_90`` for ``sm_90``, ``sm_90a`` or ``90``; raise :class:`HardwareError` for an unknown target."""
     match = re.fullmatch(r"(?:sm_?)?(\d{2,3})[af]?", text.strip().lower())
     target = f"sm_{match.group(1)}" if match else text
     if target not in TARGETS:

@@ -1,8 +1,8 @@
-"""Layouts: how a Workload lays a tensor out in memory, and which layouts a Solution declares it can read.
+"""Layouts of tensors in memory: concrete strides in Workloads, and classes of strides that Solutions accept.
 
-A Workload names concrete strides (``contiguous`` or ``strided(S*Hq*D, D, Hq*D, 1)``, in elements, over axes). A
-Solution declares a class (:data:`LAYOUT_CLASSES`) per tensor; :func:`layout_class` says which class strides belong to. A
-Definition names strides that are part of what it means, such as those of column-major scales.
+A Workload states ``contiguous`` or strides such as ``strided(S*Hq*D, D, Hq*D, 1)``, in elements over axes. A Solution
+declares a class (:data:`LAYOUT_CLASSES`) per tensor, and :func:`layout_class` returns the class of strides. A Definition
+states strides that are part of the operator, such as those of column-major scales.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Literal
 from tilegym_db.errors import RecordError
 from tilegym_db.records.expressions import evaluate_int, parse_expression
 
-# Each class includes the ones before it.
+# Each class includes the previous ones.
 LAYOUT_CLASSES: tuple[str, ...] = ("contiguous", "row_contiguous", "strided")
 
 Overlap = Literal["none", "possible", "certain"]
-MOST_COUNTED = 1 << 16
-"""Elements whose addresses are counted one by one; that takes some 10 ms."""
+MAX_COUNTED_ELEMENTS = 1 << 16
+"""Maximum number of elements whose addresses are counted one by one; takes about 10 ms."""
 
 _STRIDED = re.compile(r"^strided\((.*)\)$", re.DOTALL)
 
 
 def parse_layout(text: str) -> tuple[str, ...] | None:
-    """None for ``contiguous``, else the stride expressions of ``strided(...)``; :class:`RecordError` for anything else."""
+    """Return the stride expressions of ``strided(...)``, None for ``contiguous``; raise :class:`RecordError` for other texts."""
     if text == "contiguous":
         return None
     match = _STRIDED.match(text)
@@ -54,7 +54,7 @@ def _split(text: str) -> list[str]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """Return row-major strides in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -67,7 +67,7 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
     """Return the strides in elements that a Workload's layout gives a tensor of this shape.
 
     Raises:
-        RecordError: it is no layout, or has not as many strides as dimensions, or a negative one.
+        RecordError: the layout is invalid, has a wrong number of strides, or has a negative one.
     """
     entries = parse_layout(text)
     if entries is None:
@@ -81,9 +81,9 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
 
 
 def overlap(shape: Sequence[int], strides: Sequence[int]) -> Overlap:
-    """Whether two elements have one address; what is written must not.
+    """Return whether two elements share an address, which must not happen in written tensors.
 
-    Dimensions that interleave are ``possible`` where the elements are too many to count their addresses.
+    The result is ``possible`` if dimensions interleave and the elements are too many to count their addresses.
     """
     reach, interleave = 0, False
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
@@ -93,7 +93,7 @@ def overlap(shape: Sequence[int], strides: Sequence[int]) -> Overlap:
         reach += stride * (size - 1)
     if not interleave or 0 in shape:
         return "none"
-    if math.prod(shape) > MOST_COUNTED:
+    if math.prod(shape) > MAX_COUNTED_ELEMENTS:
         return "possible"
     addresses = {0}
     for stride, size in zip(strides, shape, strict=True):
@@ -102,7 +102,7 @@ def overlap(shape: Sequence[int], strides: Sequence[int]) -> Overlap:
 
 
 def overlap_words(text: str, shape: Sequence[int], strides: Sequence[int]) -> str | None:
-    """What to say of a layout that gives two elements one address, or may; None of any other."""
+    """Return a message about a layout in which two elements share an address, or may; None for other layouts."""
     found = overlap(shape, strides)
     verb = {"none": "", "possible": "may give", "certain": "gives"}[found]
     return f"{text} {verb} two elements of {list(shape)} one address" if verb else None

@@ -1,7 +1,7 @@
-"""The records of the loop from a task to a promotion: Task, Attempt, Promotion, Experiment and Pattern.
+"""Records of the loop from a task to a promotion: Task, Attempt, Promotion, Experiment and Pattern.
 
-They hold what was asked, tried and found. What stands of it the database says: a promotion whose trace is gone or was taken
-back by a later failure stands no more, whatever its record says.
+They hold what was asked, tried and found. The database decides what still counts: a promotion is void if its trace is
+gone, or if a later failure revoked it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Prose, Real, Reco
 from tilegym_db.records.solution import Config
 from tilegym_db.records.workload import NAMESPACE
 
-# ---- bars -----------------------------------------------------------------------------------------
-# The bars that measurements are held against.
+# ---- thresholds -----------------------------------------------------------------------------------
 
 MIN_SPEEDUP = 1.10
-"""Over the best baseline of the same rounds, at the lower end of the interval: what earns a promotion id."""
+"""Minimum speedup for a promotion id: lower end of the interval over the best baseline of the same rounds."""
 
 
 Step = Literal["received", "scanned", "compiled", "screened", "promoted"]
@@ -43,7 +42,7 @@ Moment = Annotated[datetime, AfterValidator(_in_utc)]
 
 
 class MeasuredBy(RecordPart):
-    """A Solution that was verified on a Workload when a task was made, and the trace that says so."""
+    """A Solution that was verified on a Workload when a task was made, with its trace."""
 
     solution: str = Field(pattern=NAME_PATTERN)
     trace_id: str
@@ -51,19 +50,19 @@ class MeasuredBy(RecordPart):
 
 
 class TaskWorkload(RecordPart):
-    """One Workload of a task, and what there is to beat on it."""
+    """One Workload of a task, and the times to beat on it."""
 
     uuid: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
     layouts: dict[str, str] = {}
-    """Tensor -> layout class; a tensor that is not named is contiguous."""
+    """Tensor -> layout class; a tensor that is not listed is contiguous."""
     current_best: MeasuredBy | None = None
-    """The fastest verified Solution; none where nothing is verified yet."""
+    """The fastest verified Solution; null if nothing is verified yet."""
     baseline: MeasuredBy | None = None
     """The fastest verified baseline: stock code, a library or torch.compile."""
     sol_us: Real | None = None
-    """Speed-of-light time, where the GPU is calibrated."""
+    """Speed-of-light time, if the GPU is calibrated."""
 
 
 class PatternReference(RecordPart):
@@ -74,9 +73,9 @@ class PatternReference(RecordPart):
 
 
 class Task(Record):
-    """What an author is asked for: a kernel of one Definition, language and GPU, and the bar that it has to clear.
+    """A request for a kernel of one Definition, language and GPU, with the speedup that it must reach.
 
-    The id is a uuid5 of everything but the time: two machines with the same records and traces make the same task.
+    The id is a uuid5 of everything except the time: two machines with the same records and traces make the same task.
     """
 
     kind: ClassVar[str] = "task"
@@ -89,12 +88,12 @@ class Task(Record):
     workloads: tuple[TaskWorkload, ...] = Field(min_length=1)
     gpu: str = Field(pattern=NAME_PATTERN)
     limits: dict[str, Real] = {}
-    """What the GPU was calibrated to do: rates per second, sizes in bytes, times in microseconds."""
+    """Calibrated peaks of the GPU: rates per second, sizes in bytes, times in microseconds."""
     language: Language
     objective: Literal["latency", "coverage"] = "latency"
     """``latency``: be faster on these workloads. ``coverage``: serve a part of a model that runs stock code."""
     model: Line = ""
-    """Digest of the model's config, where the objective is its coverage."""
+    """Digest of the model's config, if the objective is its coverage."""
     min_speedup: Real = Field(default=MIN_SPEEDUP, ge=MIN_SPEEDUP, le=1000)
     patterns: tuple[PatternReference, ...] = ()
     created: Moment
@@ -114,7 +113,7 @@ class Task(Record):
 
 
 class Attempt(Record):
-    """How far one submission to a task came. One line for each step; the last one of a number counts."""
+    """Progress of one submission to a task. Each step writes one line; the last line of a number counts."""
 
     kind: ClassVar[str] = "attempt"
 
@@ -123,21 +122,21 @@ class Attempt(Record):
     number: Int64 = Field(ge=1)
     solution: str = Field(pattern=NAME_PATTERN)
     solution_digest: str = ""
-    """Of the source and its spec; of the folder's bytes where that holds no valid Solution."""
+    """Digest of the source and its spec; of the folder's bytes if the folder holds no valid Solution."""
     stage: Step
-    """The last step that it passed; ``received`` also for what is no valid Solution."""
+    """The last step that it passed; ``received`` also if it is not a valid Solution."""
     verdict: Verdict
     gate: Line = ""
-    """What refused it: a rule of the scan, a gate of the verifier, ``speed``."""
+    """The check that refused it: a rule of the scan, a gate of the verifier, or ``speed``."""
     reason: Prose = ""
     command: Prose = ""
-    """Shows the failing case again."""
+    """Command that reproduces the failing case."""
     trace_ids: tuple[str, ...] = ()
     promotions: tuple[str, ...] = ()
     wall_s: Real = Field(default=0.0, ge=0)
     """Seconds since it was received, over every run of the command that worked on it."""
     device_s: Real = Field(default=0.0, ge=0)
-    """Seconds of them in which steps ran that verify and time on the device."""
+    """Seconds of ``wall_s`` in steps that verify and time on the device."""
     timestamp: Moment
 
     @model_validator(mode="after")
@@ -155,13 +154,13 @@ class Attempt(Record):
 
 
 class Promotion(Record):
-    """A kernel that beat the best baseline of the same rounds, by a trace of the promotion tier. Evidence about one operator."""
+    """A kernel that beat the best baseline of the same rounds, in a trace of the promotion tier. Evidence for one operator."""
 
     kind: ClassVar[str] = "promotion"
 
     schema_version: Literal[1] = 1
     id: str = Field(pattern=r"^[a-z0-9][A-Za-z0-9_.\-]{0,255}_v[1-9][0-9]*$")
-    """``<language>_<definition>_<gpu>_<dtypes>_<shape>_v<n>``; n counts the promotions of the rest of the id."""
+    """``<language>_<definition>_<gpu>_<dtypes>_<shape>_v<n>``; n counts the promotions with the same id before ``_v``."""
     solution: str = Field(pattern=NAME_PATTERN)
     solution_digest: str = Field(pattern=_DIGEST)
     definition: str = Field(pattern=NAME_PATTERN)
@@ -174,13 +173,13 @@ class Promotion(Record):
     dtypes: dict[str, str] = {}
     trace_id: str
     baseline: Line
-    """The one of all baselines in the rounds against which the interval's lower end is the lowest."""
+    """The baseline in the rounds with the lowest lower end of the interval."""
     ratio: Real
     ci_low: Real = Field(ge=MIN_SPEEDUP)
     ci_high: Real
     evidence_level: Literal["op"] = "op"
     applied: Literal[False] = False
-    """A promotion changes no model: what is published does."""
+    """A promotion changes no model; publishing does."""
     created: Moment
 
     @property
@@ -197,7 +196,7 @@ class Coverage(RecordPart):
     high: Real = Field(ge=0, le=1)
     profiles: Int64 = Field(ge=1)
     time_of: Literal["gpu", "cpu"]
-    """``cpu`` on a machine without a GPU: the process's CPU time stands for GPU time."""
+    """``cpu`` on a machine without a GPU: the process's CPU time replaces GPU time."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -209,7 +208,7 @@ class Coverage(RecordPart):
 
 
 class Experiment(Record):
-    """One change of what serves a model, measured before and after, and what was decided by rule."""
+    """One change to the kernels that serve a model, measured before and after, and the decision by rule."""
 
     kind: ClassVar[str] = "experiment"
 
@@ -219,11 +218,11 @@ class Experiment(Record):
     config_digest: str = Field(pattern=_DIGEST)
     gpu: str = Field(pattern=NAME_PATTERN)
     base: Line
-    """What it started from: the digest of the table that the resolver read."""
+    """The digest of the resolver's table before the change."""
     definition: str = Field(pattern=NAME_PATTERN)
     task: str = ""
     changed: dict[str, str] = {}
-    """Solution -> digest of what was published for it."""
+    """Solution -> digest of the published source."""
     before: Coverage
     after: Coverage | None = None
     runs: tuple[str, ...] = ()
@@ -237,7 +236,7 @@ class Experiment(Record):
 
 
 class Pattern(Record):
-    """A way of writing kernels, with what it was measured to be worth; or to avoid, where ``anti`` is true."""
+    """A technique for writing kernels with its measured gain; if ``anti`` is true, a technique to avoid."""
 
     kind: ClassVar[str] = "pattern"
 
@@ -247,7 +246,7 @@ class Pattern(Record):
     title: Line
     language: Literal["any", "python", "triton", "tilelang", "cutile"]
     versions: dict[str, str] = {}
-    """Package -> versions that it was measured with, as a requirement says them (``>=3.4``)."""
+    """Package -> versions that it was measured with, as a requirement (``>=3.4``)."""
     applies_to: tuple[str, ...] = Field(min_length=1)
     """Definitions, families of them (``norm``), or ``*``."""
     evidence: tuple[str, ...] = Field(min_length=1)
@@ -273,5 +272,5 @@ class Pattern(Record):
 
 
 def identified(values: dict[str, Any]) -> str:
-    """uuid5 of what makes a record of the loop one record."""
+    """Return the uuid5 of the values that identify a record of the loop."""
     return str(uuid.uuid5(NAMESPACE, canonical_json(values)))

@@ -1,4 +1,4 @@
-"""ModelRun: one model on one GPU, as it is and patched, timed in turns. What a user sees, not what one operator does."""
+"""ModelRun: one model on one GPU, stock and patched, timed in interleaved rounds; and the claims that its times allow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, Rec
 
 
 class Estimate(RecordPart):
-    """A median with its 99% confidence interval, which takes eight samples; with fewer there is none."""
+    """A median with its 99% confidence interval; with fewer than eight samples, there is no interval."""
 
     median: Real = Field(gt=0)
     ci_low: Real | None = Field(default=None, gt=0)
@@ -33,18 +33,18 @@ class Estimate(RecordPart):
 
 
 class ModelTiming(RecordPart):
-    """Greedy generation, or a prefill alone, by one way of running the model."""
+    """Times of greedy generation, or of a prefill alone, in one way of running the model."""
 
     ttft_ms: Estimate
-    """To the first token: the prefill, until its logits are there."""
+    """Time to the first token: the prefill, until its logits are ready."""
     tpot_ms: Estimate | None = None
-    """Per output token after the first; none where there is no second."""
+    """Time per output token after the first; null if there is no second token."""
     total_ms: Estimate
-    """The whole call."""
+    """Time of the whole call."""
     tokens_per_s: Real | None = Field(default=None, gt=0)
-    """New tokens of all sequences over the median of ``total_ms``, so the prefill counts; none for a prefill alone."""
+    """New tokens of all sequences over the median of ``total_ms``, which includes the prefill; null for a prefill alone."""
     peak_memory_bytes: Int64 | None = None
-    """The most that PyTorch had allocated for it, weights and cache included; none on a CPU."""
+    """Maximum memory that PyTorch allocated, including weights and cache; null on a CPU."""
 
 
 class Speedups(RecordPart):
@@ -56,22 +56,22 @@ class Speedups(RecordPart):
 
 
 class Way(RecordPart):
-    """One more way of running the same model on the same prompts in the same rounds."""
+    """Another way of running the same model on the same prompts in the same rounds."""
 
     timing: ModelTiming
     against: dict[str, Speedups] = Field(min_length=1)
-    """Other way -> how much faster this one is; ``stock`` and ``patched`` are the two that every run has."""
+    """Other way -> speedup of this one; every run has ``stock`` and ``patched``."""
     equal_tokens: Int64 = Field(ge=0)
-    """As :attr:`ModelRun.equal_tokens`."""
+    """See :attr:`ModelRun.equal_tokens`."""
     kernels: dict[str, Int64] = {}
-    """Definition -> calls that ran a verified kernel in the first generation, which compiles. Replays of a CUDA graph are not
-    among them: nothing is there that could count."""
+    """Definition -> calls of a verified kernel in the first generation, which compiles. Replays of a CUDA graph are not
+    counted."""
     library: str = ""
-    """Name and version of the library whose kernels these are; empty for what this package or PyTorch does."""
+    """Name and version of the library whose kernels run; empty for this package and PyTorch."""
 
 
 class ModelRun(Record):
-    """A comparison of a patched model with itself unpatched, rounds interleaved in one process on the same weights.
+    """A comparison of a patched model with the stock one, in interleaved rounds in one process on the same weights.
 
     Speedups are stock time over patched time of the same round (above 1: the patch is faster).
     """
@@ -82,20 +82,20 @@ class ModelRun(Record):
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
     timestamp: datetime
     evidence_level: Literal["model"] = "model"
-    """Traces are ``op``: their numbers and these say nothing of each other."""
+    """Always ``model``; traces have ``op``, and the two kinds of times must not be compared."""
     model: str = Field(min_length=1)
     model_class: str
     config_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """sha256 of the config as it was built, reduced layers included."""
+    """sha256 of the config as it was built, with reduced layers."""
     layers: Int64 = Field(ge=1)
     parameters: Int64 = Field(ge=1)
     weights: Literal["random"] = "random"
     dtype: str
     batch: Int64 = Field(ge=1)
     prompt_tokens: Int64 = Field(ge=1)
-    """Of each sequence; random token ids."""
+    """Random token ids per sequence."""
     new_tokens: Int64 = Field(ge=0)
-    """Of each sequence; 0 is a prefill alone."""
+    """New tokens per sequence; 0 means a prefill alone."""
     rounds: Int64 = Field(ge=1)
     gpu: str = Field(pattern=NAME_PATTERN)
     gpu_name: str
@@ -105,7 +105,7 @@ class ModelRun(Record):
     libs: dict[str, str] = {}
     timer: Literal["events", "wall"]
     throttled: Flag | None = None
-    """Whether heat or power delivery slowed the GPU meanwhile; null where nobody says."""
+    """Whether heat or power delivery slowed the GPU during the run; null if unknown."""
     proved: Flag = False
     """True if the patch was made with ``verify=True``."""
     stock: ModelTiming
@@ -114,27 +114,27 @@ class ModelRun(Record):
     tpot_speedup: Estimate | None = None
     total_speedup: Estimate
     kernels: dict[str, Int64] = {}
-    """Definition -> calls that ran a verified kernel, in one generation."""
+    """Definition -> calls of a verified kernel in one generation."""
     experts: dict[str, Int64] = {}
     """Implementation of experts in transformers -> calls of it by the stock model in one generation; empty if it has none.
     ``generate`` may decode with another one than it prefills with."""
     gpu_shares: dict[str, Real] | None = None
-    """Definition -> its part of the GPU time of one call by the patched model; null where none was profiled on a GPU."""
+    """Definition -> its share of the GPU time of one call of the patched model; null without a profile on a GPU."""
     equal_tokens: Int64 = Field(ge=0)
-    """How many greedy tokens are those of stock, a first difference changing what follows: of ``batch * new_tokens``, or of
-    the first ones where only the prefill ran."""
+    """Greedy tokens equal to those of stock; a first difference changes the tokens after it. Out of ``batch * new_tokens``,
+    or out of the first tokens for a prefill alone."""
     ways: dict[str, Way] = {}
-    """Name -> another way that took part, in this process (``stock_static_cache``) or in one of its own (``liger``)."""
+    """Name -> another way of the run, in this process (``stock_static_cache``) or in a separate one (``liger``)."""
     absent: dict[str, str] = {}
-    """Name -> why a way that was asked for is not in ``ways``."""
+    """Name -> reason why a requested way is not in ``ways``."""
 
     @property
     def compared_tokens(self) -> int:
-        """What ``equal_tokens`` are out of."""
+        """The number of tokens that ``equal_tokens`` is out of."""
         return self.batch * max(self.new_tokens, 1)
 
     def prefill_tokens_per_s(self, timing: ModelTiming) -> float:
-        """Prompt tokens of all sequences over the median time to the first token."""
+        """Return prompt tokens of all sequences over the median time to the first token."""
         return self.batch * self.prompt_tokens / timing.ttft_ms.median * 1e3
 
     @field_validator("timestamp")
@@ -158,7 +158,7 @@ class ModelRun(Record):
     def _shares_are_of_one_whole(self) -> Self:
         shares = (self.gpu_shares or {}).values()
         if any(share < 0 for share in shares) or sum(shares) > 1.0001:  # each is rounded
-            raise RecordError(f"gpu_shares {self.gpu_shares} are no parts of one time", code="gpu_shares_invalid")
+            raise RecordError(f"gpu_shares {self.gpu_shares} are not shares of one time", code="gpu_shares_invalid")
         return self
 
     @model_validator(mode="after")
@@ -192,38 +192,40 @@ class ModelRun(Record):
         for name, way in self.ways.items():
             if name in ("stock", "patched") or name in self.absent:
                 raise RecordError(
-                    f"ways.{name} is one of the two that every run has, or absent as well", code="ways_incomplete"
+                    f"ways.{name} has the name of a way that every run has, or is absent as well",
+                    code="ways_incomplete",
                 )
             unknown = sorted(set(way.against) - (names - {name}))
             if unknown:
                 raise RecordError(
-                    f"ways.{name}.against names {unknown[0]!r}, which is no other way of this run", code="way_unknown"
+                    f"ways.{name}.against names {unknown[0]!r}, which is not another way of this run",
+                    code="way_unknown",
                 )
         return self
 
 
 # ---- claims ---------------------------------------------------------------------------------------
-# What a comparison of a patched model with itself as it is may claim: pure, and every "no" has its reason.
+# Rules for when a patched-vs-stock model timing may be reported as a speedup.
 
 CONTROL = "stock_again"
-"""The way that is stock once more, in the same rounds: what it shows against stock is no effect of any kernel."""
+"""Name of the control: stock a second time, in the same rounds. Its difference from stock is noise."""
 
 MIN_ROUNDS = 8
-"""The fewest samples whose whole range is a 99% interval of their median: 1 - 2 / 2**8 = 0.992."""
+"""Minimum number of samples whose whole range is a 99% interval of their median: 1 - 2 / 2**8 = 0.992."""
 
 Verdict = Literal["faster", "slower", "no difference", "nothing"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What may be said of a speedup, and why no more. ``nothing``: not even its interval may be shown."""
+    """A claim about a speedup, and the reason for its limits. ``nothing``: not even the interval may be shown."""
 
     verdict: Verdict
     reason: str = ""
 
 
 def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Estimate | None) -> Claim:
-    """What rounds of stock against patched may claim.
+    """Return the claim that rounds of stock against patched allow.
 
     Args:
         speedup: stock time over patched time with its interval, where there is one.
@@ -241,7 +243,9 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
         return Claim("nothing", "no control, stock against itself, took part in the rounds")
     shown = f"{control.ci_low:.3f} to {control.ci_high:.3f}"
     if not control.ci_low <= 1 <= control.ci_high:
-        return Claim("nothing", f"stock against itself differs by {shown}: something else moved meanwhile. Repeat it")
+        return Claim(
+            "nothing", f"stock against itself differs by {shown}: something else changed during the run. Repeat it"
+        )
     margin = max(control.ci_high, 1 / control.ci_low)
     if speedup.ci_low > margin:
         return Claim("faster")
@@ -251,7 +255,7 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
 
 
 def claims_of(run: ModelRun) -> dict[str, Claim]:
-    """Figure (``ttft``, ``tpot``, ``total``) -> what may be said of its speedup; ``tpot`` where there are steps."""
+    """Return figure (``ttft``, ``tpot``, ``total``) -> claim about its speedup; ``tpot`` only if there is one."""
     control = run.ways[CONTROL].against.get("stock") if CONTROL in run.ways else None
     speedups = {"ttft": run.ttft_speedup, "tpot": run.tpot_speedup, "total": run.total_speedup}
     return {

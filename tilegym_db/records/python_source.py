@@ -1,4 +1,4 @@
-"""Python source text as records carry it: parsed, never imported, and refused in one kind of error."""
+"""Parses the Python sources in records. Sources are never imported, and every problem is a :class:`RecordError`."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from collections.abc import Mapping
 from tilegym_db.errors import RecordError
 
 LARGE = 400
-"""Bytes of a source whose headers are worth keeping from one process to the next."""
+"""Minimum size in bytes of a source whose headers are cached between processes."""
 
 _headers: dict[str, str] = {}
 
 
 def recall_headers(headers: Mapping[str, str]) -> None:
-    """Sources that parsed in another process: the sha256 of a source's text -> the headers of its functions."""
+    """Add the headers of functions that another process parsed, by the sha256 of the source's text."""
     _headers.update(headers)
 
 
 def headers_of_large_sources() -> dict[str, str]:
-    """What :func:`recall_headers` was given, and what this process parsed since."""
+    """Return the recalled headers and those that this process parsed."""
     return dict(_headers)
 
 
 def forget_sources() -> None:
-    """Forget every source that this process parsed or recalled, as if it had just begun."""
+    """Forget every source that this process parsed or recalled; for tests."""
     _headers.clear()
     parse_source.cache_clear()
 
 
-# Parsing is a third of what reading a catalog takes, and one process reads the same sources many times over.
+# Parsing takes a third of the time to read a catalog, and a process reads the same sources many times.
 @functools.lru_cache(maxsize=2048)
 def parse_source(source: str | bytes) -> ast.Module:
     """Return the functions at the top level of a source text, without their bodies; to be read only.
 
     Raises:
-        RecordError: it is not valid Python, or nested too deeply for the parser; says what and in which line.
+        RecordError: the source is not valid Python, or nested too deeply; the message gives the line.
     """
     content = source.encode() if isinstance(source, str) and source.isascii() else source
     if not isinstance(content, bytes) or len(content) < LARGE or not content.isascii():
         return _functions(source)
     key = hashlib.sha256(content).hexdigest()
     if key in _headers:
-        with contextlib.suppress(RecordError):  # a file of headers that was changed
+        with contextlib.suppress(RecordError):  # the file of headers may be damaged
             return _functions(_headers[key])
     return _functions(content, key)
 
@@ -54,7 +54,7 @@ def parse_source(source: str | bytes) -> ast.Module:
 def _functions(source: str | bytes, key: str = "") -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an odd escape sequence is no finding here
+            warnings.simplefilter("ignore")  # invalid escape sequences are not a finding here
             tree = ast.parse(source)
     except SyntaxError as error:
         where = f" (line {error.lineno})" if error.lineno else ""
@@ -68,7 +68,7 @@ def _functions(source: str | bytes, key: str = "") -> ast.Module:
         lines = source.splitlines()
         _headers[key] = "".join(_header(function, lines) for function in functions)
     for function in functions:
-        function.body = []  # what is kept must stay small
+        function.body = []  # keeps the cached tree small
     return ast.Module(body=list(functions), type_ignores=[])
 
 
@@ -76,7 +76,7 @@ def _header(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]
     """Return the text of a function from ``def`` to its colon, with an empty body."""
     first = function.body[0]
     on_a_line_of_the_header = lines[first.lineno - 1][: first.col_offset].strip()
-    if on_a_line_of_the_header or hasattr(first, "decorator_list"):  # a decorator stands above its function's line
+    if on_a_line_of_the_header or hasattr(first, "decorator_list"):  # a decorator starts above its function's line
         body: list[ast.stmt] = [ast.Pass()]
         kind = type(function)
         bare = kind(name=function.name, args=function.args, body=body, decorator_list=[], lineno=1, col_offset=0)
@@ -102,7 +102,7 @@ def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None
 def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
     """Return the parameters of the last function of that name at the top level of ``source``; None if there is none.
 
-    Those that no positional argument can fill are spelled with their stars.
+    Variadic and keyword-only parameters are spelled with stars.
 
     Raises:
         RecordError: the source is not valid Python.

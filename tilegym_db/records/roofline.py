@@ -1,21 +1,19 @@
-"""The speed of light of a call, and the floor below which no time can be true. Pure.
+"""Roofline of a call: its speed of light, the floor below which a time is impossible, and the calibrated peaks of a GPU.
 
-*Speed of light* is a reference: the Definition's compulsory work over rates that were measured on this GPU. A kernel can
-be a little faster: a product that beats the library's, an output that stays in the L2. *The floor* is a verdict, so
-it takes only what nothing can beat:
+The *speed of light* is a reference: the Definition's compulsory work over rates that were measured on this GPU. A kernel
+can be slightly faster, for example if its output stays in the L2. The *floor* rejects times, so it uses only hard limits:
 
-- the memory's bus at its highest clock, for the bytes that must cross it while the call runs. Before a cold call the L2 was
-  flushed, so every input comes from memory; but a write ends in the L2, and what fits there (lines that are dirty when the
-  call returns) reaches memory later, in somebody else's time. Before a warm call inputs may lie in the L2 as well;
-- the tensor cores of every SM at its highest clock, in the fastest product that the operands' dtype allows;
-- a launch: something writes the outputs, and even a kernel that does nothing takes time.
+- The memory bus at its highest clock, for the bytes that must cross it during the call. Before a cold call the L2 was
+  flushed, so every input comes from memory. Writes end in the L2, and lines that are still dirty when the call returns
+  reach memory later, outside the measured time. Before a warm call, inputs may be in the L2 as well.
+- The tensor cores of every SM at its highest clock, in the fastest product that the operands' dtype allows.
+- A launch: a call must launch a kernel to write its outputs, and even an empty kernel takes time.
 
-Where other inputs choose which slices of an input are used, as ids choose experts, the work depends on the contents. The cost of
-a Definition then states what is usual, and the floor counts neither those bytes nor products with them.
+If other inputs choose the slices of an input that are used (ids choose experts), the work depends on the contents. The
+Definition's cost then states the usual work, and the floor counts neither those bytes nor their products.
 
-Products are told from other arithmetic nowhere, and need not be: vector units are slower than tensor cores, so flops over
-the rate of products is a bound for either. It is a loose one for arithmetic without products, where it never decides: that
-would take some 200 flops for every byte moved, and an exponential is not one flop's worth of time anyway.
+The floor treats all flops as products. Vector units are slower than tensor cores, so the bound holds for any arithmetic.
+It is loose without products, but then memory decides: the bound would need about 200 flops per byte moved.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.hardware import CPU
 
 FLOOR_MARGIN = 0.95
-"""A time this far below the floor is not believed; nearer, the driver's figures and the timer may be what is off."""
+"""A time is rejected if it is below this share of the floor; the margin covers errors of the driver's figures and timer."""
 
 PRODUCT_FLOPS_PER_CLOCK: dict[str, dict[str, int]] = {
     "sm_80": {"tf32": 1024, "float16": 2048},
@@ -46,9 +44,9 @@ PRODUCT_FLOPS_PER_CLOCK: dict[str, dict[str, int]] = {
     "sm_103": {"tf32": 4096, "float16": 8192, "float8": 16384, "float4": 49152},
     "sm_120": {"tf32": 512, "float16": 1024, "float8": 2048, "float4": 4096},
 }
-"""Dense flops that the tensor cores of one SM do in a clock, for each width of operand; consumer cards do less of some."""
+"""Dense flops per clock of the tensor cores of one SM, by width of the operands; some consumer cards have less."""
 
-# Dtype of an operand -> the widths that its product can run at without rounding it, narrowest (fastest) first.
+# Dtype of an operand -> widths at which its product can run without rounding it, narrowest (fastest) first.
 _WIDTHS: dict[str, tuple[str, ...]] = {
     "float4_e2m1": ("float4", "float8", "float16"),
     "float8_e4m3fn": ("float8", "float16"),
@@ -67,9 +65,9 @@ _CALIBRATED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SpeedOfLight:
-    """What one call must do, and the microseconds that takes at the calibrated peaks.
+    """The compulsory work of one call, and its time in microseconds at the calibrated peaks.
 
-    ``read_bytes`` and ``written_bytes`` add up to ``bytes``; ``operand`` is the dtype that products read, if any can.
+    ``read_bytes`` and ``written_bytes`` add up to ``bytes``; ``operand`` is the dtype that products read, or None.
     """
 
     us: float
@@ -79,7 +77,7 @@ class SpeedOfLight:
     written_bytes: float
     operand: str | None
     chosen_bytes: float = 0.0
-    """Of ``bytes``, those of inputs of which the contents of others choose slices (``sliced_inputs``)."""
+    """Bytes of inputs whose slices are chosen by the contents of others (``sliced_inputs``); included in ``bytes``."""
 
     @property
     def read_bytes(self) -> float:
@@ -99,10 +97,10 @@ def speed_of_light(
 
     Args:
         definition: states the compulsory flops and bytes.
-        axes: every axis, const ones included (``definition.bind_axes``).
+        axes: every axis, including const ones (``definition.bind_axes``).
         dtypes: every dtype variable (``definition.bind_dtypes``).
         peaks: of the GPU that the call runs on.
-        math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only where it says ``tf32``.
+        math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only with ``tf32``.
 
     Returns:
         None if the Definition states no cost, or the call has nothing to do.
@@ -139,9 +137,9 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
     Args:
         latency_us: the claimed time of one call.
         sol: its work.
-        peaks: of the GPU; the floor uses what the driver says, not what was measured.
+        peaks: of the GPU; the floor uses the driver's figures, not the measured ones.
         cold_l2: the L2 was flushed before every call.
-        timer: what took the time; the launch floor holds only for the timer that measured it.
+        timer: the timer of the call; the launch floor holds only for the timer of the calibration.
     """
     crossing = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2)
     memory_us = crossing / peaks.memory_ceiling_bytes_per_s * 1e6
@@ -186,10 +184,10 @@ def _bytes_of(definition: Definition, name: str, axes: Mapping[str, int], dtypes
 
 
 def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:
-    """Seconds for the traffic: a bus that turns round between reads and writes is slower than one that only reads.
+    """Return the seconds for the traffic; a bus that switches between reads and writes is slower than one that only reads.
 
-    Between pure reading and a copy, the time for a byte is taken as linear in the share of writes. What writes more
-    than a copy does is measured against the copy.
+    Between pure reading and a copy, the time per byte is linear in the share of writes. A call that writes more than a copy
+    is treated like a copy.
     """
     copy_s = 1 / peaks.copy_bytes_per_s.value
     read_s = min(copy_s, 1 / peaks.read_bytes_per_s.value) if peaks.read_bytes_per_s else copy_s
@@ -232,22 +230,19 @@ def _least_compute_us(sol: SpeedOfLight, ceiling: float | None) -> float:
 
 
 def _least_launch_us(peaks: GpuPeaks) -> float:
-    """Half way between no kernel and an empty one, less what the calibration itself was unsure of."""
+    """Return the middle between an empty kernel and no kernel, less the spread of the calibration, in microseconds."""
     middle = (peaks.launch_us.value + peaks.no_launch_us.value) / 2
     return middle * (1 - min(peaks.launch_us.spread, 0.5))
 
 
-# ---- peaks ----------------------------------------------------------------------------------------
-# GpuPeaks: what one kind of GPU was measured to be able to do, and what its driver says is the most it ever could.
-#
-# The measured rates are what a speed of light is computed from; the driver's figures bound what a time can be
-# believed.
+# ---- calibrated peaks -----------------------------------------------------------------------------
+# The measured rates give the speed of light. The driver's figures give the floor.
 
 PRODUCT_DTYPES: tuple[str, ...] = ("bfloat16", "float16", "tf32", "float32", "float8_e4m3fn")
-"""The kinds of matrix product that are calibrated, by the dtype of their operands; ``tf32`` reads float32."""
+"""Kinds of matrix product that are calibrated, by the dtype of their operands; ``tf32`` reads float32."""
 
 IMPLAUSIBLE = 1.05
-"""Measured over possible: beyond it, the clock or the driver's figures are wrong, and nothing may be judged by them."""
+"""Maximum measured over possible rate; above it, the clock or the driver's figures are wrong and must not be used."""
 
 
 def _product(name: str) -> str:
@@ -260,7 +255,7 @@ ProductDType = Annotated[str, AfterValidator(_product), Field(json_schema_extra=
 
 
 class Measured(RecordPart):
-    """The median over several rounds, and how far the rounds lay apart."""
+    """The median over several rounds, and the spread of the rounds."""
 
     value: Real = Field(gt=0)
     """In the unit that the field's name ends with."""
@@ -285,17 +280,17 @@ class GpuPeaks(Record):
     libs: dict[str, str] = {}
     timestamp: datetime
     timer: Literal["cupti", "events"]
-    """What took the times; launch times by another timer are not comparable with these."""
+    """The timer of the calibration; launch times by different timers are not comparable."""
     copy_bytes_per_s: Measured
     """Bytes read plus bytes written, by a copy much larger than the L2."""
     read_bytes_per_s: Measured | None = None
-    """Bytes read, by a reduction that writes next to nothing."""
+    """Bytes read, by a reduction that writes almost nothing."""
     flops: dict[ProductDType, Measured] = {}
-    """Flop/s of large matrix products; a dtype that the GPU has no product for is left out."""
+    """Flop/s of large matrix products; a dtype without a product on this GPU is left out."""
     launch_us: Measured
-    """A kernel that does nothing."""
+    """Time of an empty kernel."""
     no_launch_us: Measured
-    """A call that launches nothing: what the timer alone amounts to."""
+    """Time of a call that launches nothing: the overhead of the timer."""
     clock_mhz: Int64 | None = None
     """SM clock during the calibration, median."""
     l2_bytes: Int64 = Field(gt=0)
@@ -306,7 +301,7 @@ class GpuPeaks(Record):
 
     @property
     def memory_ceiling_bytes_per_s(self) -> float:
-        """What the pins of the memory can carry: its bus at twice its highest clock (every kind is double data rate)."""
+        """Maximum bytes per second of the memory bus: twice its highest clock, as every memory is double data rate."""
         return 2 * self.max_memory_mhz * 1e6 * self.memory_bus_bits / 8
 
     @model_validator(mode="after")

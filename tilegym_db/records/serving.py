@@ -1,7 +1,7 @@
-"""How a Definition is served inside a model: which part of a model it computes, in which code, with which output layout.
+"""Serving of a Definition inside a model: the part of a model that it computes, known code, and output layouts.
 
-None of it changes what the operator computes. So it is no part of the Definition's digest, and stating or correcting it
-leaves everything that was published resolvable.
+Serving does not change what the operator computes. It is not part of the Definition's digest, so changing it keeps
+published results valid.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class OutputLayout(RecordPart):
-    """How an output lies in memory: as an input does, or dense with its dimensions in another order."""
+    """Memory layout of an output: as that of an input, or dense with its dimensions in another order."""
 
     like: str | None = None
     """The input whose strides it has."""
     order: tuple[int, ...] | None = None
-    """Its dimensions from the outermost in memory to the innermost: ``[0, 2, 1, 3]`` is heads behind tokens."""
+    """Its dimensions from the outermost in memory to the innermost: ``[0, 2, 1, 3]`` puts heads after tokens."""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
@@ -39,47 +39,48 @@ class OutputLayout(RecordPart):
 
 
 class ModelCode(RecordPart):
-    """One spelling of the code in models that computes the Definition."""
+    """One version of the model code that computes the Definition."""
 
     fingerprint: Fingerprint
-    """Of the source of the forward, or of the function that it calls. ``patch(model, dry_run=True).report()`` prints it."""
+    """Fingerprint of the source of the forward, or of the function that it calls. ``patch(model, dry_run=True).report()``
+    prints it."""
     models: tuple[str, ...] = ()
-    """The models that have this code, for people."""
+    """The models that have this code; for readers only."""
     calls: dict[Identifier, Fingerprint] = {}
     """The functions that the code relies on, with their fingerprints."""
     attributes: dict[Identifier, Identifier] = {}
-    """An input, or a role that the part names -> the attribute of the module that has it; by default, of the same name."""
+    """An input, or a role that the part names -> the attribute of the module that holds it; by default, the same name."""
     constants: dict[Identifier, Flag | Int64 | Real] = {}
-    """An input that the code has in itself -> its value, in place of an attribute."""
+    """An input that is a constant in the code -> its value, instead of an attribute."""
 
 
 class Serving(RecordPart):
-    """What the resolver and a model integration need to know to serve the Definition."""
+    """Facts that the resolver and a model integration need to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of part of a model that it computes: norm, mlp, rope, attention, attention_sink, add_norm, experts, router,
+    """The kind of model part that it computes: norm, mlp, rope, attention, attention_sink, add_norm, experts, router,
     hyper_connection, hyper_post, engram_gate or fp8_linear."""
     code: tuple[ModelCode, ...] = ()
-    """The code that is known to compute it; a probe confirms it bit for bit."""
+    """Code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None
-    """The Definition of a part by itself that this one computes together with what is around it."""
+    """The Definition of a single part that this one computes together with its surroundings."""
     after: str | None = None
-    """The Definition that is called first, and whose outputs are inputs of this one: the cast of an activation."""
+    """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
     rows: str | None = None
-    """The axis that stands for all leading axes of a tensor, flattened; without one, inputs keep their dimensions."""
+    """The axis that stands for all leading axes of a tensor, flattened; without it, inputs keep their dimensions."""
     outputs: dict[str, OutputLayout] = {}
-    """The outputs that are not simply contiguous."""
+    """The outputs that are not contiguous."""
     growing: str | None = None
-    """The axis of inputs alone that has another size at each call, such as the positions in a cache."""
+    """The axis of inputs only that changes its size at each call, such as the positions in a cache."""
     independent: tuple[tuple[str, ...], ...] = ()
-    """The axes that only repeat work, such as the batch and heads: of twice the size, the same is done twice. Axes of one group,
-    such as the heads of queries and of keys, do so while their ratio stays what it is."""
+    """The axes that only repeat work, such as batch and heads: twice the size is twice the work. Axes of one group, such as
+    the heads of queries and of keys, must keep their ratio."""
     eager_only: bool = False
-    """Left to the model's own code in code that is compiled."""
+    """True if compiled code keeps the model's own code."""
 
 
 class ServedDefinition(Protocol):
-    """What of a Definition says whether its serving fits it; a Definition asks this module, which cannot import it."""
+    """Protocol of the parts of a Definition that serving is checked against; avoids an import cycle with Definition."""
 
     @property
     def name(self) -> str: ...
@@ -102,7 +103,7 @@ class ServedDefinition(Protocol):
 
 
 def serving_problem(definition: ServedDefinition) -> RecordError | None:
-    """Return what in ``serving`` does not fit its Definition, named by its key; None if all fits."""
+    """Return an error for the key of ``serving`` that does not fit its Definition; None if all keys fit."""
     serving = definition.serving
     if serving is None:
         return None
@@ -123,7 +124,7 @@ def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError
                 )
     elif definition.backward_of is not None:
         return RecordError(
-            f"serving.part: a backward is served with '{definition.backward_of}', and is no part by itself",
+            f"serving.part: a backward is served with '{definition.backward_of}', not as a part",
             code="serving_of_backward",
         )
     for key in ("includes", "after"):
@@ -146,7 +147,7 @@ def _axes_problem(definition: ServedDefinition, serving: Serving) -> RecordError
     for key in ("rows", "growing"):
         axis = getattr(serving, key)
         if axis is not None and axis not in definition.var_axes:
-            return RecordError(f"serving.{key} names '{axis}', which is no var axis", code="serving_axis_unknown")
+            return RecordError(f"serving.{key} names '{axis}', which is not a var axis", code="serving_axis_unknown")
     if serving.rows is not None:
         having = [name for name, spec in tensors.items() if serving.rows in (spec.shape or ())]
         misplaced = [name for name in having if tensors[name].shape[0] != serving.rows or len(tensors[name].shape) != 2]  # type: ignore[arg-type,index]
@@ -179,7 +180,7 @@ def _independent_problem(definition: ServedDefinition, serving: Serving) -> Reco
         where = f"serving.independent.{number}"
         for axis in group:
             if axis not in definition.var_axes:
-                return RecordError(f"{where} names '{axis}', which is no var axis", code="serving_axis_unknown")
+                return RecordError(f"{where} names '{axis}', which is not a var axis", code="serving_axis_unknown")
             if axis in known:
                 return RecordError(f"{where} names '{axis}', which is stated twice", code="serving_axis_repeated")
             known.add(axis)

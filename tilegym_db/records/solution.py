@@ -1,4 +1,4 @@
-"""Solution: one kernel (or baseline) for a Definition, as source files with everything needed to run them."""
+"""Solution: one kernel (or baseline) for a Definition, its source files, and the rules for its omitted outputs and signature."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_CONFIGS = 1_000_000
 MAX_PATH = 200
 Tunable = bool | int | float | str
 Config = dict[str, Tunable]
-"""A chosen value per tunable; empty means the source's own defaults."""
+"""A value per tunable; empty means the defaults in the source."""
 
 
 def config_id(config: Mapping[str, Tunable]) -> str:
@@ -48,12 +48,12 @@ def config_id(config: Mapping[str, Tunable]) -> str:
 
 
 def spell_config(config: Mapping[str, Tunable]) -> str:
-    """``BLOCK_M=2, num_warps=4``, or ``defaults``."""
+    """Return ``BLOCK_M=2, num_warps=4``, or ``defaults``."""
     return ", ".join(f"{name}={value}" for name, value in config.items()) or "defaults"
 
 
 def name_with_config(name: str, config: Mapping[str, Tunable]) -> str:
-    """``rms_norm_triton[BLOCK_M=2, num_warps=4]``; the name alone under the source's defaults."""
+    """Return ``rms_norm_triton[BLOCK_M=2, num_warps=4]``; the name alone for the source's defaults."""
     return f"{name}[{spell_config(config)}]" if config else name
 
 
@@ -84,7 +84,7 @@ class Source(RecordPart):
 
 
 _PLAIN_REQUIREMENT = re.compile(r"[A-Za-z0-9]+(?:[-_.][A-Za-z0-9]+)*(?:(?:==|>=|<=|~=|!=|<|>)[0-9]+(?:\.[0-9]+)+)?")
-"""What nearly all are. Whatever this matches is a requirement, and packaging takes longer to load than a catalog to read."""
+"""Matches most requirements, and only valid ones: importing packaging takes longer than reading a catalog."""
 
 
 def _check_requirement(text: str) -> None:
@@ -95,7 +95,7 @@ def _check_requirement(text: str) -> None:
     except InvalidRequirement as error:
         reason = str(error).partition("\n")[0]
         raise RecordError(
-            f"{text!r} is no requirement such as 'triton>=3.4': {reason}", code="requirement_syntax"
+            f"{text!r} is not a requirement such as 'triton>=3.4': {reason}", code="requirement_syntax"
         ) from None
     if requirement.url is not None:
         raise RecordError(
@@ -105,7 +105,7 @@ def _check_requirement(text: str) -> None:
 
 
 class SolutionSpec(RecordPart):
-    """How to build and call the source, and the limits its author declares."""
+    """Build and call settings of the source, and the limits that its author declares."""
 
     language: Literal["python", "triton", "tilelang", "cutile"]
     entry_point: str = "kernel.py::run"
@@ -120,10 +120,10 @@ class SolutionSpec(RecordPart):
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
     omits: tuple[str, ...] = ()
-    """Optional outputs of the Definition that it does not give: the last ones. It is verified without a time."""
+    """Optional outputs of the Definition that it does not produce: the last ones. It is verified but not timed."""
     provides: Literal["stock", "library", "compile"] | None = None
-    """What python code is: the code a model runs today (``stock``), a call of a library, or ``torch.compile``. Only a call of a
-    library may also be a kernel."""
+    """Kind of python code: the code that models run today (``stock``), a call of a library, or ``torch.compile``. Only a call
+    of a library may also be a kernel."""
 
     @field_validator("language", mode="before")
     @classmethod
@@ -226,13 +226,13 @@ class Solution(Record):
         return self
 
     def digest(self, sources: Mapping[str, bytes]) -> str:
-        """sha256 over definition, spec and every source's path and bytes, each length-prefixed.
+        """Return the sha256 over definition, spec and every source's path and bytes, each length-prefixed.
 
         Args:
             sources: path -> bytes of every file in ``self.sources``.
         """
         spec = self.spec.model_dump(mode="json", exclude_defaults=True)
-        spec["entry_point"] = self.spec.entry_point  # part of every digest, also where the record leaves it out
+        spec["entry_point"] = self.spec.entry_point  # part of every digest, even if the record leaves it out
         parts = [self.definition.encode(), canonical_json(spec).encode()]
         for path in sorted(sources):
             parts += [path.encode(), sources[path]]
@@ -244,7 +244,7 @@ class Solution(Record):
         for name in self.spec.layouts:
             if name not in tensors:
                 raise RecordError(
-                    f"spec.layouts names '{name}', which is no tensor of {definition.name}", code="tensor_unknown"
+                    f"spec.layouts names '{name}', which is not a tensor of {definition.name}", code="tensor_unknown"
                 )
         for text in self.spec.constraints:
             axes, variables = names_in(text)
@@ -257,7 +257,7 @@ class Solution(Record):
         for variable, choices in self.spec.dtypes.items():
             if variable not in definition.dtypes:
                 raise RecordError(
-                    f"spec.dtypes names '{variable}', which is no dtype variable of {definition.name}",
+                    f"spec.dtypes names '{variable}', which is not a dtype variable of {definition.name}",
                     code="dtype_variable_unknown",
                 )
             outside = [choice for choice in choices if choice not in definition.dtypes[variable]]
@@ -309,8 +309,8 @@ class Solution(Record):
             yield dict(zip(names, values, strict=True))
 
 
-# ---- omitted --------------------------------------------------------------------------------------
-# Outputs that a caller may not want, and the Definition without those that a Solution leaves out (decision 0037).
+# ---- omitted outputs ------------------------------------------------------------------------------
+# A Solution may omit outputs that a caller may not need (decision 0037).
 
 
 def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layouts: Collection[str]) -> None:
@@ -322,7 +322,7 @@ def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layo
         if name not in optional:
             known = ", ".join(optional) or "none"
             raise RecordError(
-                f"spec.omits names '{name}', which is no optional output of {definition.name} (optional: {known})",
+                f"spec.omits names '{name}', which is not an optional output of {definition.name} (optional: {known})",
                 code="omits_not_optional",
             )
     if tuple(optional[-len(omits) :]) != tuple(omits):
@@ -331,7 +331,7 @@ def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layo
         )
     if role == "baseline":
         raise RecordError(
-            "spec.omits: a baseline omits nothing, since it serves whoever finds nothing else", code="omits_of_baseline"
+            "spec.omits: baselines must produce every output, because they are the fallback", code="omits_of_baseline"
         )
     for name in omits:
         if name in layouts:
@@ -342,7 +342,7 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
     """Return the Definition without these outputs, as a Solution that omits them is called and judged; its digest is
     the whole one's.
 
-    Its cost is the whole one's too: nothing that omits an output is timed.
+    Its digest and cost are those of the whole Definition; Solutions that omit an output are not timed.
     """
     if not omits:
         return definition
@@ -355,7 +355,7 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
             "layouts": {name: layout for name, layout in definition.layouts.items() if name not in left_out},
         }
     )
-    view.__dict__["digest"] = definition.digest  # of the operator that the verdict is about
+    view.__dict__["digest"] = definition.digest  # the trace is about the whole operator
     return view
 
 
@@ -370,7 +370,7 @@ def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
 
 
 # ---- signature ------------------------------------------------------------------------------------
-# Does a Solution's entry point take what it will be given? Read off the source text; nothing is imported or run.
+# Checks the entry point's parameters in the source text; nothing is imported or run.
 
 
 def called_with(definition: Definition, *, destination_passing_style: bool) -> tuple[str, ...]:
@@ -384,13 +384,13 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
     """Return why the entry point cannot be called as the Definition calls it, or None if it can.
 
     Args:
-        record: names the function, the calling style and the tunables, which arrive as keyword arguments.
+        record: names the function, the calling style and the tunables, which are passed as keyword arguments.
         source: text of the entry point's file; it parses and defines the function.
         definition: the operator.
     """
     function = find_function(source, record.spec.entry_function)
     if function is None:
-        return None  # bound by an assignment or a decorator's result: only a call can tell
+        return None  # bound by an assignment or a decorator: only a call can show it
     definition = narrowed(definition, record.spec.omits)
     arguments = function.args
     given = called_with(definition, destination_passing_style=record.spec.destination_passing_style)

@@ -1,7 +1,7 @@
-"""Per-dtype tolerances, and how far a Definition may override them.
+"""Tolerances per dtype, and the overrides that a Definition may state.
 
-The figures separate honest kernels (fp32 accumulation, one or two roundings) from accumulation in half precision, dropped
-elements and lower-precision inputs; ``docs/verification.md`` says how each was chosen.
+The limits accept correct kernels (fp32 accumulation, one or two roundings). They reject accumulation in half precision,
+dropped elements and lower-precision inputs. ``docs/verification.md`` explains how each was chosen.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from tilegym_db.records.definition import Definition
 from tilegym_db.records.definition_parts import Tolerance
 
 MIN_ELEMENTS_FOR_NORMS = 1024
-"""Below this many elements a norm over the output is too noisy to gate on; the element-wise bound stays."""
+"""Minimum number of elements for a check of the output's norm, which is too noisy below; the element check stays."""
 WORST_ROW_FACTOR = 3.0
 TAU_CAP = 10.0
-"""However far the reference itself is off, an error of more than this many ``tau`` never passes."""
+"""Maximum error in units of ``tau``, even if the reference itself has a larger error."""
 CODES_EQUAL = 0.99
-"""Share of the codes of a quantised output that must be equal, unless its Definition asks for all of them (``codes``)."""
+"""Share of the codes of a quantised output that must be equal, unless its Definition requires all (``codes``)."""
 _FLOAT32_STEP = 2.0**-24
-"""The relative distance of two float32 numbers is larger, so that a smaller tolerance asks for equality."""
+"""Half the float32 epsilon; a smaller tolerance means equality."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds for one output dtype.
 
-    ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. An error of at
-    most ``atol`` is none, whatever the rest; only a Definition says so.
-    ``codes_equal``: the share of them that must be equal; 1 where not even the sign of a zero may differ.
-    ``share``: of the elements that must be within ``rtol`` and ``a``; the others must lie apart, and not far off.
-    ``row_tau``: what stands for ``tau`` where a single row is judged; 0 for the same.
-    ``codes``: bits of a code where the output is a quantised format, which is compared code by code instead of element by
-    element; else 0.
+    ``tau``: relative Frobenius error. ``rtol`` and ``a``: an element may be off by ``rtol * |y| + a * rms(row)``. ``atol``: an
+    error up to this is ignored; only a Definition sets it.
+    ``codes_equal``: the share of codes that must be equal; at 1, even the sign of a zero must match.
+    ``share``: of the elements that must be within ``rtol`` and ``a``; the others must be isolated and not far off.
+    ``row_tau``: replaces ``tau`` when a single row is checked; 0 means the same.
+    ``codes``: bits per code of a quantised format, which is compared code by code instead of by element; else 0.
     """
 
     tau: float
@@ -47,7 +46,7 @@ class Limits:
 
 LIMITS: dict[str, Limits] = {
     "float64": Limits(1e-12, 1e-10, 1e-11),
-    # Constant rows sum with the same rounding at every step (decision 0018); a row of its own has no such excuse.
+    # Sums of constant rows round the same way at every step (decision 0018), hence the larger tau; a single row does not.
     "float32": Limits(2e-5, 1e-5, 5e-5, row_tau=1e-5),
     "tf32": Limits(1e-3, 2e-3, 5e-3),
     "float16": Limits(6e-4, 2e-3, 4e-3),
@@ -62,15 +61,15 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     """Return the bounds for an output of this dtype, or None for integers, booleans, scales and what is only moved,
     which must be exact.
 
-    Scales are all of dtype e8m0, and the float32 outputs of a quantiser: beside codes, under an oracle that is the
-    reference as written. Only where something else is computed first, as an activation is, may they be off by what the
-    Definition's ``tolerance`` says. Moved is what that leaves no room for, in the dtype of an input: the sign of a zero
-    counts there, and a number that is too small to be normal.
+    Scales are outputs of dtype e8m0, and the float32 outputs of a quantiser: those beside codes, if the oracle is the
+    reference as written. If something is computed before the quantisation, such as an activation, the Definition's
+    ``tolerance`` allows an error. Moved data is an output in the dtype of an input with a ``tolerance`` below one rounding:
+    even the sign of a zero and subnormal numbers must match.
 
     Args:
         definition: its ``tolerance`` may override the defaults, with a stated reason.
         dtype: the output's concrete dtype.
-        math: ``tf32`` where the Solution declares that its fp32 products use it.
+        math: ``tf32`` if the Solution declares it for its fp32 products.
     """
     default = LIMITS.get("tf32" if dtype == "float32" and math == "tf32" else dtype)
     override = definition.tolerance.get(dtype)
@@ -92,7 +91,7 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     )
     if math != "tf32" or dtype != "float32":
         return found
-    # What a Definition says of float32 is said of IEEE products; declared TF32 keeps at least its own room.
+    # A Definition's float32 override is about IEEE products; declared TF32 keeps at least its own tolerance.
     wider = {name: max(getattr(found, name), getattr(default, name)) for name in ("tau", "rtol", "a")}
     return Limits(**wider, atol=found.atol, share=found.share)
 

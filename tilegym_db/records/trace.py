@@ -1,4 +1,4 @@
-"""Trace: one measurement. This source, this workload, this GPU; verdict, correctness and timing."""
+"""Trace: one measurement of a source on a workload and a GPU, with status, correctness and timing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 Tier = Literal["interpreter", "untimed", "screen", "promotion"]
 UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
-"""Tiers of verdicts without a time: of an interpreter, and of a Solution that omits an output."""
+"""Tiers without a time: the interpreter, and Solutions that omit an output."""
 
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
@@ -38,10 +38,10 @@ _ERROR = re.compile(r"\b(error|fatal|exception|undefined)\b|\w(Error|Exception)\
 
 
 class Correctness(RecordPart):
-    """How far the outputs were from the oracle, over the worst content set. Relative figures have no unit."""
+    """Errors of the outputs against the oracle, over the worst content set. Relative figures have no unit."""
 
     rel_fro: Real | None = None
-    """Relative Frobenius error of the worst output; null where it is not finite."""
+    """Relative Frobenius error of the worst output; null if it is not finite."""
     worst_row_rel: Real | None = None
     max_abs: Real | None = None
     matched_ratio: Real | None = None
@@ -51,17 +51,17 @@ class Correctness(RecordPart):
     """The gate that decided a failure, or that came closest to one."""
     oracle: str = "fp64"
     cases: Int64 = 0
-    """Fuzz cases and content sets that were compared."""
+    """Number of fuzz cases and content sets that were compared."""
 
 
 class Comparison(RecordPart):
     """A ratio of times, ``other / this`` (above 1: this solution is faster), with its 99% confidence interval."""
 
     other: str = Field(alias="with")
-    """Name of the Solution, with its config in brackets where it has one."""
+    """Name of the Solution, with its config in brackets if it has one."""
     provides: str | None = None
-    """What it stands for: the code that it provides (``stock``, ``library``, ``compile``), or ``incumbent``, which was the
-    fastest verified one before this run. One that is both is compared with twice."""
+    """Kind of the other solution: ``stock``, ``library``, ``compile``, or ``incumbent``, the fastest verified one before this
+    run. A solution that is both a baseline and the incumbent has two comparisons."""
     ratio: Real
     ci_low: Real
     ci_high: Real
@@ -79,8 +79,8 @@ class Comparison(RecordPart):
 
 
 PROCESS_NOISE_US = 0.3
-"""What the difference between two kernels may change by from one pair of processes to the next, however short both are
-(``docs/decisions/timing.md``, 0017). No interval within one run knows of it."""
+"""Microseconds by which the difference of two kernels may vary between pairs of processes, even for short kernels
+(``docs/decisions/timing.md``, 0017). Intervals within one run do not include it."""
 
 
 class Performance(RecordPart):
@@ -89,7 +89,7 @@ class Performance(RecordPart):
     latency_us: Real = Field(gt=0)
     """Median of all calls."""
     ci_low_us: Real
-    """Lower end of the 99% interval, from the medians of the rounds: calls of one round are not independent."""
+    """Lower end of the 99% interval of the medians of the rounds, because calls of one round are not independent."""
     ci_high_us: Real
     samples: Int64 = Field(ge=1)
     host_us: Real | None = None
@@ -100,36 +100,36 @@ class Performance(RecordPart):
     sol_us: Real | None = None
     """Speed-of-light time from the Definition's cost and the GPU's calibrated peaks."""
     sol_ratio: Real | None = None
-    """``sol_us / latency_us``; above 1 where a call beat the calibration's own kernels."""
+    """``sol_us / latency_us``; above 1 if a call beat the calibration's kernels."""
     clock_mhz: Int64 | None = None
-    """SM clock while it was timed, median; null on a CPU, or where the driver does not say."""
+    """SM clock during the timing, median; null on a CPU, or if the driver does not report it."""
     throttled: Flag | None = None
-    """Heat or power delivery slowed the GPU at some time; the rounds that saw it were discarded."""
+    """Heat or power delivery slowed the GPU at some time; the affected rounds were discarded."""
 
 
 class FuzzCases(RecordPart):
-    """What the solution was verified over, for this very config."""
+    """The fuzz cases on which the solution was verified, for exactly this config."""
 
     cases: Int64
     digest: str
     seed: str
-    """The run's secret seed, stored after the fact (a 64-bit integer, in decimal)."""
+    """The run's secret seed, stored after the run (a 64-bit integer, in decimal)."""
     dropped: tuple[str, ...] = ()
-    """Cases that proved nothing, because the reference as written does not pass them itself, or stock code does not."""
+    """Cases that were dropped, because the reference as written or stock code fails them too."""
     scalars: dict[str, tuple[float, float]] = {}
-    """Continuous scalar -> the smallest and the largest value that was verified. Absent from traces before ranges were drawn."""
+    """Continuous scalar -> the smallest and the largest verified value. Missing in traces that predate ranges."""
 
 
 class Audit(RecordPart):
-    """What the promotion tier found out about a pass beyond its outputs."""
+    """Findings of the promotion tier about a passing solution, beyond its outputs."""
 
     wall_us: Real | None = None
-    """The harness's own measure of one call, by its wall clock over calls on contents never seen before."""
+    """The harness's wall-clock time of one call, over calls on contents never seen before."""
     owned_share: Real | None = Field(default=None, ge=0, le=1)
-    """Share of the device time that was spent in kernels which the Solution's own language built; null on a CPU."""
+    """Share of the device time in kernels that the Solution's language built; null on a CPU."""
     profiled_us: Real | None = Field(default=None, ge=0)
-    """Device time of one call by CUPTI: every kernel, copy and memset that it caused, on any stream. It has no part in
-    the latency; null on a CPU."""
+    """Device time of one call by CUPTI: all its kernels, copies and memsets on any stream. Not used for the latency; null on
+    a CPU."""
     kernels: tuple[str, ...] = ()
     """Names of the device kernels that one call launched."""
     notes: tuple[str, ...] = ()
@@ -137,20 +137,20 @@ class Audit(RecordPart):
 
 
 class FailurePoint(RecordPart):
-    """Where a Solution failed, for whoever wrote it, and the command that shows it again."""
+    """The place at which a Solution failed, and the command that reproduces it."""
 
     gate: str
     axes: dict[str, Int64]
     dtypes: dict[str, str] = {}
     layouts: dict[str, str] = {}
     contents: str
-    """The distribution that the inputs were drawn from, or that they were those of the workload as a whole."""
+    """The distribution of the inputs, or a note that they were the workload's own."""
     seed: str
     offset: Int64 = 0
     """Elements by which every tensor's address was moved off its alignment."""
     output: str | None = None
     index: tuple[Int64, ...] = ()
-    """Of the first wrong element."""
+    """Index of the first wrong element."""
     expected: str = ""
     got: str = ""
     worst_row: Int64 | None = None
@@ -158,7 +158,7 @@ class FailurePoint(RecordPart):
 
 
 class Trace(Record):
-    """One measurement. Correctness and performance are present exactly when the status allows them."""
+    """One measurement. Correctness and performance are present exactly if the status allows them."""
 
     kind: ClassVar[str] = "trace"
 
@@ -180,7 +180,7 @@ class Trace(Record):
     scalars: dict[str, Scalar] = {}
     layouts: dict[str, str] = {}
     blobs: dict[str, str] = {}
-    """Input -> sha256 of the file that its contents came from. Of every other input they were drawn."""
+    """Input -> sha256 of the file with its contents. The contents of all other inputs were drawn."""
     gpu: str
     gpu_name: str
     sm: str = ""
@@ -188,7 +188,7 @@ class Trace(Record):
     cuda: str = ""
     libs: dict[str, str] = {}
     gpu_uuid: str = ""
-    """Which of all GPUs of this kind, as the driver numbers them (``GPU-...``); empty on a CPU and in older traces."""
+    """The driver's id of the GPU (``GPU-...``); empty on a CPU and in older traces."""
     host: str = ""
     """Name of the machine; empty in older traces."""
     tier: Tier
@@ -210,7 +210,7 @@ class Trace(Record):
         try:
             return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
         except OverflowError:
-            raise RecordError(f"{value} is no time in UTC", code="time_out_of_range") from None
+            raise RecordError(f"{value} is out of range in UTC", code="time_out_of_range") from None
 
     @model_validator(mode="after")
     def _metrics_match_status(self) -> Self:
@@ -234,14 +234,14 @@ class Trace(Record):
 
 
 def new_run_id(gpu: str) -> str:
-    """Of a run that starts now on a GPU slug: sorts by time, and two at once differ."""
+    """Return an id for a run on a GPU slug; ids sort by start time, and two at the same time differ."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{gpu}-{secrets.token_hex(3)}"
 
 
 def new_trace_id(
     run_id: str, tier: str, attempt: int, solution_digest: str, config: dict[str, Tunable], workload_uuid: str
 ) -> str:
-    """uuid5 of what makes a measurement one measurement: written twice, it is ingested once."""
+    """Return the uuid5 of the values that identify a measurement, so that a trace written twice is ingested once."""
     key: list[Any] = [run_id, tier, attempt, solution_digest, config, workload_uuid]
     return str(uuid.uuid5(NAMESPACE, canonical_json(key)))
 
@@ -250,7 +250,7 @@ def clip_log(text: str) -> str:
     """Return a log of at most :data:`MAX_LOG_CHARACTERS`: head, tail, and of what lies between, the lines that name an
     error.
 
-    Compilers say what is wrong first or last; but a generated kernel's listing may come before it and a stack after.
+    Compilers print the cause first or last, but a generated kernel's listing may precede it and a stack may follow.
     """
     if len(text) <= MAX_LOG_CHARACTERS:
         return text
@@ -276,4 +276,4 @@ def _lines_naming_an_error(text: str, allowance: int) -> str:
 
 
 PUBLISHED_SANDBOX_LEVEL = 2
-"""A worker confined less than this could have reached what judges it, so its pass never leaves the machine it was made on."""
+"""Minimum sandbox level of a pass that may leave its machine: a less confined worker could have changed its verifier."""

@@ -22,7 +22,7 @@ NAMESPACE = uuid.UUID("6f0e6f5e-5a0c-5d0b-9a53-5b8f7f0f6c11")
 
 
 class RandomInput(RecordPart):
-    """Drawn by the harness from the Definition's generator (N(0, 1) where it has none), scaled by ``scale``."""
+    """An input that the harness draws from the Definition's generator (N(0, 1) by default), multiplied by ``scale``."""
 
     type: Literal["random"]
     seed: Int64 | None = None
@@ -42,17 +42,17 @@ class ScalarInput(RecordPart):
             raise RecordError("this whole number does not fit in 64 bits", code="number_out_of_range")
         if isinstance(value, str) and (len(value) > MAX_SCALAR_TEXT or not value.isprintable()):
             raise RecordError(
-                f"{shown(value)!r} is no line of at most {MAX_SCALAR_TEXT} printable characters",
+                f"{shown(value)!r} is not a line of at most {MAX_SCALAR_TEXT} printable characters",
                 code="scalar_text_invalid",
             )
         return value
 
 
 class SafetensorsInput(RecordPart):
-    """A tensor of a real model, kept in a safetensors file.
+    """A tensor of a real model in a safetensors file.
 
-    ``path`` is relative to the root of the catalog, and ``sha256`` is that of the whole file. Nothing is measured on a file
-    without it, or with other bytes.
+    ``path`` is relative to the root of the catalog, and ``sha256`` is that of the whole file. A file without a matching sha256
+    is not measured.
     """
 
     type: Literal["safetensors"]
@@ -78,7 +78,7 @@ InputSpec = Annotated[RandomInput | ScalarInput | SafetensorsInput, Field(discri
 
 
 class Workload(Record):
-    """One concrete call of a Definition. ``uuid`` is the uuid5 of the content, and is computed where it is absent."""
+    """One concrete call of a Definition. ``uuid`` is the uuid5 of the content, computed if it is missing."""
 
     kind: ClassVar[str] = "workload"
 
@@ -110,7 +110,7 @@ class Workload(Record):
         return self
 
     def check_against(self, definition: Definition) -> None:
-        """Raise :class:`RecordError` where the Workload does not fit the Definition."""
+        """Raise :class:`RecordError` if the Workload does not fit the Definition."""
         axes = definition.bind_axes(self.axes)
         dtypes = definition.bind_dtypes(self.dtypes)
         for name in self.inputs:
@@ -149,7 +149,7 @@ class Workload(Record):
                 )
             if name in definition.layouts:
                 raise RecordError(
-                    f"layouts.{name}: {definition.name} says it itself: {definition.layouts[name]}.",
+                    f"layouts.{name}: {definition.name} states it: {definition.layouts[name]}. Leave it out.",
                     code="layout_of_definition",
                 )
         for name in (*self.layouts, *definition.layouts):
@@ -182,7 +182,7 @@ class Workload(Record):
         return {name: spec for name, spec in self.inputs.items() if isinstance(spec, SafetensorsInput)}
 
     def layout_classes(self, definition: Definition) -> dict[str, str]:
-        """Layout class of every tensor that is not contiguous."""
+        """Return the layout class of every tensor that is not contiguous."""
         axes = definition.bind_axes(self.axes)
         classes = {}
         for name in (*self.layouts, *definition.layouts):
@@ -220,7 +220,7 @@ def _check_sizes(definition: Definition, axes: dict[str, int], dtypes: dict[str,
 
 
 def content_uuid(value: dict[str, Any]) -> str:
-    """uuid5 over definition, axes, dtypes, inputs and layouts; tags do not change what is measured."""
+    """Return the uuid5 over definition, axes, dtypes, inputs and layouts; tags do not change what is measured."""
     content = {key: value[key] for key in ("definition", "axes", "dtypes", "inputs", "layouts") if value.get(key)}
     try:
         text = canonical_json(content)
@@ -230,5 +230,5 @@ def content_uuid(value: dict[str, Any]) -> str:
 
 
 def axes_key(axes: dict[str, int]) -> str:
-    """Canonical spelling of an axis binding, ``M=4096,N=4096``, to group and join by."""
+    """Return an axis binding as canonical text, ``M=4096,N=4096``, for grouping and joining."""
     return ",".join(f"{name}={axes[name]}" for name in sorted(axes))
