@@ -233,9 +233,9 @@ def auto_kernelize_command(
     """Profile a model, let an author write kernels for the costliest stock code, and keep those that help.
 
     A kernel is kept if it raises the coverage without slowing the model. The loop stops if no piece
-    above 1% is left, if less of the budget is left than the quickest experiment took, after five experiments in a row that were not
-    kept, or on Ctrl-C. Run it again to continue. On a CPU it uses the process's CPU time instead of GPU time, and the records state
-    this.
+    above 1% is left, if less of the budget is left than the quickest experiment took, after five experiments in a row that were
+    not kept, or on Ctrl-C. Run it again to continue. On a CPU it uses the process's CPU time instead of GPU time, and the
+    records state this.
     """
     budget_s = parse_duration(budget)
     machine = checked_machine(language, author, gpu)
