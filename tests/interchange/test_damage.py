@@ -74,7 +74,7 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
     "source out of its folder": (SOLUTION, with_sources({"path": "../main.py", "content": "x"}), SOLUTION, "sources[0].path",
                                  "leads out"),
     "source twice": (SOLUTION, with_sources(MAIN, MAIN), SOLUTION, "sources[1].path", "listed twice"),
-    "empty source": (SOLUTION, with_sources({"path": "main.py", "content": ""}), SOLUTION, "sources[0].content", "not empty"),
+    "empty source": (SOLUTION, with_sources({"path": "main.py", "content": ""}), SOLUTION, "sources[0].content", "non-empty"),
     "entry that is no source": (SOLUTION, solution(entry_point="other.py::run"), SOLUTION, "spec.entry_point", "is not a source"),
     "entry without function": (SOLUTION, solution(entry_point="main.py"), SOLUTION, "spec.entry_point", "<file>::<function>"),
     "no hardware": (SOLUTION, solution(target_hardware=[]), SOLUTION, "spec.target_hardware", "at least one"),
@@ -89,9 +89,9 @@ DAMAGE: dict[str, tuple[str, str | bytes | dict[str, Any], str, str, str]] = {
     "trace among workloads": (WORKLOADS, lines(trace()), f"{WORKLOADS}:1", "solution", "belongs in traces/"),
     "workload among traces": (TRACES, lines(of_workload(workload())), f"{TRACES}:1", "solution", "belongs in workloads/"),
     "unknown status": (TRACES, evaluated(status="FINE"), f"{TRACES}:1", "evaluation.status", "FINE"),
-    "pass without a time": (TRACES, evaluated(performance=None), f"{TRACES}:1", "evaluation.performance", "must be there"),
+    "pass without a time": (TRACES, evaluated(performance=None), f"{TRACES}:1", "evaluation.performance", "must be present"),
     "failure with a time": (TRACES, evaluated(status="TIMEOUT", correctness=None), f"{TRACES}:1", "evaluation.performance",
-                            "must not be there"),
+                            "must not be present"),
     "negative time": (TRACES, evaluated(performance={"latency_ms": -1}), f"{TRACES}:1", "evaluation.performance.latency_ms",
                       ">= 0"),
     "time of 401 digits": (TRACES, evaluated(performance={"latency_ms": 10**400}), f"{TRACES}:1",
@@ -183,7 +183,7 @@ def test_a_suffix_in_another_case_is_named_among_what_was_left_out(
     renamed = (tree.root / path).rename((tree.root / path).with_suffix(suffix))
     (refusal,) = import_data_set(tree.root).data_set.refused
     assert refusal.path == renamed.relative_to(tree.root).as_posix()
-    assert f"ends in {suffix}, and only {suffix.lower()} is read" in refusal.reason
+    assert f"ends in {suffix}, but only {suffix.lower()} is read" in refusal.reason
 
 
 def test_one_uuid_with_other_axes_is_a_finding(tree: Tree, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""Foreign samplers as drafts: recognised by what they take and give, judged by the law of ours; anything else is refused."""
+"""Foreign samplers as drafts: recognised by what they take and give, judged by the distribution of ours; anything else is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
     assert tuple(record.inputs) == ("probs", *given, "uniform")
     assert record.sampled["out"].uniforms == "uniform"
     assert record.outputs["out"].dtype == dtype
-    assert f"the law of {'_'.join(given)}_sampling_from_probs" in made.judged
+    assert f"the distribution of {'_'.join(given)}_sampling_from_probs" in made.judged
     assert made.solutions == []
     assert "draws its own random numbers" in dict(made.left_out)["solution own"]
 
