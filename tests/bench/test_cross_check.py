@@ -36,7 +36,7 @@ def test_a_clock_that_is_off_for_many_calls_is_named(wrong_us):
     assert (found.compared, found.agree) == (15, 10)
     assert found.problem is not None
     assert "agree on 10 of 15" in found.problem
-    assert "4 us that an empty kernel takes" in found.problem
+    assert "4 us of an empty kernel" in found.problem
 
 
 def test_a_long_call_may_differ_by_a_twentieth():

@@ -155,7 +155,7 @@ def test_a_source_that_nobody_ships_is_refused_with_the_reason(said, package, tm
     assert "With --allow-unsandboxed" in refused
     kernel = package / "solutions/elementwise/row_scale/row_scale_fast/kernel.py"
     kernel.write_text(kernel.read_text() + "# edited\n")  # in the package's own folder, and not what it shipped
-    assert "No source of row_scale_fast, row_scale_mine" in said(NO_LANDLOCK, "row_scale")["refused"]
+    assert "The package ships no source of row_scale_fast, row_scale_mine" in said(NO_LANDLOCK, "row_scale")["refused"]
 
 
 @NEEDS_LANDLOCK
