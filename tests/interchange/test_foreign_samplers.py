@@ -1,4 +1,4 @@
-"""Foreign samplers as drafts: recognised by what they take and give, judged by the distribution of ours; anything else is refused."""
+"""Drafts of foreign samplers: recognised by what they take and give, judged by the distribution of ours."""
 
 from __future__ import annotations
 
