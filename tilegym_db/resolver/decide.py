@@ -54,7 +54,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Decision:
-    """``solution`` is None if stock code runs."""
+    """``solution`` is None where stock code runs."""
 
     solution: SolutionFiles | None
     config: Config
@@ -63,7 +63,7 @@ class Decision:
 
 
 def no_kernel(reason: str, gpu: str) -> Decision:
-    """Return the decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
+    """The decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
     return Decision(None, {}, Evidence("stock", reason, gpu), ())
 
 
@@ -77,7 +77,7 @@ def decide(
 
     Args:
         request: a checked request.
-        table: the published measurements of the request's GPU; None if there are none.
+        table: the published measurements of the request's GPU; None where there are none.
         solutions: the catalog's solutions of the Definition, by name.
         backward: what was decided about its backward, for a request in training. Without a kernel there, stock code runs
             forward too: autograd goes back the way that it came.
@@ -98,14 +98,13 @@ def decide(
 def judge(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> Decision:
-    """Return the decision by one measured point."""
+    """The decision by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
     return _conclude(point, table, solutions, eligible, rejected, request.serving)
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
-    """Return why a kernel that serves a call in eager mode stays out of code that is compiled; None if it pays there
-    too.
+    """Why a kernel that serves a call in eager mode stays out of code that is compiled; None where it pays there too.
 
     A compiler does not see into a kernel: what it could have fused with the call's neighbours is what the kernel must win back.
     """
@@ -134,7 +133,7 @@ def judge_each_serving(
 def _sort_out(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Return the candidates of a point that may serve the request, and why each of the others may not."""
+    """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
     stock = soonest_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
@@ -208,8 +207,7 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
 
 
 def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candidate, list[Rejection]]:
-    """Return the lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the
-    others lost.
+    """The lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the others lost.
 
     Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
     host decides how fast a model is.
@@ -239,21 +237,21 @@ def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candid
 # Which measured candidates may serve a request, and which of them are as fast as each other. Pure: no I/O, no torch.
 
 MIN_SPEEDUP_CI_LOW = 1.02
-"""The lower end of the speedup against stock that a kernel must exceed: faster by more than noise."""
+"""Lower confidence bound of the speedup over stock that a kernel must exceed, so that it is faster by more than noise."""
 
 MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
-"""The same for a backward. Stock code is given what the forward was given, where autograd has kept what it needs: at most it
-moves 22 bytes for 18 (swiglu_backward), which a kernel must not be credited with."""
+"""The same bound for a backward. Stock code gets the inputs of the forward, although autograd would have kept what it needs.
+It moves at most 22 bytes for 18 (swiglu_backward); a kernel must not be credited with the difference."""
 
 MAX_LAUNCH_RATIO = 1.1
-"""How much longer a call of a kernel may take than one of the stock code, each by the longer of its device and host time."""
+"""Maximum ratio of a kernel call to a stock call, each by the longer of its device and host time."""
 
 HOST_NOISE_US = 5.0
-"""What a host time may be off by: it depends on what else the host does. A smaller difference between two decides nothing."""
+"""Uncertainty of a host time in microseconds. A smaller difference is ignored, because host load varies."""
 
 
 def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
-    """Return why a measured candidate may not serve the request, whatever its latency; None if it may."""
+    """Return why a measured candidate may not serve the request at any latency; None if it may."""
     if files is None:
         return "it is not in the catalog any more"
     if candidate.solution_digest != files.digest:
@@ -280,8 +278,9 @@ def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | No
 
 
 def _not_verified(candidate: Candidate) -> str | None:
-    """Return why the measurement is not one to trust. Publishing leaves such out; a table may have been written by
-    hand.
+    """Return why the measurement is not trusted; None if it is.
+
+    Publishing drops such measurements, but a table may have been written by hand.
     """
     if candidate.tier not in VERIFIED_TIERS:
         return (
@@ -295,7 +294,7 @@ def _not_verified(candidate: Candidate) -> str | None:
 
 
 def _not_faster(candidate: Candidate, bar: float) -> str | None:
-    """Return why the measurement does not say "faster than stock, by more than noise"."""
+    """Return why the measurement does not show a speedup beyond noise; None if it does."""
     if candidate.latency_us is None or candidate.speedup_ci_low is None:
         return "it was not compared with the stock code"
     if candidate.speedup_ci_low > bar:
@@ -306,15 +305,13 @@ def _not_faster(candidate: Candidate, bar: float) -> str | None:
 
 
 def soonest_done(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Of several ways in which models run an operator, the one whose call ends first, on the device and on the host."""
+    """Return the candidate whose call ends first, by the longer of its device and host time; None if no candidate has both."""
     timed = [one for one in candidates if one.latency_us is not None and one.host_us is not None]
     return min(timed, key=lambda one: max(one.latency_us or 0.0, one.host_us or 0.0), default=None)
 
 
 def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
-    """Return why a kernel that is faster on the device holds a model up all the same: the host is not done with it in
-    time.
-    """
+    """Return why the launch of a kernel takes longer than the stock call; None if it does not."""
     if stock is None or stock.latency_us is None or stock.host_us is None:
         return None
     if candidate.latency_us is None or candidate.host_us is None:
@@ -328,23 +325,24 @@ def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
 
 
 def host_us(candidate: Candidate) -> float:
-    """What a call takes the host; more than anything where nobody knows."""
+    """Return the host time of a call in microseconds; the largest float if it is unknown."""
     return sys.float_info.max if candidate.host_us is None else candidate.host_us
 
 
 def ranked(eligible: Sequence[Candidate]) -> list[Candidate]:
-    """By latency; the spelling decides between equal ones, so that the order of the table does not."""
+    """Return the candidates sorted by latency; their text breaks ties, so that the order of the table does not."""
     return sorted(eligible, key=lambda candidate: (candidate.latency_us or 0.0, str(candidate)))
 
 
 def tied(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return the fastest candidate and those inside its noise."""
+    """Return the fastest candidate and those within its noise."""
     return [candidate for candidate in ranked if _inside_noise(candidate, ranked[0])]
 
 
 def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
-    """Return True if the confidence intervals overlap, or the next process may see it otherwise; a missing interval is
-    the point.
+    """Return True if the latencies differ by at most PROCESS_NOISE_US or the confidence intervals overlap.
+
+    A missing bound is replaced by the latency.
     """
     if (candidate.latency_us or 0.0) - (best.latency_us or 0.0) <= PROCESS_NOISE_US:
         return True
@@ -354,18 +352,14 @@ def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
 
 
 # ---- measured points ------------------------------------------------------------------------------
-# The measured point that a request is judged by: the exact one, else the nearest in log space, else the reason for
-# none.
-#
-# How far from the measured points a request may be is decided by :mod:`tilegym_db.resolver.decide`.
-#
-# This goes through all entries and is what a point means; :mod:`tilegym_db.resolver.resolve` finds exact ones sooner.
+# Finds the measured point to judge a request by: the exact one, else the nearest in log space. This searches all
+# entries; the index in :mod:`tilegym_db.resolver.resolve` finds exact points faster.
 
 CONTIGUOUS = "contiguous"
 
 
 class MeasuredPoint(NamedTuple):
-    """A measured point, whether it is the request's own, and the independent axes whose measured range the request is beyond."""
+    """A measured point, a flag for an exact match, and the independent axes on which the request exceeds the measured range."""
 
     entry: Entry
     exact: bool
@@ -373,7 +367,7 @@ class MeasuredPoint(NamedTuple):
 
 
 def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
-    """Return the point to judge by, or why there is none."""
+    """Return the measured point to judge the request by, or the reason if there is no such point."""
     definition = request.definition
     entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
     if not entries:
@@ -405,7 +399,10 @@ def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:
-    """Scalars that select code, which must be equal; a continuous one such as eps does not change what is fastest."""
+    """Return the scalars that select code, which must be equal.
+
+    A continuous scalar such as eps does not change which kernel is fastest.
+    """
     return tuple(
         name for name, spec in definition.inputs.items() if spec.is_scalar and is_code_selecting(definition, name)
     )
@@ -414,9 +411,7 @@ def selecting_scalars(definition: Definition) -> tuple[str, ...]:
 def outside_scalars(
     definition: Definition, scalars: Mapping[str, Scalar], ranges: Mapping[str, tuple[float, float]]
 ) -> str | None:
-    """Return why a continuous scalar of a call is none that was verified; None if each lies within its range or has
-    none.
-    """
+    """Return why a continuous scalar lies outside its verified range; None if every scalar with a range is inside."""
     for name, value in scalars.items():
         if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
             continue
@@ -429,12 +424,12 @@ def outside_scalars(
 
 
 def equal_scalars(entry: Entry, scalars: Mapping[str, Scalar]) -> int:
-    """Return how many scalars have the value that was measured."""
+    """Return the number of scalars that have the measured value."""
     return sum(entry.call.scalars.get(name) == value for name, value in scalars.items())
 
 
 def layouts_match(entry: Entry, layouts: Mapping[str, str], definition: Definition) -> bool:
-    """Verified and timed for these layouts: each tensor of the same class, outputs only where stated."""
+    """Return True if the entry was measured with these layouts; outputs are compared only if ``layouts`` names them."""
     for name, spec in definition.inputs.items():
         if not spec.is_scalar and entry.call.layouts.get(name, CONTIGUOUS) != layouts.get(name, CONTIGUOUS):
             return False
@@ -452,18 +447,17 @@ def _why_no_entries(request: Request, table: ResolverTable) -> str:
 
 
 # ---- reach ----------------------------------------------------------------------------------------
-# How far measured points reach: inside the range of every axis, and beyond it along axes that only repeat work. Pure.
+# Measured points cover the range of every axis, and sizes beyond it along axes that only repeat work. Pure.
 #
-# Whether a model has 8 or 16 heads of keys, each head is the same work: a kernel that was verified over the fuzz
-# cases, and is faster at points that differ in their heads, is no other for more of them. That is not taken on trust
-# alone. The Definition must say so of the axis, several of its sizes must have been measured, the size must be near
-# them, and the amount of work as a whole must lie inside of what was measured: below it a launch decides what is
-# faster, above it a kernel may run out of its integers.
+# Each key head is the same work, whether a model has 8 or 16. More heads do not change a kernel that passed the fuzz
+# cases and is faster at points with different numbers of heads. Four more conditions must hold: the Definition
+# declares the axis independent, several of its sizes were measured, the size is near them, and the total work lies
+# inside the measured range. Below that range launch time decides what is faster; above it integers may overflow.
 
 LEAST_SIZES = 2
-"""So many sizes of an axis must have been measured before it is believed that more of it is only more work."""
+"""Minimum number of measured sizes of an axis before larger sizes count as repeated work."""
 FARTHEST = 4
-"""A size is at most so many times the largest that was measured, or one part in so many of the smallest."""
+"""Maximum factor between a size and the measured range, above its maximum or below its minimum."""
 
 Axes = Mapping[str, int]
 
@@ -471,7 +465,7 @@ Axes = Mapping[str, int]
 def axes_beyond(
     definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]
 ) -> tuple[str, ...] | str:
-    """Return the axes whose measured range a request is beyond, harmlessly; or why no point says anything about it.
+    """Return the axes on which a request may exceed the measured range, or the reason why it may not.
 
     Args:
         definition: the operator.
@@ -513,7 +507,7 @@ def _why_far(size: int, sizes: set[int]) -> str:
 
 
 def _why_other_ratio(name: str, group: Sequence[str], asked: Axes, points: Sequence[Axes]) -> str:
-    """Return why the ratio of an axis to one of its group is another than those that were measured."""
+    """Return why the ratio of an axis to another of its group lies outside the measured ratios; "" if it does not."""
     for other in group:
         if other == name or not asked[other]:
             continue
@@ -526,7 +520,7 @@ def _why_other_ratio(name: str, group: Sequence[str], asked: Axes, points: Seque
 
 
 def _why_other_work(definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]) -> str:
-    """Return why the work of a request, in bytes that must move, is less or more than that of all points."""
+    """Return why the bytes that a request must move lie outside the range of all points; "" if they do not."""
     work = definition.cost_of(asked, dtypes)[1]
     known = [definition.cost_of({**asked, **point}, dtypes)[1] for point in points]
     if min(known) <= work <= max(known):
