@@ -184,12 +184,12 @@ def missing_package(module: str) -> MissingPackageError | None:
         package, extra = PACKAGES[top]
         return MissingPackageError(
             f"this needs {package}, which is not installed here. Try: pip install 'tilegym-db[{extra}]'",
-            code="package_absent",
+            code="package_missing",
         )
     if top in REQUIRED:
         return MissingPackageError(
             f"the package {REQUIRED[top]} is missing, which tilegym-db always needs. Try: pip install {REQUIRED[top]}",
-            code="package_absent",
+            code="package_missing",
         )
     return None
 

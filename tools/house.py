@@ -3,7 +3,7 @@
     python tools/house.py [ROOT]                    # a table
     python tools/house.py --json FILE               # the figures as JSON as well
     python tools/house.py --compare FILE            # beside the figures of another checkout
-    python tools/house.py --run                     # count the modules that a bench run and a served call go through, too
+    python tools/house.py --run                     # count the modules that a bench run and an operator call go through, too
 
 ROOT is a checkout, by default the one that this file lies in. Sources are parsed, not run, except with ``--run``: that benches an
 operator on the CPU with a store in a temporary folder and notes each module of the package that has a function called, in worker
@@ -66,7 +66,7 @@ def main() -> None:
         "--compare", type=Path, metavar="FILE", help="a file that --json wrote, shown as the first column"
     )
     parser.add_argument(
-        "--run", action="store_true", help="count modules on the way of a bench run and of a served call"
+        "--run", action="store_true", help="count modules on the way of a bench run and of an operator call"
     )
     options = parser.parse_args()
     found = figures(options.root.resolve())
@@ -260,13 +260,16 @@ def public_names(trees: Mapping[Path, ast.Module], root: Path) -> list[str]:
 
 
 def ways(root: Path) -> dict[str, float]:
-    """Return how many modules a bench run and a served call of an operator go through."""
+    """Return how many modules a bench run and a call of an operator go through.
+
+    The store is empty, so the reference answers the call.
+    """
     bench = traced(root, [sys.executable, "-m", PACKAGE, *BENCH])
     served = traced(root, [sys.executable, "-c", f"from sitecustomize import mark\n{SERVE}"])
     return {
         "modules on the way of a bench run": len(bench),
         "lines of these modules": line_count(root, bench),
-        "modules on the way of a served call": len(served),
+        "modules on the way of an operator call by its reference": len(served),
     }
 
 

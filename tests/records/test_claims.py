@@ -27,7 +27,7 @@ def test_an_interval_beyond_what_stock_shows_against_itself_is_a_claim():
         (Estimate(median=1.2), {}, "nothing", "interval was not kept"),
         (between(1.1, 1.2), {"control": None}, "nothing", "no control"),
         (between(1.1, 1.2), {"control": Estimate(median=1.0)}, "nothing", "no control"),
-        (between(1.1, 1.2), {"control": between(1.02, 1.05)}, "nothing", "something else moved"),
+        (between(1.1, 1.2), {"control": between(1.02, 1.05)}, "nothing", "something else changed during the run"),
         (between(1.02, 1.2), {"control": between(0.9, 1.01)}, "no difference", "differs by as much"),
         (between(0.995, 1.2), {}, "no difference", "differs by as much"),
     ],

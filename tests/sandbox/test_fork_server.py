@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.sandbox import supervisor_process
+from tilegym_db.sandbox.fork_server import EARLY_IMPORTS
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 
 # What a worker finds out about the processes above it: at level 2, its supervisor and the fork server are visible.
@@ -25,6 +27,11 @@ supervisor = os.getppid()
 
 def fork_server_of(worker: WorkerProcess) -> int:
     return worker.fork_server_pid
+
+
+@pytest.mark.parametrize("name", EARLY_IMPORTS)
+def test_early_import_of_the_fork_server_exists(name: str):
+    assert importlib.util.find_spec(name) is not None
 
 
 def test_workers_with_the_same_libraries_come_from_one_process_and_share_nothing_of_their_own(peer):

@@ -75,7 +75,7 @@ def test_axes_take_zero_one_value_and_many_decades(store, values):
 def test_a_data_frame_has_the_answer_or_its_package_is_named(store, package):
     answer = store.sql("SELECT solution FROM best")
     if importlib.util.find_spec(package) is None:
-        with raises(MissingPackageError, "package_absent", f"pip install '{package}'"):
+        with raises(MissingPackageError, "package_missing", f"pip install '{package}'"):
             getattr(answer, package)()
     else:
         assert getattr(answer, package)()["solution"].to_list() == ["scale_triton"]

@@ -478,7 +478,7 @@ def _read(
         from safetensors.torch import load
     except ImportError:
         raise RecordError(
-            f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.", code="package_absent"
+            f"inputs.{name}: reading {path} needs safetensors: pip install safetensors.", code="package_missing"
         ) from None
     try:
         tensor: torch.Tensor = load(found.content(path))[given["tensor_key"]]

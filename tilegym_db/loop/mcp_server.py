@@ -45,7 +45,7 @@ def make_server(allow_submit: bool) -> MCPServer:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
         raise MissingPackageError(
-            "the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'", code="package_absent"
+            "the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'", code="package_missing"
         ) from None
     server = MCPServer("tilegym-db", instructions=INSTRUCTIONS, version=tilegym_db.__version__)
     for tool in READERS + (WRITERS if allow_submit else ()):

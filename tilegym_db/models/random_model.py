@@ -34,7 +34,7 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise MissingPackageError(
-            "models need transformers. Try: pip install 'tilegym-db[transformers]'", code="package_absent"
+            "models need transformers. Try: pip install 'tilegym-db[transformers]'", code="package_missing"
         ) from None
     file, content = typed_config(path)
     model_type = content["model_type"]

@@ -22,6 +22,7 @@ from tilegym_db.sandbox.limits import Confinement, ProcWrites, ResourceBounds, W
 from tilegym_db.sandbox.processes import tasks_of_user
 from tilegym_db.sandbox.system_calls import (
     NUMBERS,
+    SET_DUMPABLE,
     Processor,
     SandboxError,
     attach_mount,
@@ -36,7 +37,7 @@ from tilegym_db.sandbox.system_calls import (
     unshare,
 )
 
-_SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+_NO_NEW_PRIVILEGES = 38
 
 
 _WORKERS_BESIDE = 4
@@ -71,7 +72,7 @@ def confine(spec: WorkerSpec, environ: Mapping[str, str], user: int | None) -> d
     if user is not None:
         become_user(user)
     drop_capabilities()
-    prctl(_SET_DUMPABLE, 1)  # makes the process the owner of its folder below /proc
+    prctl(SET_DUMPABLE, 1)  # makes the process the owner of its folder below /proc
     restrict_files(grants_for(spec, environ))
     install_filter(
         FilterOptions(

@@ -34,7 +34,7 @@ from tilegym_db.sandbox.confine import choose_user, confine, is_readable_by_othe
 from tilegym_db.sandbox.landlock import program_folders
 from tilegym_db.sandbox.limits import WorkerSpec
 from tilegym_db.sandbox.processes import Watch, kill_descendants, reap
-from tilegym_db.sandbox.system_calls import SandboxError, drop_capabilities, forgo_capabilities, prctl
+from tilegym_db.sandbox.system_calls import SET_DUMPABLE, SandboxError, drop_capabilities, forgo_capabilities, prctl
 
 SUPERVISOR_CHANNEL = 3
 """The number of the supervisor's descriptor of the worker's channel."""
@@ -42,12 +42,15 @@ MAX_PACKET = 1 << 17
 
 # What every worker imports sooner or later, whatever its language. A language is not among them: how it is imported depends
 # on the worker's environment.
-_EARLY_IMPORTS = (
-    *("torch", "tilegym_db.backends.load", "tilegym_db.catalog", "tilegym_db.sandbox.program"),
-    *(f"tilegym_db.sandbox.{name}" for name in ("shared_buffers", "profiling", "timing")),
+EARLY_IMPORTS = (
+    "torch",
+    "tilegym_db.backends.load",
+    "tilegym_db.catalog",
+    "tilegym_db.sandbox.program",
+    "tilegym_db.sandbox.shared_buffers",
+    "tilegym_db.sandbox.timing",
 )
 
-_SET_DUMPABLE = 4
 _FILES_OF_A_SUPERVISOR = 3
 _ABOVE_ALL_TARGETS = 10
 
@@ -56,8 +59,8 @@ def main() -> None:
     """Fork supervisors until the harness is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(SandboxError):
-        prctl(_SET_DUMPABLE, 0)  # a worker of the same user may not look into this process either
-    for name in _EARLY_IMPORTS:
+        prctl(SET_DUMPABLE, 0)  # a worker of the same user may not look into this process either
+    for name in EARLY_IMPORTS:
         with contextlib.suppress(ImportError):  # the worker meets it again, and says what is missing
             importlib.import_module(name)
     if len(sys.argv) > 1:
@@ -125,7 +128,7 @@ END_TIMEOUT_S = 8.0
 MAX_SLEEP_S = 0.05
 SETUP_FAILED = 70
 
-_DIE_WITH_PARENT, _PR_SET_DUMPABLE, _ADOPT_ORPHANS = 1, 4, 36
+_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def supervise() -> None:
     spec = WorkerSpec.from_json(_first_line())
     with contextlib.suppress(SandboxError):  # without it, level 1 is as good as it can be
         prctl(_ADOPT_ORPHANS, 1)
-    prctl(_PR_SET_DUMPABLE, 0)  # a worker of the same user may not look into this process
+    prctl(SET_DUMPABLE, 0)  # a worker of the same user may not look into this process
     try:
         report = Supervisor(spec, parent).supervise()
     except SandboxError as error:

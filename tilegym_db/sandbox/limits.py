@@ -120,8 +120,6 @@ def _mib(size: int) -> str:
 # ---- spec -----------------------------------------------------------------------------------------
 # The harness sends a WorkerSpec to the sandbox, as JSON.
 
-MAX_LEVEL = 3
-
 ProcWrites = Literal["none", "self", "all"]
 """Places below ``/proc`` that a worker may write: none, its own folder (CUDA names its threads there), or all."""
 

@@ -167,6 +167,10 @@ def invoke(name: str, *arguments: Any) -> int:
     return _checked(name, _libc.syscall(ctypes.c_long(number or -1), *wide))
 
 
+SET_DUMPABLE = 4
+"""The option of :func:`prctl` for whether other processes of the same user may look into this one."""
+
+
 def prctl(option: int, *arguments: int) -> int:
     """Change something about this process."""
     values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]

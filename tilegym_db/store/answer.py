@@ -88,7 +88,7 @@ def required(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         error = missing_package(module) or MissingPackageError(
-            f"{module} is not installed. Try: pip install '{module}'", code="package_absent"
+            f"{module} is not installed. Try: pip install '{module}'", code="package_missing"
         )
         raise error from None
 
