@@ -1,1 +1,1 @@
-"""Verification: inputs, oracle, gates and the separate process that runs a Solution. Decides what counts as correct."""
+"""Verification of Solutions: inputs, oracle, gates, and the sessions with the worker process that runs a Solution."""

@@ -1,7 +1,6 @@
-"""What a Definition must pass before it is admitted, with every line of its own code run in a child process.
+"""Checks that a Definition must pass before it is admitted. Its code runs only in a child process.
 
-A reference is code that somebody wrote: it may end the process, wait forever, or fill the memory. Here that is a finding about
-the record that did it.
+A reference may exit, hang or fill the memory. In a child process, each of these becomes a finding about the record.
 """
 
 from __future__ import annotations
@@ -42,32 +41,30 @@ from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import run_reference
 from tilegym_db.verify.self_test import DRAW_SO, self_test
 
-# ---- apart ----------------------------------------------------------------------------------------
-# Runs a function in a process of its own with a time limit: what a reference does there ends nothing but that
-# process.
+# ---- child process --------------------------------------------------------------------------------
+# Runs a function in a separate process with a time limit, so that a reference cannot harm this process.
 #
-# A server process imports PyTorch once and forks one child per call. A child is ended with everything that it
-# started.
+# A server process imports PyTorch once and forks one child per call. A child is killed with every process it started.
 
 START_TIMEOUT_S = 180.0
-"""Imports of a cold file system on a busy machine; no code of a record runs before they are done."""
+"""Seconds for imports on a cold file system and a busy machine; no code of a record runs before they finish."""
 MAX_ANSWER_BYTES = 1 << 24
 MAX_PRINTED_BYTES = 1 << 16
-"""Of what a call prints, so much is passed on: one that prints without end fills nobody's terminal or disk."""
+"""Maximum number of printed bytes that are passed on, so that endless output cannot fill a terminal or disk."""
 _PR_SET_PDEATHSIG = 1
 
 
 def run_apart(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, limit_s: float) -> Any:
-    """What ``function(*arguments)`` returns, which is plain JSON, from a child process.
+    """Run ``function(*arguments)`` in a child process and return its result.
 
     Args:
-        function: at the top level of a module.
-        arguments: what can be pickled.
-        what: names the code that runs there, for the message: ``rms_norm: the reference``.
-        limit_s: seconds, counted from when the child is ready.
+        function: a top-level function of a module that returns plain JSON.
+        arguments: picklable values.
+        what: the name of the code that runs, for the message: ``rms_norm: the reference``.
+        limit_s: seconds, counted from the moment when the child is ready.
 
     Raises:
-        RecordError: the function raised one, it did not finish in time, or the process ended without an answer.
+        RecordError: the function raised one, did not finish in time, or ended its process without a result.
         SolutionError: no process could be started.
     """
     receiver, sender = _context().Pipe(duplex=False)
@@ -119,14 +116,14 @@ def _end(process: BaseProcess) -> None:
     if process.pid is None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # its own group: whatever it started goes along
+        os.killpg(process.pid, signal.SIGKILL)  # its process group, so that processes it started end too
     with contextlib.suppress(OSError):
         process.kill()
     process.join(10)
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], what: str) -> None:
-    """The child: its own group, no outliving its server, and the beginning of what it prints goes to stderr."""
+    """Run the function in the child: in its own process group, killed if its server ends, and with limited output."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _send(sender, "ready", None)
@@ -135,7 +132,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
             answer = "returned", function(*arguments)
         except RecordError as error:
             answer = "refused", _fault(error)
-        except BaseException as error:  # the boundary of the process: SystemExit is an answer too
+        except BaseException as error:  # process boundary: SystemExit is an answer too
             raised = RecordError(f"{what} raises {type(error).__name__}: {error}", code="call_raises")
             answer = "refused", _fault(raised)
     _send(sender, *answer)
@@ -147,7 +144,7 @@ def _fault(error: RecordError) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _printing_little() -> Iterator[None]:
-    """What is printed goes through a pipe to stderr, until it is too much."""
+    """Send output through a pipe to stderr, up to the limit."""
     stderr = os.dup(2)
     reader, writer = os.pipe()
     os.dup2(writer, 1)
@@ -160,14 +157,14 @@ def _printing_little() -> Iterator[None]:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os.dup2(stderr, 1)
-    os.dup2(stderr, 2)  # nobody writes to the pipe any more, which ends the thread
+    os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
     passing_on.join(1)
 
 
 def _pass_on(reader: int, stderr: int) -> None:
     left = MAX_PRINTED_BYTES
     while chunk := os.read(reader, MAX_PRINTED_BYTES):
-        with contextlib.suppress(OSError):  # a full disk or a closed terminal: the call goes on
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal must not stop the call
             os.write(stderr, chunk[:left])
         if left and len(chunk) >= left:
             with contextlib.suppress(OSError):
@@ -183,15 +180,13 @@ TRIAL_SIZES = (2, 4, 8, 16, 64, 128, 1)
 MAX_TRIALS = 150_000
 TRIAL_LIMIT_S = 30.0
 SELF_TEST_LIMIT_S = 120.0
-"""For all dtypes of one Definition; the longest that ships takes 4 s on an idle core."""
+"""Limit for all dtypes of one Definition; the slowest shipped one takes 4 s on an idle core."""
 
 
 def run_self_test(
     definition: Definition, workloads: list[Workload], *, limit_s: float = SELF_TEST_LIMIT_S
 ) -> list[str]:
-    """Return the findings of :func:`~tilegym_db.verify.self_test.self_test` as text; so is a reference that never
-    returns.
-    """
+    """Return the findings of :func:`~tilegym_db.verify.self_test.self_test` as text, including a reference that hangs."""
     what = f"{definition.name}: the reference, or a formulation of its self_test,"
     try:
         found = run_apart(_self_test, (definition, workloads), what, limit_s)
@@ -205,10 +200,10 @@ def _self_test(definition: Definition, workloads: list[Workload]) -> list[str]:
 
 
 def run_reference_once(record: Definition, file: Path, *, limit_s: float | None = None) -> None:
-    """Run the reference on the smallest inputs that the Definition allows, in its first dtypes, for 30 s at most.
+    """Run the reference on the smallest inputs that the Definition allows, in its first dtypes, for at most 30 s.
 
     Raises:
-        RecordError: it raises, ends its process or does not finish, or returns something other than the outputs declared.
+        RecordError: the reference raises, ends its process, does not finish, or returns other outputs than declared.
     """
     run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
 
@@ -216,19 +211,19 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
 def require_returning_reference(
     catalog: Catalog, record: Definition, *, run: Callable[[Definition, Path], None] = run_reference_once
 ) -> None:
-    """Before this process computes with a reference that did not come with the package: run it apart, once per digest.
+    """Run a reference that was not shipped in a child process, once per digest, before this process uses it.
 
-    Nobody has to add a Definition through ``add-definition``: its file may have been written or changed by hand. Of a checkout,
-    those came with it whose digest its lock states. That a reference returned is remembered in the user's cache folder, since a
-    process with PyTorch takes seconds to start.
+    Its file may not have passed ``add-definition``, but may have been written or changed by hand. In a checkout, a Definition
+    is shipped if the lock has its digest. A success is remembered in the user's cache folder, because starting a process with
+    PyTorch takes seconds.
 
     Args:
         catalog: has the file of the Definition.
         record: the Definition.
-        run: runs the reference apart.
+        run: runs the reference in a child process.
 
     Raises:
-        RecordError: as :func:`run_reference_once`.
+        RecordError: see :func:`run_reference_once`.
     """
     path = catalog.definition_paths.get(record.name)
     packaged = shipped_root()
@@ -241,13 +236,13 @@ def require_returning_reference(
         return
     run(record, path)
     _RETURNED.add(record.digest)
-    with contextlib.suppress(OSError):  # a cache folder that cannot be written to costs the next command a few seconds
+    with contextlib.suppress(OSError):  # an unwritable cache folder costs the next command a few seconds
         known.parent.mkdir(parents=True, exist_ok=True)
         known.touch()
 
 
 def _is_locked(root: Path, record: Definition) -> bool:
-    with contextlib.suppress(RecordError):  # a damaged lock vouches for nothing
+    with contextlib.suppress(RecordError):  # a damaged lock proves nothing
         return read_lock(root).get(record.name, {}).get(record.version) == record.digest
     return False
 
@@ -271,7 +266,7 @@ def _run_reference_once(record: Definition, file: Path) -> None:
         raise RecordError(f"{file}: cost: at {case}: {error}", code="cost_failed") from None
     if min(work) < 0:
         raise RecordError(
-            f"{file}: cost: at {case}: {min(work):g} is no amount of work; flops and bytes are not negative.",
+            f"{file}: cost: at {case}: {min(work):g} is negative; flops and bytes must be at least 0.",
             code="cost_negative",
         )
     try:
@@ -297,10 +292,10 @@ def _run_reference_once(record: Definition, file: Path) -> None:
 
 
 def smallest_axes(record: Definition) -> dict[str, int] | None:
-    """Small axis sizes that satisfy the constraints, or None if none do.
+    """Return small axis sizes that satisfy the constraints, or None if none were found.
 
-    They differ from each other where they may, so that a transposed result has the wrong shape, and are 1 only where
-    they must, so that nothing is broadcast by accident.
+    Sizes differ from each other if possible, so that a transposed result has the wrong shape. They are 1 only if necessary,
+    so that nothing is broadcast by accident.
     """
     names = record.var_axes
     bindings = itertools.islice(itertools.product(TRIAL_SIZES, repeat=len(names)), MAX_TRIALS)

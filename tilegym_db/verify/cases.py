@@ -1,8 +1,9 @@
-"""The fuzz cases: whole cases around tile edges, primes and tiny sizes, in every layout and with every kind of contents.
+"""Fuzz cases: whole calls with sizes around tile edges, primes and tiny sizes, in every layout and with all contents.
 
-A case is drawn at random and kept for what it adds: of several candidates the one that covers most pairs of (axis, kind of
-size), layout, contents and alignment that no case before it has covered. So a few cases meet most pairs of circumstances,
-and which ones is as secret as the seed.
+Candidates are drawn at random. Of several, the one is kept that covers most new pairs of (axis, kind of size), layout,
+contents and alignment. In this way a few cases cover most pairs. The secret seed decides which cases they are.
+
+The module's parts are the cases, their layouts, and the repair of sizes to meet constraints.
 """
 
 from __future__ import annotations
@@ -32,33 +33,34 @@ SIZES: dict[str, tuple[int, ...]] = {
     "tile": TILES,
     "above a tile": tuple(tile + 1 for tile in TILES),
 }
-"""Kind of size -> sizes, around every tile that the languages use; besides these, an axis takes sizes of real workloads."""
+"""Kind of size -> sizes around the tiles of all languages; an axis may also take sizes of real workloads."""
 _KIND_OF = {size: kind for kind, sizes in reversed(SIZES.items()) for size in sizes} | {0: "zero"}
 WORKLOAD = "workload"
 
 MAX_ELEMENTS = 1 << 20
-"""Of the largest tensor. Fuzzing is about edges, not size; the oracle must get through a case in fp64 in no time."""
+"""Maximum elements of the largest tensor: fuzzing is about edges, and the fp64 oracle must stay fast."""
 MAX_ROWS = 1 << 10
-"""Of the largest tensor, counting everything but its last axis: a program is started for every few of them."""
+"""Maximum rows of the largest tensor, over all axes except the last: one program is started per few rows."""
 _FACTOR_FOR_THE_DEMANDING = 16
-"""By how much both bounds grow for a Solution that accepts nothing within them."""
+"""Factor on both limits for a Solution that accepts no case within them."""
 
 OFFSETS = (0, 1)
 FEW_CASES = 8
-"""With fewer cases none goes to a size of zero, nor to contents that the reference often does not survive itself."""
+"""Minimum number of cases for a case with a size of zero, and for contents on which references often fail."""
 MANY_ROWS = 65
-"""Fewer may not go through the kernel with the large tiles, which is the one that takes the tensor copy engine."""
+"""Minimum rows to reach the kernel with large tiles, which uses the tensor copy engine."""
 _WITH_BOTH = 3
-"""With fewer, the case off its alignment has the padded rows off theirs, too, which would be found apart in two cases."""
+"""Minimum number of cases to test a misaligned address and misaligned padded rows separately; below, one case has both."""
 _CANDIDATES = 16
 _FRUITLESS_ROUNDS = 12
 
 
 @dataclass(frozen=True)
 class _Demand:
-    """What a case must have whatever else it has, because a set of a few cases may not go without it.
+    """A property that one case must have, so that even a small set of cases includes it.
 
-    ``layout``: of every tensor that may have it, of which an output has rows that end within a vector, and as large as a tile.
+    ``layout``: of every tensor that may have it; an output should then have rows that end within a vector, and be as large
+    as a tile.
     """
 
     offset: int | None = None
@@ -70,7 +72,7 @@ class _Demand:
 
 @dataclass
 class _Fuzzer:
-    """The circumstances that may vary, and which pairs of them have been covered."""
+    """The properties of cases that may vary, and the pairs of them that are covered."""
 
     definition: Definition
     solution: Solution
@@ -90,7 +92,7 @@ class _Fuzzer:
         self.shapes = {spec.shape for spec in specs.values() if spec.shape}
 
     def next_case(self, demand: _Demand, anchored: bool, scalars: Mapping[str, Scalar]) -> Case | None:
-        """Return the allowed candidate that covers most; None if the constraints leave none."""
+        """Return the allowed candidate with the highest coverage; None if the constraints allow none."""
         for _ in range(_FRUITLESS_ROUNDS):
             candidates = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
             ranked = sorted(candidates, key=lambda one: (self._meets(demand, one[0]), self._gain(one)), reverse=True)
@@ -110,7 +112,7 @@ class _Fuzzer:
         return None
 
     def zero_axis(self) -> str | None:
-        """Return the first axis that may be empty, by the constraints of both; None if there is none."""
+        """Return the first axis that may be empty under all constraints; None if there is none."""
         for name in self.definition.var_axes:
             for _ in range(_FRUITLESS_ROUNDS):
                 axes = {**self._candidate(_Demand(), anchored=False)[0], name: 0}
@@ -120,16 +122,14 @@ class _Fuzzer:
 
     def _candidate(self, demand: _Demand, anchored: bool) -> tuple[dict[str, int], str, str, int]:
         pick = self.generator.choice
-        asked = demand.layout in self.layouts  # of a case that has to be kept
+        asked = demand.layout in self.layouts  # such a case must not be dropped
         contents = demand.contents or pick([n for n in self.distributions if not asked or n not in REFERENCE_MAY_FAIL])
         layouts = [name for name in self.layouts if name == demand.layout] or list(self.layouts)
         offset = pick(OFFSETS) if demand.offset is None else demand.offset
         return self._sizes(demand, anchored, contents), pick(layouts), contents, offset
 
     def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> int:
-        """Return how far a case of these sizes shows what the demanded layout is there for, where both records allow
-        it.
-        """
+        """Return how well a case of these sizes tests the demanded layout; 0 if the records do not allow it."""
         takers = self.layouts.get(demand.layout or CONTIGUOUS)
         bound = self._bound(axes) if takers and self._fits(axes) else None
         rows = 0 if bound is None else ragged_rows(self.definition, takers or (), bound, self.dtypes)
@@ -137,7 +137,7 @@ class _Fuzzer:
 
     def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
         generator, names = self.generator, self.definition.var_axes
-        # One NaN in a tensor of a few elements is a NaN in every output.
+        # With tiny sizes, one NaN in a tensor would make every output NaN.
         kinds = list(SIZES)[2 if contents == PLANTED or demand.layout in self.layouts else 0 :]
         axes = {name: generator.choice(SIZES[generator.choice(kinds)]) for name in names}
         if demand.odd:
@@ -169,7 +169,7 @@ class _Fuzzer:
         for shape in self.shapes:
             try:
                 sizes = [bound[entry] if entry in bound else evaluate_int(entry, bound) for entry in shape]
-            except RecordError:  # no whole number
+            except RecordError:  # not a whole number
                 return False
             if math.prod(sizes) > self.max_elements or math.prod(sizes[:-1]) > self.max_rows:
                 return False
@@ -205,22 +205,22 @@ def fuzz_cases(
     seed: int,
     max_rows: int = MAX_ROWS,
 ) -> list[Case]:
-    """Distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
+    """Return distinct cases that the Definition and the Solution both allow; the same ones for the same seed.
 
-    The first four have between them an address off its alignment, padded rows that end within a vector of 16 bytes where rows
-    begin at such vectors and where they do not (the first two have both kinds), odd sizes and planted special values, as far as
-    the Solution's layouts, the constraints and the Definition's special values allow.
+    The first four cases include: a misaligned address; padded rows that end within a vector of 16 bytes, with rows that
+    begin at such vectors and with rows that do not (the first two cases have both); odd sizes; and planted special values.
+    They do so as far as the Solution's layouts, the constraints and the Definition's special values allow.
 
     Args:
         definition: its constraints hold for every case.
-        solution: so do its own; a Solution is not asked for a shape or a layout that it does not declare.
-        anchors: sizes of real workloads. Every second case takes some axes from one, so that a shape special case cannot
-            tell a fuzz case by its unusual sizes.
+        solution: its constraints hold too, and only its declared shapes and layouts are used.
+        anchors: sizes of real workloads. Every second case takes some axes from one, so that a special case for a shape
+            cannot recognise a fuzz case by its unusual sizes.
         dtypes: the dtype binding in use.
         scalars: scalar inputs by name; continuous ones are varied around their values.
-        count: how many at most; fewer where the constraints leave fewer, none where they leave none (:func:`why_no_case`).
+        count: maximum number of cases; fewer or none if the constraints leave no more (:func:`why_no_case`).
         seed: secret of this run.
-        max_rows: of the largest tensor, counting everything but its last axis.
+        max_rows: maximum rows of the largest tensor, over all axes except the last.
     """
     for factor in (1, _FACTOR_FOR_THE_DEMANDING):
         bounds = (factor * MAX_ELEMENTS, factor * max_rows)
@@ -261,7 +261,7 @@ def _gives_codes(definition: Definition) -> bool:
 
 
 def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
-    """What each case must have; the last one of a full set is empty, where an axis may be."""
+    """Return the demand on each case; the last case of a full set has an empty axis if one may be empty."""
     special = PLANTED if fuzzer.definition.special_values else None
     aligned, off = _Demand(odd=True, offset=0, layout=ROWS_ALIGNED), _Demand(odd=True, offset=0, layout=ROWS_OFF)
     unaligned = _Demand(offset=1) if count >= _WITH_BOTH else replace(off, offset=1)
@@ -275,16 +275,15 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
 
 
 def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
-    """Return the same shape, layouts and alignment again, with all that a model varies between two calls: range,
-    positions, scalars.
+    """Return the same shape, layouts and alignment with another range, other positions and other scalars, as in a model.
 
-    A Solution that was compiled for the one is compiled for the other, so this costs a call and an oracle.
+    It needs no further compilation, so it costs one call and one oracle.
 
     Args:
         definition: of the case.
         case: one of :func:`fuzz_cases`.
-        number: its place among them: successive ones take the ranges in turn.
-        scalars: of the Workload, around which continuous ones are varied.
+        number: its index among them; successive cases use successive ranges.
+        scalars: of the Workload; continuous ones are varied around these values.
     """
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
@@ -295,28 +294,28 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
 
 
 def why_no_case(definition: Definition, solution: Solution) -> str:
-    """For whoever wrote a Solution that :func:`fuzz_cases` found nothing for: what stands in the way."""
+    """Return the reason why :func:`fuzz_cases` found no case, for the author of the Solution."""
     constraints = " and ".join((*definition.constraints, *solution.spec.constraints)) or "none"
     most = MAX_ELEMENTS * _FACTOR_FOR_THE_DEMANDING
-    return f"no shape of at most {most} elements a tensor was found that meets the constraints ({constraints})"
+    return f"no shape of at most {most} elements per tensor was found that meets the constraints ({constraints})"
 
 
 # ---- fuzz layouts ---------------------------------------------------------------------------------
-# Layouts for fuzzing: strides that a Solution says it reads, and that no contiguous tensor has.
+# Strides that a Solution declares to read and that contiguous tensors do not have.
 
 CONTIGUOUS = "contiguous"
 ROWS_ALIGNED, ROWS_OFF = "rows_aligned", "rows_off"
-"""Padded rows that all begin at multiples of 16 bytes, as vectors and the tensor copy engine (TMA) want them, or that do not.
+"""Padded rows that all begin at multiples of 16 bytes, as vectors and the tensor copy engine (TMA) need them, or not.
 
-Where they do and the last extent is no such multiple, whatever writes whole vectors reaches into the padding: TMA does.
+If they do but the last extent is not such a multiple, code that writes whole vectors writes into the padding. TMA does so.
 """
 
 _VECTOR_BYTES = 16
 _ALIGNED_ELEMENTS = 64
 _PADDING = (1, 2, 3, 5, 7, 8, 9, 13, 16, 24, 64)
-"""Odd padding puts every second row off any vector's alignment; even padding keeps some alignments and loses others."""
+"""Odd padding misaligns every second row for any vector; even padding keeps some alignments and breaks others."""
 
-# Layout -> the class that a Solution must declare for a tensor to get it, and the dimensions that it takes.
+# Layout -> the class that a Solution must declare for the tensor, and the minimum number of dimensions.
 _NEEDS: dict[str, tuple[str, int]] = {
     ROWS_ALIGNED: ("row_contiguous", 2),
     ROWS_OFF: ("row_contiguous", 2),
@@ -330,9 +329,9 @@ _COLUMNS_START_AT = (4, 4, 8, 7)
 
 
 def layout_choices(definition: Definition, solution: Solution) -> dict[str, tuple[str, ...]]:
-    """Layout -> the tensors that may have it under the Solution's declared classes; ``contiguous`` is always there.
+    """Return layout -> tensors that may have it under the Solution's declared classes; ``contiguous`` is always included.
 
-    A tensor whose strides the Definition says has those in every case: only the sizes in them vary.
+    A tensor with strides in the Definition keeps them in every case; only the sizes in them vary.
     """
     tensors = [
         name for name in (*definition.tensor_inputs, *definition.written_outputs) if name not in definition.layouts
@@ -356,9 +355,7 @@ def _rank(definition: Definition, name: str) -> int:
 def ragged_rows(
     definition: Definition, takers: Sequence[str], axes: Mapping[str, int], dtypes: Mapping[str, str]
 ) -> int:
-    """Return how many rows that end between two multiples of 16 bytes an output among the tensors has; any, where none
-    is written.
-    """
+    """Return the maximum rows of an output that end between multiples of 16 bytes; without written tensors, of any tensor."""
     most = 0
     written = [name for name in takers if name in definition.written_outputs or name in definition.in_place]
     for name in written or takers:
@@ -382,10 +379,10 @@ def draw_layouts(
     *,
     everywhere: bool = False,
 ) -> dict[str, str]:
-    """Tensor -> ``strided(...)`` for most of the tensors that may have the layout, each with strides of its own.
+    """Return tensor -> ``strided(...)`` for most of the tensors that may have the layout, each with different strides.
 
-    Some stay contiguous, unless ``everywhere``, and no two need have the same padding, so that a kernel which takes one
-    tensor's strides for another's is found out. A tensor without elements stays contiguous.
+    Some stay contiguous unless ``everywhere`` is set, and paddings differ. A kernel that confuses the strides of two tensors
+    therefore fails. A tensor without elements stays contiguous.
     """
     solid = [name for name in takers if 0 not in definition.shape_of(name, axes)]
     if not solid or layout == CONTIGUOUS:
@@ -402,11 +399,11 @@ def draw_layouts(
 
 def _strides(layout: str, shape: tuple[int, ...], itemsize: int, generator: random.Random) -> tuple[int, ...]:
     match layout:
-        case "rows_swapped":  # [B, H, S, D] of memory that holds [B, S, H, D], as a model passes its heads
+        case "rows_swapped":  # a [B, H, S, D] view of [B, S, H, D] memory, as a model passes its heads
             return _permuted(shape, -3, -2)
         case "transposed":
             return _permuted(shape, -2, -1)
-        case "columns_padded":  # as scales that are loaded by columns, which begin at addresses of 16 bytes each
+        case "columns_padded":  # as scales that are loaded by columns, which begin at multiples of 16 bytes
             return _columns_padded(shape, generator.choice(_COLUMNS_START_AT))
         case "every_other":
             return tuple(2 * step for step in contiguous_strides(shape))
@@ -414,7 +411,7 @@ def _strides(layout: str, shape: tuple[int, ...], itemsize: int, generator: rand
 
 
 def _row_strides(layout: str, size: int, itemsize: int) -> list[int]:
-    """From one row to the next, longer than a row: where the next vector, or a larger block, begins, or off any vector."""
+    """Return row strides longer than a row: to the next vector or larger block, or misaligned for every vector."""
     if layout == ROWS_OFF:
         return [size + padding for padding in _PADDING if (size + padding) * itemsize % _VECTOR_BYTES]
     vector = max(1, _VECTOR_BYTES // itemsize)
@@ -423,7 +420,7 @@ def _row_strides(layout: str, size: int, itemsize: int) -> list[int]:
 
 
 def _columns_padded(shape: tuple[int, ...], multiple: int) -> tuple[int, ...]:
-    """Columns one after the other, each a multiple of so many elements long: gaps between them belong to nobody."""
+    """Return strides of consecutive columns, each padded to a multiple of ``multiple`` elements; the gaps are unused."""
     *batches, down, up = shape
     length = -(-down // multiple) * multiple
     return (*contiguous_strides((*batches, up, length))[:-2], 1, length)
@@ -443,8 +440,8 @@ def _spelled(strides: tuple[int, ...]) -> str:
     return f"strided({', '.join(map(str, strides))})"
 
 
-# ---- repair ---------------------------------------------------------------------------------------
-# Turns random sizes into sizes that meet the usual constraints, which they would seldom meet by chance.
+# ---- repair of sizes ------------------------------------------------------------------------------
+# Changes random sizes to meet the usual constraints, which random sizes rarely meet.
 
 _PASSES = 2  # meeting one constraint (R <= D) may break another (R % 2 == 0)
 
@@ -456,16 +453,16 @@ def repaired(
     dtypes: Mapping[str, str],
     generator: random.Random,
 ) -> dict[str, int]:
-    """Return the axes, changed where a constraint of a known form asks for it.
+    """Return the axes, changed to meet constraints of known forms.
 
-    Known are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an axis or
-    number, and ``and`` and ``or`` of these. Others are left to the caller, who must check the result anyway.
+    Known forms are multiples (``N % 8 == 0``, ``N * sizeof(T) % 16 == 0``), bounds and equalities between an axis and an
+    axis or number, and ``and`` and ``or`` of these. The caller must check the result, because other forms are ignored.
 
     Args:
         constraints: of the Definition and the Solution.
         axes: the sizes that may be changed.
         fixed: the sizes of const axes, which may not.
-        dtypes: what ``sizeof`` looks up.
+        dtypes: dtypes for ``sizeof``.
         generator: chooses among alternatives.
     """
     repair = _Repair({**fixed, **axes}, frozenset(axes), dtypes, generator)
@@ -521,7 +518,7 @@ class _Repair:
             self.sizes[name] = max(step, self.sizes[name] // step * step)
 
     def _meet_comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> None:
-        """Move the axis that stands alone on the left, else the one on the right, to the other side's value."""
+        """Set the axis that stands alone on one side, preferably the left, to satisfy the comparison with the other side."""
         slack = {ast.Lt: -1, ast.Gt: 1}.get(type(op), 0)
         for moving, other, sign in ((left, right, 1), (right, left, -1)):
             target = self._value(other)

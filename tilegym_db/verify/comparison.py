@@ -1,4 +1,4 @@
-"""Compares every output of one call with the oracle, each by the rules that its Definition gives it."""
+"""Compares every output of one call with the oracle, each by the rules of its Definition."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def check_outputs(
     exact: Collection[str] = (),
     conditioned: Collection[str] = (),
 ) -> dict[str, OutputVerdict]:
-    """Return a verdict for each output.
+    """Return a comparison for each output.
 
     Args:
-        definition: tolerances, and which outputs are indices into which tensor.
+        definition: has the tolerances, and the index outputs with the tensors they point into.
         dtypes: dtype variable -> dtype.
-        inputs: what the call was given (not what it left there).
+        inputs: of the call, before it ran.
         truth: the oracle's outputs.
         outputs: the call's, in the same shapes and the declared dtypes.
-        e_base: what the reference itself is off by, per output.
-        math: ``tf32`` where the Solution declares it.
+        e_base: error of the reference itself, per output.
+        math: ``tf32`` if the Solution declares it.
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
-        conditioned: outputs whose every element is judged by its own size (see :func:`reference_errors`).
+        conditioned: outputs whose elements are each checked relative to their size (see :func:`reference_errors`).
     """
     verdicts = _check_indices(definition, dtypes, inputs, truth, outputs, math)
     truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
@@ -84,7 +84,7 @@ def check_reference(
     as_written: Outputs,
     e_base: Mapping[str, BaseError],
 ) -> dict[str, OutputVerdict]:
-    """As :func:`check_outputs`, for the reference as written: its own worst row and element widen no bound for it."""
+    """Check the reference as written; see :func:`check_outputs`. Its own worst row and element widen no bound."""
     plain = {name: error.plain for name, error in e_base.items()}
     return check_outputs(definition, dtypes, inputs, truth, as_written, plain)
 
@@ -92,11 +92,11 @@ def check_reference(
 def check_lifted(
     definition: Definition, inputs: Mapping[str, Any], truth: Outputs, outputs: Outputs
 ) -> dict[str, OutputVerdict]:
-    """As :func:`check_outputs`, for another formulation that was lifted to fp64 as the oracle was."""
-    # Scalars such as eps are fp32 constants in some library calls; fp64 agreement ends there.
+    """Check another formulation that was lifted to fp64 like the oracle; see :func:`check_outputs`."""
+    # Scalars such as eps are fp32 constants in some library calls, so fp64 results may differ by fp32 rounding.
     limits = limits_for(definition, "float32")
     if limits is not None:
-        limits = replace(limits, share=1.0)  # in fp64 no sum ends beside a border by rounding
+        limits = replace(limits, share=1.0)  # fp64 sums do not cross borders by rounding
     verdicts = _check_indices(definition, None, inputs, truth, outputs)
     truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
     for name, value in outputs.items():
@@ -113,7 +113,7 @@ def _check_indices(
     outputs: Outputs,
     math: str = "ieee",
 ) -> dict[str, OutputVerdict]:
-    """Return a verdict for each output of indices; without ``dtypes``, what they point into was computed in fp64."""
+    """Return a comparison for each index output; ``dtypes`` None means that the values were computed in fp64."""
     verdicts = check_ranked_outputs(definition, inputs, outputs)
     verdicts |= check_sampled_outputs(definition, inputs, truth, [outputs])
     for name, source in definition.gathers.items():
@@ -131,9 +131,10 @@ def _check_indices(
 def reference_errors(
     definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
 ) -> tuple[dict[str, BaseError], frozenset[str]]:
-    """What the reference as written is off by itself, per output; nothing if equality or codes are compared.
+    """Return the error of the reference as written, per output; 0 if equality or codes are compared.
 
-    Also the outputs of which it gives every element, however small, to a relative error of its own: so must every Solution.
+    Also return the outputs of which the reference gives every element, however small, to a relative error; Solutions must
+    do so too.
     """
     errors, conditioned = dict.fromkeys(as_written, EXACTLY), set()
     for name, value in as_written.items():
@@ -148,29 +149,29 @@ def reference_errors(
 
 
 def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
-    """Return the outputs that every Solution must give exactly, on contents whose sums and products round nowhere."""
+    """Return the outputs that every Solution must give exactly, for contents whose sums and products never round."""
     return frozenset(name for name, value in as_written.items() if must_be_exact(value, truth[name]))
 
 
 # ---- indices --------------------------------------------------------------------------------------
-# The gate for indices: what they point at is compared, so that any choice among equal values passes.
+# Indices are compared by the values they point at, so that any choice among equal values passes.
 
 
 def check_gathered(
     name: str, actual: torch.Tensor, oracle: torch.Tensor, source: torch.Tensor, limits: Limits | None = None
 ) -> OutputVerdict:
-    """Compare indices by what they point at: any choice among equal values is right.
+    """Compare indices by the values they point at; any choice among equal values is right.
 
-    Indices must lie in the last axis of ``source``, be distinct in a row, and gather, one by one, what the oracle's gather.
-    A negative index of the oracle stands for "none", and must be equal.
+    Indices must lie in the last axis of ``source``, be distinct in a row, and each gather the value that the oracle's gathers.
+    A negative index of the oracle means "none", and must be equal.
 
     Args:
         name: the output's name, for the reason.
         actual: indices ``[..., K]``.
         oracle: the reference's indices, same shape.
-        source: the tensor pointed into, ``[..., E]``: an input as it was given, or the oracle's value of another output.
-        limits: bounds of the dtype of ``source`` where it is computed, since values that differ by its rounding may be taken
-            for one another; None if it is an input.
+        source: the tensor pointed into, ``[..., E]``: an input, or the oracle's value of another output.
+        limits: bounds of the dtype of ``source`` if it is computed, because values within its rounding count as equal; None
+            if it is an input.
     """
     if actual.numel() == 0:
         return PASSED
@@ -195,18 +196,17 @@ def check_gathered(
 def check_ranked(
     name: str, actual: torch.Tensor, ranked: torch.Tensor, limits: Limits, smallest: float, *, ordered: bool
 ) -> OutputVerdict:
-    """Indices must be those of the largest ranked values of their row; any choice among equal values is right.
+    """Check that indices are those of the largest ranked values of their row; any choice among equal values is right.
 
-    Values are equal where they differ by the rounding of the dtype in which they are ranked, or where both are too small to be
-    normal numbers there.
+    Values count as equal if they differ by the rounding of the ranking dtype, or if both are below its normal numbers.
 
     Args:
         name: the output's name, for the reason.
         actual: indices ``[..., K]``, distinct in a row.
         ranked: the values, ``[..., E]`` with E >= K, in fp64.
         limits: bounds of the dtype in which the reference as written ranks them.
-        smallest: normal number of that dtype.
-        ordered: whether they must come in descending order of their values.
+        smallest: smallest normal number of that dtype.
+        ordered: True if they must come in descending order of their values.
     """
     if actual.numel() == 0:
         return PASSED
@@ -249,38 +249,36 @@ def _repeated(index: torch.Tensor) -> torch.Tensor:
 
 
 # ---- ranking --------------------------------------------------------------------------------------
-# What a router ranks, and what follows from a choice: functions of a reference that the harness evaluates beside
-# ``run``.
+# A router may rank values that are neither input nor output, such as scores with a bias. No tensor of the call can then
+# confirm its indices.
 #
-# A router may rank values that are neither input nor output (probabilities, scores with a bias added), so that its
-# indices can be judged by no tensor of the call. The Definition names a function of its reference that gives these
-# values (``gathers``), and one for each output that depends on which of several equal values was chosen
-# (``follows``). Both run as the oracle does, in fp64 or as they are written, on the inputs of the call, and on
-# nothing of a Solution but the indices that it chose.
+# The Definition names a function of its reference that returns these values (``gathers``), and one for each output that
+# depends on the choice among equal values (``follows``). Both run as the oracle does, in fp64 or as written, on the
+# inputs of the call. From the Solution they take only the chosen indices.
 
 Inputs = Mapping[str, Any]
 
 
 def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputVerdict]:
-    """Return a verdict for each output of indices into values that a function of the reference ranks.
+    """Return a comparison for each output of indices into values that a function of the reference ranks.
 
     Args:
-        definition: says which outputs these are.
-        inputs: what the call was given.
+        definition: names these outputs.
+        inputs: of the call.
         outputs: the call's, in the declared shapes.
 
     Raises:
-        RecordError: a function of the reference raises, or gives something other than a row of values per row of indices.
+        RecordError: a function of the reference raises, or does not return a row of values per row of indices.
     """
     verdicts = {}
     for name, source in definition.gathers.items():
         if name not in outputs or source in definition.inputs or source in definition.outputs:
             continue
         index, rounding = outputs[name].long(), LIMITS["float32"].rtol
-        # In the dtype in which the reference as written ranks, equal is what its rounding cannot tell apart.
+        # Values count as equal if the rounding of the dtype in which the reference ranks cannot separate them.
         written = _ranked(definition, source, inputs, name, torch.zeros_like(index), rounding)
         limits, columns = LIMITS[dtype_name(written.dtype)], written.shape[-1]
-        chosen = index.clamp(0, columns - 1)  # what points outside is refused below, and indexes nothing before that
+        chosen = index.clamp(0, columns - 1)  # check_ranked reports indices outside the row; here they must not index
         if definition.oracle == "as_written":
             ranked = _ranked(definition, source, inputs, name, chosen, limits.rtol).double()
         else:
@@ -294,14 +292,14 @@ def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Output
 def followed(
     definition: Definition, inputs: Inputs, truth: Outputs, outputs: Outputs, wrong: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the oracle's outputs, with those that follow from indices evaluated for the indices that a call chose.
+    """Return the oracle's outputs; those that follow from indices are computed for the indices that a call chose.
 
     Args:
-        definition: says which outputs follow, and by which function.
-        inputs: what the call was given.
+        definition: names these outputs and their functions.
+        inputs: of the call.
         truth: the oracle's outputs.
         outputs: the call's.
-        wrong: outputs of indices that are refused already: the oracle's take their place.
+        wrong: index outputs that failed already; the oracle's are used instead.
     """
     found = dict(truth)
     if not definition.follows or any(name not in outputs for name in definition.gathers):

@@ -1,4 +1,4 @@
-"""Tells an element that nobody's arithmetic gives any better, a small difference of large terms, from one that is wrong."""
+"""Accepts output elements whose error is explained by catastrophic cancellation: small differences of large terms."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tilegym_db.verify.oracle import LIFTED_DTYPES, in_fp64, lift
 Outputs = Mapping[str, torch.Tensor]
 
 STEP = 2.0**-19
-"""Inputs are multiplied by 1 plus or minus at most this. A kernel that computes in float32 rounds each term a few times by up to
-2**-24; by half of the moves an element moves as far as ten such errors of its terms. Products of bfloat16 parts that leave one
-out are off by 2**-17, those of TF32 by 2**-11."""
+"""Inputs are multiplied by 1 plus or minus at most this. A float32 kernel rounds each term a few times by up to 2**-24; half
+of the moves move an element as far as ten such errors of its terms. Products of bfloat16 parts that leave one part out are
+off by 2**-17, those of TF32 by 2**-11."""
 DRAWS = 4
 SLACK_OF_ONE_DRAW = 16.0
-"""What one draw moves an element by says little; where not even so much explains an error, more draws will not."""
+"""Factor on the move of the first draw, which is a rough estimate. An error beyond it is not checked with more draws."""
 SPREAD = 3.0
-"""Roundings of half precision add up to a normal distribution, and draws show its standard deviation: an honest error is up to
-three times that. ``STEP`` needs no such factor, since it is many roundings of float32."""
+"""Roundings of half precision add up to a normal distribution, and draws show its standard deviation; correct errors are up
+to three times that. ``STEP`` needs no such factor, because it is many roundings of float32."""
 LEAST_SYMMETRIC = 0.25
-"""Where moving inputs back does not move an element back, to this share, it jumps: which side it is on is known exactly."""
+"""If moving inputs forth and back is less symmetric than this, the element jumps, and its exact side is known."""
 MOST_UNCERTAIN = 0.01
-"""Share of an output's elements that may be excused, or one: a kernel that is off in more of them is wrong."""
+"""Maximum share of an output's elements that may be excused, at least one; a kernel with more errors is wrong."""
 _GATES = frozenset({"rel_fro", "worst_row", "elementwise"})
 MOST_ELEMENTS = 1 << 27
-"""Numbers in the inputs and an output, up to which evaluating the oracle eight more times takes neither minutes nor gigabytes."""
+"""Maximum numbers in the inputs and an output, so that eight more evaluations of the oracle stay within seconds."""
 SAME_IN_FP64 = 0.01
-"""How far the reference in fp64 may be off its oracle, as a whole, for moves of the one to tell what is known of the other."""
+"""Maximum relative difference between the reference in fp64 and its oracle; above it, moves in fp64 say nothing."""
 SEED = 20_261_127
 
 
@@ -44,17 +44,17 @@ def without_uncertain(
     outputs: Outputs,
     check: Callable[[Outputs], Mapping[str, OutputVerdict]],
 ) -> dict[str, OutputVerdict]:
-    """What the gates say of outputs, without the elements that nobody can know any better where they alone fail.
+    """Check outputs, and accept failing elements that are ill-conditioned in float32.
 
     Args:
         definition: the operator.
-        inputs: what the call was given.
+        inputs: of the call.
         truth: the oracle's outputs.
         outputs: the call's.
-        check: puts outputs through the gates.
+        check: compares outputs through the gates.
 
     Returns:
-        A verdict for each output. Its figures leave out what was excused, so that they are within the bounds of what passes.
+        A comparison for each output. Its figures exclude the excused elements, so that passing figures are within bounds.
     """
     verdicts = dict(check(outputs))
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
@@ -80,10 +80,9 @@ def without_uncertain(
 def _may_be_uncertain(
     definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputVerdict
 ) -> bool:
-    """Return True if it makes sense to ask: only a few numbers are off, and evaluating the oracle some more times takes
-    no gigabytes.
+    """Return True if only a few numbers fail and more evaluations of the oracle fit in memory.
 
-    What points into something, or follows from such a choice, changes with the choice and is never excused.
+    Index outputs, and outputs that follow from them, change with the choice and are never excused.
     """
     if definition.gathers or definition.follows or definition.sampled or output.dtype not in LIFTED_DTYPES:
         return False
@@ -96,23 +95,23 @@ def _may_be_uncertain(
 
 
 class _Moved(NamedTuple):
-    """How far a draw moves the elements of an output: with all inputs together, and the squares with those of half precision."""
+    """The effect of a draw on an output: moves of all inputs together, and squares of moves of half-precision inputs."""
 
     together: torch.Tensor
     half_precision: torch.Tensor
 
 
 def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> Iterator[dict[str, _Moved]]:
-    """Draw after draw, how far each element of an output moves where every number that goes in moves by up to ``STEP`` of itself;
-    and where each input of half precision moves alone, by what its dtype rounds: kernels and the reference alike round weights to
-    it before they multiply them with such an input.
+    """Yield per draw how far each element moves if every input number moves by up to ``STEP`` of itself, or by its rounding.
 
-    Each draw is evaluated in fp64, forth and back. Inputs that the oracle takes one slice at a time stay as they are.
+    The second kind moves each half-precision input alone by the rounding of its dtype, because kernels and the reference
+    round weights to that dtype before they multiply them. Each draw is evaluated in fp64, forth and back. Inputs that the
+    oracle reads one slice at a time stay unchanged.
 
     Yields:
-        Output name -> absolute distances, in the output's shape. An output is absent where the reference says something else in
-        fp64 than the oracle does: codes, their scales, and what comes of the bits of a float32. There are no draws where the
-        reference cannot be evaluated in fp64 or there is no memory for it.
+        Output name -> absolute distances, in the output's shape. An output is absent if the fp64 reference differs from its
+        oracle: codes, their scales, and results of float32 bits. There are no draws if the reference cannot be evaluated in
+        fp64 or the memory does not suffice.
     """
     lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
     numbers = [name for name in lifted if _is_number_to_move(inputs[name])]
@@ -143,14 +142,16 @@ def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) ->
 
 
 def _uncertainty(draws: Sequence[_Moved]) -> torch.Tensor:
-    """What nobody knows an element any better than: the lower median of the draws, so that a jump which one of them meets counts
-    for nothing, and :data:`SPREAD` times the rms of what half precision moves it by."""
+    """Return the uncertainty of each element: the lower median of the draws plus :data:`SPREAD` times the half-precision rms.
+
+    The lower median ignores a jump in a single draw.
+    """
     together = torch.stack([each.together for each in draws]).sort(dim=0).values[(len(draws) - 1) // 2]
     return together + SPREAD * torch.stack([each.half_precision for each in draws]).mean(dim=0).sqrt()
 
 
 def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the output with the oracle's value for each element that is no further from it than that."""
+    """Return the output with the oracle's value for each element within ``distance`` of it."""
     near = (output.double() - truth.double()).abs() <= distance
     return torch.where(near, truth.to(output.dtype), output)
 
@@ -160,7 +161,7 @@ def _is_number_to_move(value: Any) -> bool:
 
 
 def _half_precision(inputs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, float]]:
-    """Of these inputs those that a number on the way may be rounded like, and by how much that is."""
+    """Return the inputs whose dtype rounds by more than ``STEP``, with that rounding."""
     rounds = {name: torch.finfo(inputs[name].dtype).eps / 2 for name in names}
     return [(name, step) for name, step in rounds.items() if step > STEP]
 
@@ -172,7 +173,7 @@ def _moved(value: torch.Tensor, seed: int, most: float) -> torch.Tensor:
 
 
 def _distance(start: torch.Tensor, forth: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Half of the way from one end to the other, where the start is about in its middle; else zero."""
+    """Return half of the way between both ends if the start is about in the middle; else zero."""
     start, forth, back = start.double(), forth.double(), back.double()
     way = (forth - back).abs()
     distance = torch.where((forth + back - 2 * start).abs() <= LEAST_SYMMETRIC * way, way / 2, 0.0)

@@ -1,4 +1,4 @@
-"""What the calls of one workload are fed with, and what they must give: drawn once, shared by every Solution."""
+"""The contents of a Workload's calls with their oracle outputs: drawn once and shared by every Solution."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tilegym_db.verify.phases import ORACLE, Phases
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
-# Seeds of one run are one secret number plus these, so that no two cases share contents.
+# The seeds of one run are one secret number plus these offsets, so that no two cases share contents.
 _OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
 
 
 UNUSUAL_BYTES = 4 << 30
-"""What the unusual sets of one workload may take together; of larger ones there is one, which differs from run to run."""
+"""Maximum bytes of all unusual sets of one workload; above it, one set is used, which differs from run to run."""
 
 
 def unusual_distributions(
     definition: Definition, workload: Workload, seed: int, max_bytes: int = UNUSUAL_BYTES
 ) -> tuple[str, ...]:
-    """Return the content sets that are verified beside those that are timed: whose ids or lengths are spread otherwise
-    than they mostly are, which are none where there are no such inputs; and all, where a file holds inputs of what is
-    timed.
+    """Return the content sets that are verified but not timed: those with an unusual spread of ids or lengths.
+
+    Without such inputs there are none; if a file holds timed inputs, there are all.
     """
     others = tuple(name for name in CONTENT_SETS if workload.files() or spreads_otherwise(definition, name))
     if not others:
@@ -42,14 +42,14 @@ def unusual_distributions(
 
 
 class ExpectedCache:
-    """Oracle results, computed once per case and shared by every runner; safe to ask from several threads."""
+    """A cache of oracle cases, computed once per case and shared by every runner; thread-safe."""
 
     def __init__(
         self, definition: Definition, device: str, phases: Phases | None = None, *, roots: Sequence[Path] = ()
     ) -> None:
-        """For one Definition on one device; how long its callers wait is added to ``phases``.
+        """Create the cache for one Definition on one device; waiting time is added to ``phases``.
 
-        Files that hold inputs lie below one of ``roots``. Each is read once.
+        Files with inputs lie below one of ``roots`` and are read once each.
         """
         self._definition = definition
         self._blobs = BlobReader(roots)
@@ -59,7 +59,7 @@ class ExpectedCache:
         self._known: dict[str, Expected | None] = {}
 
     def get(self, case: Case) -> Expected | None:
-        """Return the case with its oracle, or None if the reference itself does not pass it."""
+        """Return the case with its oracle, or None if the reference itself fails it."""
         with self._phases(ORACLE), self._lock:
             key = case.key
             if key not in self._known:
@@ -67,11 +67,11 @@ class ExpectedCache:
             return self._known[key]
 
     def once(self, case: Case) -> Expected | None:
-        """As :meth:`get`, for a case that is used once, and not kept."""
+        """Return the case with its oracle without caching it; see :meth:`get`."""
         return expect(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
-        """Forget everything; the tensors of large workloads must not pile up."""
+        """Forget everything, so that tensors of large workloads do not pile up."""
         with self._lock:
             self._known.clear()
             self._blobs.clear()
@@ -81,13 +81,13 @@ class ExpectedCache:
 class WorkloadContents:
     """Contents of one Workload's own shape.
 
-    ``sets`` are verified by every Solution and then used, over and over, while timing; ``dropped`` are those that the
-    reference itself does not pass. ``fresh`` draws more, which a Solution sees once.
+    ``sets`` are verified by every Solution and then reused for timing; ``dropped`` are those that the reference itself fails.
+    ``fresh`` draws further contents, which a Solution sees once.
 
-    Where ids or lengths decide how much there is to do, they are spread in all of these as they mostly are in a model, so that
-    all are one call's time (``docs/decisions/inputs.md``, 0035). ``unusual`` are verified and never timed.
+    If ids or lengths decide the amount of work, all of these spread them as usual in a model, so that every call takes the
+    same time (``docs/decisions/inputs.md``, 0035). ``unusual`` are verified but never timed.
 
-    Inputs that a file holds are the same in all ``sets``, and are drawn in all that is verified and not timed.
+    Inputs from files are the same in all ``sets``, and are drawn in contents that are verified but not timed.
     """
 
     definition: Definition
@@ -97,9 +97,9 @@ class WorkloadContents:
     sets: list[Expected] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     unusual: list[Expected] = field(default_factory=list)
-    """Calls whose ids or lengths are spread otherwise: over few groups, or all in one."""
+    """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
     other: Expected | None = None
-    """A second call of the shape, with other ranges and scalars, that is verified in turn with the first."""
+    """A second call of the shape with other ranges and scalars, verified in turn with the first."""
     _fresh: dict[int, list[Expected]] = field(default_factory=dict)
 
     @classmethod
@@ -109,8 +109,8 @@ class WorkloadContents:
         """Return every content set; with ``in_turn``, the second call too.
 
         Raises:
-            RecordError: there is no oracle for this workload.
-            torch.OutOfMemoryError: there is not enough memory for it here.
+            RecordError: this workload has no oracle.
+            torch.OutOfMemoryError: the oracle does not fit in memory here.
         """
         contents = cls(definition, workload, seed, cache)
         others = unusual_distributions(definition, workload, seed)
@@ -133,14 +133,14 @@ class WorkloadContents:
 
     @property
     def verified(self) -> list[Expected]:
-        """Every set that a pass stands for at this shape: those that are timed, then the unusual ones."""
+        """Every set that is verified at this shape: the timed ones, then the unusual ones."""
         return [*self.sets, *self.unusual]
 
     def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
-        """Up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
-        # Where the author had to draw noise, ranges make the maths ill-conditioned for some elements of millions.
+        """Return up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
+        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
         varies = not draws_noise(self.definition)
-        # Every Solution makes the first attempt, few a later one: of those only the newest is kept.
+        # Every Solution makes the first attempt, but few make later ones: of those only the newest is kept.
         self._fresh = {number: found for number, found in self._fresh.items() if number in (0, attempt)}
         known, tried = self._fresh.setdefault(attempt, []), 0
         while len(known) < count and tried < 4 * count:
@@ -155,7 +155,7 @@ class WorkloadContents:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether files hold every tensor: there is one content set then, and what is drawn may be another amount of work."""
+        """True if files hold every tensor: there is one content set, and drawn contents may differ in the amount of work."""
         drawn = {*self.definition.tensor_inputs} - {*self.definition.saved}
         return bool(drawn) and drawn <= {*self.workload.files()}
 

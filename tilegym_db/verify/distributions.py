@@ -1,4 +1,4 @@
-"""What the contents of a floating-point input can look like: each distribution brings out another kind of mistake."""
+"""Distributions of floating-point inputs, each of which exposes another kind of mistake, and their choice per case."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
 STEPS = "code_steps"
-"""Of operators that give codes: groups whose largest value is a code times a power of two, and values between two codes."""
+"""Contents for operators that return codes: group maxima near a code times a power of two, and values between two codes."""
 VARIED = "varied"
-"""Every input by a distribution of its own (:func:`tilegym_db.verify.distributions.styles_of`)."""
+"""A different distribution for every input (:func:`tilegym_db.verify.distributions.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
-"""Distributions on which the reference as written may overflow itself, so that the case is dropped."""
+"""Distributions on which the reference as written may overflow, so that the case is dropped."""
 DEMANDING = frozenset({"row_scale", "outliers", "max_quarter"})
-"""Contents whose range alone makes an operator ill-conditioned: nothing else of the call is to grow with them."""
+"""Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 LOUD = frozenset({"large", "channels", "shifted"})
-"""Contents that one input of a call has at a time."""
+"""Contents that at most one input of a call has."""
 QUIET = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
@@ -40,7 +40,7 @@ def _normal(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> tor
 
 
 def _row_scale(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    # 2**±10 where the dtype has room; half precision ends at 2**16, and products of two such tensors at half of that.
+    # 2**±10 if the dtype has room; half precision ends at 2**16, and products of two such tensors double the exponent.
     reach = min(10.0, math.log2(torch.finfo(dtype).max) / 4)
     exponent = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) * (2 * reach) - reach
     return _normal(generator, shape, dtype) * torch.exp2(exponent)
@@ -62,7 +62,7 @@ def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype)
 
 
 def _one_hot(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a single 1 in each row, anywhere; some rows are all zero, where a norm has only its epsilon to divide by."""
+    """Return a single 1 in each row; some rows are all zero, so that a norm divides by its epsilon only."""
     rows = (*shape[:-1], 1)
     place = torch.randint(0, shape[-1], rows, generator=generator, device=generator.device)
     hot = torch.rand(rows, generator=generator, device=generator.device) >= _ZERO_ROWS
@@ -75,9 +75,9 @@ def _max_quarter(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -
 
 
 def _subnormals(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Half the elements subnormal; all of them in half precision, whose subnormals no hardware flushes in fp32 maths.
+    """Return rows with half of the elements subnormal; in float16 all are, because hardware keeps them in fp32 maths.
 
-    Hardware may flush those of float32 and bfloat16 to zero, which must cost nothing beside the other half of a row.
+    Hardware may flush subnormals of float32 and bfloat16 to zero, which must not matter next to the other half of a row.
     """
     small = (torch.rand(shape, generator=generator, device=generator.device) * 2 - 1) * torch.finfo(dtype).tiny
     if dtype == torch.float16:
@@ -92,7 +92,7 @@ def _ties(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
 
 
 def _decades(dtype: torch.dtype) -> tuple[float, float]:
-    """By how many decades the range of a tensor may go down and up, so that products of two still are normal numbers."""
+    """Return the decades by which a tensor's range may go down and up such that products of two stay normal numbers."""
     return (2.0, 1.0) if dtype == torch.float16 else (8.0, 3.0)
 
 
@@ -111,13 +111,13 @@ def _large(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torc
 
 
 def _shifted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mean that is many times the deviation: E[x**2] is no variance then."""
+    """Return values whose mean is many times their deviation, so that E[x**2] is not the variance."""
     shift = _between(generator, 4.0, 30.0) * (1 if _between(generator, -1.0, 1.0) > 0 else -1)
     return _normal(generator, shape, dtype) + shift
 
 
 def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return the same few columns are large in every row, as the hidden states of language models have them."""
+    """Return values with the same few large columns in every row, as in hidden states of language models."""
     count = max(1, shape[-1] // 256)
     columns = torch.randint(0, shape[-1], (count,), generator=generator, device=generator.device)
     factors = torch.ones(shape[-1], device=generator.device)
@@ -126,7 +126,7 @@ def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> t
 
 
 def _sparse(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Nine of ten elements are zero, and so are some rows."""
+    """Return values with nine of ten elements zero, and some zero rows."""
     kept = torch.rand(shape, generator=generator, device=generator.device) < 0.1
     rows = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) >= _ZERO_ROWS
     return _normal(generator, shape, dtype) * (kept & rows)
@@ -138,20 +138,20 @@ def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -
 
 
 _LARGEST = (1.75, 1.5, 1.0)
-"""The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each over a power of two."""
+"""The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each divided by a power of two."""
 _BESIDE = (0.0, 1.0, -1.0)
-"""By how many steps of the dtype a band's largest value lies beside these: just above, a scale is the next power of two."""
+"""Steps of the dtype between a band's largest value and these; one step above, the scale is the next power of two."""
 _STEP_GROUP = 32
-"""Groups that share a scale are this long or a multiple of it, along either axis."""
+"""Length of a group that shares a scale, or a divisor of it, along either axis."""
 _STEP_BAND = 128
-"""So many columns have the same largest value."""
+"""Number of columns with the same largest value."""
 
 
 def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Scales of a power of two and just beside one, where rounding one wrongly shows, and ties of every format of three bits.
+    """Return values with scales at and next to powers of two, where wrong rounding shows, and ties of all three-bit formats.
 
-    Values have four bits behind the point and lie up to 2**-42 below the largest, so some are subnormal as codes. The first of
-    each group of columns, and of rows, is the largest.
+    Values have four bits after the point and lie down to 2**-42 below the largest, so some codes are subnormal. The first
+    element of each group of columns, and of rows, is the largest.
     """
 
     def whole(low: int, high: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) ->
     value = whole(16, 32) / 32 * torch.exp2(whole(-42, 1)) * unit
     value[..., ::_STEP_GROUP] = largest[::_STEP_GROUP]
     if len(shape) > 1:
-        if _between(generator, 0, 1) < 0.5:  # else, blocks of several rows would have the largest of these alone
+        if _between(generator, 0, 1) < 0.5:  # otherwise, blocks of several rows would only have the largest of these
             value[..., ::_STEP_GROUP] *= 1 + steps[torch.arange(shape[-2], device=device) % len(_BESIDE)][:, None]
         value[..., ::_STEP_GROUP, :] = largest
     return value * (2 * whole(0, 2) - 1)
@@ -176,12 +176,12 @@ def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
 
 
 def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
-    """Put one of each special value that the operator is defined for at a random place, and mask a whole row.
+    """Put one of each special value of the operator at a random place, and set one row to -inf.
 
-    The masked row is what an attention mask leaves of a query that may see nothing; it takes rows to spare. So does a NaN in the
-    last row, where an index of -1 leads that nobody may follow.
+    The -inf row is like a query that an attention mask excludes completely; it is set only if there are enough rows. In that
+    case the last row gets a NaN, which a kernel reads if it follows an index of -1.
     """
-    rows = value.reshape(-1, value.shape[-1])  # contiguous, so that this is a view
+    rows = value.reshape(-1, value.shape[-1])  # contiguous, so this is a view
 
     def somewhere(size: int) -> int:
         return int(torch.randint(0, size, (1,), generator=generator, device=generator.device))
@@ -205,12 +205,12 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "max_quarter": _max_quarter,
     "subnormals": _subnormals,
     "ties": _ties,
-    PLANTED: _normal,  # then plant, which needs to know what the Definition allows
+    PLANTED: _normal,  # then plant, which depends on the Definition
 }
-"""What the contents of a case may be, so that each brings out another kind of mistake in the maths."""
+"""Contents of cases, each of which exposes another kind of mistake in the maths."""
 
 RANGES: dict[str, Draw] = {
-    VARIED: _normal,  # of an operator without inputs that could vary
+    VARIED: _normal,  # for operators without inputs that could vary
     "tiny": _tiny,
     "channels": _channels,
     "shifted": _shifted,
@@ -218,32 +218,30 @@ RANGES: dict[str, Draw] = {
     "large": _large,
     "sorted_rows": _sorted_rows,
 }
-"""The same for mistakes in what a kernel expects of its inputs: a second call of a shape takes one of these."""
+"""Contents that expose wrong assumptions about the range of inputs; the second call of a shape uses one of these."""
 
 CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps}
 STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
-"""What fills one floating-point tensor: the contents of the case, or what weights are like in models."""
+"""Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
 
 
 # ---- variation ------------------------------------------------------------------------------------
-# What a model varies from call to call, drawn for one case: ranges of each input, kinds of weights, continuous
-# scalars.
+# Values that a model varies from call to call: ranges of inputs, kinds of weights, continuous scalars.
 #
-# Everything is a function of the case's seed, its contents and the name of the input, so that a report that names
-# these shows the same case again.
+# All of them depend only on the case's seed, its contents and the input's name, so that a report can reproduce the case.
 
 ScalarRange = tuple[float, float]
 
 DECADES_DOWN, DECADES_UP = 3.0, 2.0
-"""By how many decades a continuous scalar is varied around the Workload's own value."""
+"""Decades by which a continuous scalar is varied around the Workload's value."""
 KEEPS_ITS_SCALARS = 0.2
 _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
-"""Contents whose weights stay N(0, 1), so that no column of a row drowns in others (small integers where those are asked for)."""
+"""Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
 
 LOUD_SHARE = 0.6
 _MATRIX = 2
-"""Dimensions from which a tensor counts as data; with fewer it is a weight."""
+"""Minimum dimensions of data; a tensor with fewer is a weight."""
 
 
 def _drawn(seed: int, what: str) -> random.Random:
@@ -253,11 +251,9 @@ def _drawn(seed: int, what: str) -> random.Random:
 def vary_scalars(
     definition: Definition, scalars: Mapping[str, Scalar], distribution: str, seed: int
 ) -> dict[str, Scalar]:
-    """Return the scalars of one fuzz case: continuous ones over decades around the value given, those that select code
-    as given.
+    """Return the scalars of one fuzz case: continuous ones vary over decades around their value, others stay.
 
-    A value grows only where the contents are no challenge by themselves: a softmax of scores of 2**20 is nobody's to compute in
-    float32.
+    A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
     """
     drawn = _drawn(seed, "scalars")
     keeps = distribution == EXACT or drawn.random() < KEEPS_ITS_SCALARS
@@ -272,7 +268,7 @@ def vary_scalars(
 
 
 def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, ScalarRange]:
-    """Continuous scalar -> the smallest and the largest value among calls that were verified."""
+    """Return continuous scalar -> its smallest and largest value among the verified calls."""
     found: dict[str, ScalarRange] = {}
     for name, spec in definition.inputs.items():
         if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
@@ -283,10 +279,10 @@ def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> 
 
 
 def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str, str]:
-    """Input -> the distribution that its contents are drawn from.
+    """Return input -> the distribution of its contents.
 
-    Inputs that the Definition draws as noise (``normal``), because some contents make its maths ill-conditioned, take part in
-    what changes the range alone. At most one input of a case is loud, or products and exponentials would say nothing.
+    Inputs that the Definition draws as ``normal``, because other contents make its maths ill-conditioned, only change their
+    range. At most one input of a case has extreme contents, because otherwise products and exponentials lose all information.
     """
     drawn = _drawn(seed, "styles")
     names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
@@ -313,7 +309,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
 
 
 def _is_drawn(definition: Definition, name: str) -> bool:
-    """Return True for an input without a generator, or with one that says N(0, 1)."""
+    """Return True for an input without a generator, or with a ``normal`` one."""
     if definition.joint_inputs is not None and name in definition.joint_inputs.inputs:
         return False
     generator = definition.input_generators.get(name)

@@ -1,4 +1,4 @@
-"""What a case must give: drawn inputs, the oracle's outputs, and how far off the reference itself is."""
+"""Oracle cases: drawn inputs, the oracle's outputs, and the error of the reference itself."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tilegym_db.verify.oracle import as_written, oracle
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case must give: its inputs, the oracle's outputs and what the reference itself is off by per output."""
+    """A case with its inputs, the oracle's outputs and the error of the reference per output."""
 
     case: Case
     inputs: Mapping[str, Any]
     outputs: Mapping[str, torch.Tensor]
     e_base: Mapping[str, BaseError]
     exact: frozenset[str] = frozenset()
-    """Outputs that leave no room for rounding: they must equal the oracle's, rounded to their dtype."""
+    """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
-    """Outputs that the reference gives to their last digits, small elements included: so must everybody."""
+    """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
 
 
 def expect(
@@ -42,19 +42,21 @@ def expect(
     *,
     inputs: Mapping[str, Any] | None = None,
 ) -> Expected | None:
-    """Draw a case and evaluate the oracle; None if it proves nothing: its contents are none that the operator is called
-    with, or the reference as written fails it.
+    """Draw a case and evaluate the oracle.
+
+    Returns:
+        None if the case proves nothing: its contents break a rule of the operator, or the reference as written fails it.
 
     Args:
         definition: the operator.
         case: sizes and contents.
         device: where inputs are drawn and the oracle runs.
-        blobs: reads what the case has in files.
-        inputs: take the place of what would be drawn, by name.
+        blobs: reads inputs from files.
+        inputs: replace drawn inputs, by name.
 
     Raises:
-        RecordError: the reference raises, or returns another shape or dtype than the Definition declares; or what the case has
-            in files cannot be had, or is nothing that the operator is called with.
+        RecordError: the reference raises or returns another shape or dtype than declared; or contents from files cannot be
+            read or break a rule of the operator.
     """
     if inputs is None:
         inputs = draw_inputs(definition, case, device, blobs=blobs)
@@ -69,7 +71,7 @@ def expect(
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
-    # Beside the choice that the reference made: of equal values, another is as right.
+    # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
     verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
@@ -80,10 +82,10 @@ def expect(
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:
-    """Return the first of the Definition's rules about contents that these inputs break, or None.
+    """Return the first content constraint of the Definition that these inputs break, or None.
 
     Raises:
-        RecordError: one cannot be evaluated on them.
+        RecordError: a constraint cannot be evaluated.
     """
     for text in definition.content_constraints:
         try:
@@ -97,10 +99,10 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
 
 
 def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
-    """Return True if operations in another order leave the range of a dtype at contents near its end.
+    """Return True if another order of operations may overflow, for contents near the end of a dtype's range.
 
-    A reference that is its own oracle says so itself. Of another one a sum is known to stay inside in its own order alone, unless
-    it does so as well where all of its terms have one sign.
+    A reference that is its own oracle shows this itself. For others, a sum is known to stay in range only in its own order,
+    unless it also does with all terms of one sign.
     """
     if case.distribution not in REFERENCE_MAY_FAIL or not all(map(_is_finite, inputs.values())):
         return False

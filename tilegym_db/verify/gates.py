@@ -1,4 +1,4 @@
-"""The gates that one output must pass against the oracle. Pure: tensors in, a verdict with figures and a reason out."""
+"""The gates that one output must pass against the oracle: tensors in, a comparison with figures and a reason out."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import torch
 from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 
 # ---- distance -------------------------------------------------------------------------------------
-# How far a result is from the oracle's, as a whole and element by element beside its bound. Pure.
+# Errors of a result against the oracle's, as a whole and per element.
 
 SHORT_ROW = 32
-"""Rows with fewer elements have no meaningful rms of their own; the median over all rows stands in."""
+"""Minimum elements for a meaningful rms of a row; shorter rows use at least the median over all rows."""
 NEAR_ZERO_ROW = 1e-4
 FLUSHED = 2.0**24
-"""Hardware may flush an intermediate that is subnormal in float32 to zero, and it may then be multiplied by inputs of up to
-thousands and summed over as many terms. The error of a result may therefore be this many times float32's smallest normal number,
-1.2e-38: up to 2e-31."""
+"""Allowed error in units of float32's smallest normal number, 1.2e-38: up to 2e-31. Hardware may flush a subnormal
+intermediate to zero, which inputs of up to thousands may then scale, and as many terms may add up."""
 SHORT_RANGE = 1e6
-"""Dtypes that end below it keep their subnormals: float16, e4m3 and e5m2."""
+"""Dtypes with a smaller maximum keep their subnormals: float16, e4m3 and e5m2."""
 
 
 class BaseError(NamedTuple):
-    """What the reference as written is off by itself, in the output dtype.
+    """The error of the reference as written, in the output dtype.
 
-    ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in units
-    of its bound.
+    ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in
+    units of its bound.
     """
 
     rel_fro: float = 0.0
@@ -37,21 +36,21 @@ class BaseError(NamedTuple):
 
     @property
     def plain(self) -> BaseError:
-        """The error as a whole alone: the worst row and element widen no bound."""
+        """The overall error alone, so that the worst row and element widen no bound."""
         return BaseError(self.rel_fro)
 
 
 EXACTLY = BaseError()
-"""Of a reference that rounds nothing."""
+"""The error of a reference that rounds nothing."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A result beside the oracle's as rows of their last axis, ``[rows, columns]``, fp64; zero where either is not finite.
+    """A result against the oracle's as rows of their last axis, ``[rows, columns]``, fp64; zero if either is not finite.
 
-    ``scale``: the norm of each row that its error is measured by, ``[rows]``; ``rms`` the same for an element, ``[rows, 1]``.
-    ``bound``: what each element may be off by. ``finite``: where both are finite in the output dtype, in the output's shape;
-    None if that is everywhere. ``want`` may be the oracle's own memory: nobody may write to it.
+    ``scale``: the norm of each row that its error is relative to, ``[rows]``; ``rms`` the same per element, ``[rows, 1]``.
+    ``bound``: the allowed error of each element. ``finite``: True for elements that are finite in both in the output dtype, in
+    the output's shape; None if all are. ``want`` may share the oracle's memory and must not be changed.
     """
 
     want: torch.Tensor
@@ -63,19 +62,19 @@ class Rows:
 
     @property
     def relative(self) -> torch.Tensor:
-        """Of each row, ``[rows]``."""
+        """The relative error of each row, ``[rows]``."""
         share = torch.linalg.vector_norm(self.error, dim=1) / self.scale
         return torch.where(self.scale > 0, share, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
 
     @property
     def rel_fro(self) -> float:
-        """Relative Frobenius error of all rows; inf where the oracle is zero and the result is not."""
+        """Relative Frobenius error of all rows; inf if the oracle is zero and the result is not."""
         return _ratio_of_norms(self.error, self.want)
 
     @property
     def base_error(self) -> BaseError:
-        """What the result is off by, where it is the reference's."""
-        of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # no error of no bound is none
+        """The error of the result as a :class:`BaseError`, if the result is the reference's."""
+        of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # 0 / 0 counts as no error
         return BaseError(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
 
 
@@ -83,7 +82,7 @@ def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> 
     """Return every element's error and bound.
 
     Args:
-        actual: a result in the output dtype, any strides; one element at least.
+        actual: a result in the output dtype, with any strides and at least one element.
         oracle: the oracle's, same shape.
         limits: bounds of the output dtype.
     """
@@ -100,9 +99,9 @@ def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> 
 
 
 def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
-    """Relative Frobenius error over the elements that are finite in both; inf where the oracle is zero and actual is not.
+    """Return the relative Frobenius error over elements that are finite in both; inf if only the oracle is zero.
 
-    What hardware may flush to zero in the dtype of ``actual`` is no error.
+    Values that hardware may flush to zero in the dtype of ``actual`` count as no error.
     """
     finite = _finite_in_both(actual, oracle)
     want = oracle.double() if finite is None else torch.where(finite, oracle.double(), 0.0)
@@ -117,9 +116,10 @@ def _ratio_of_norms(error: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool = False) -> torch.Tensor | None:
-    """Where both are finite, and with ``rounded`` the oracle in the dtype of ``actual`` too; None if that is everywhere.
+    """Return a mask of the elements that are finite in both; None if all are.
 
-    The largest number of each mostly says so at once: on a CPU, masks of everything take longer than all else in a comparison.
+    With ``rounded``, the oracle must also be finite in the dtype of ``actual``. The largest numbers mostly decide at once,
+    because full masks would dominate the time of a comparison on a CPU.
     """
     most = torch.finfo(actual.dtype if rounded else torch.float64).max
     if not actual.numel() or (_largest(actual) < math.inf and _largest(oracle) <= most):
@@ -128,67 +128,66 @@ def _finite_in_both(actual: torch.Tensor, oracle: torch.Tensor, *, rounded: bool
 
 
 def _largest(value: torch.Tensor) -> float:
-    """Of the absolute values; NaN where one is NaN."""
+    """Return the largest absolute value; NaN if one is NaN."""
     low, high = torch.aminmax(_wide(value))
     return float(torch.maximum(low.abs(), high.abs()))
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """In a dtype that PyTorch has these operations for, which 8-bit floats are not."""
+    """Return the tensor in a dtype for which PyTorch has these operations; 8-bit floats have none."""
     return value if value.element_size() > 1 else value.float()
 
 
 def _absolute_error(
     actual: torch.Tensor, want: torch.Tensor, finite: torch.Tensor | None, atol: float = 0.0
 ) -> torch.Tensor:
-    """Absolute error where both are finite, in fp64, less what no honest kernel can be blamed for.
+    """Return the absolute error in fp64, 0 if not finite in both, and 0 below the smallest error that counts.
 
     Args:
         actual: a result in the output dtype.
         want: the oracle's in fp64.
-        finite: where both are finite; None for everywhere.
-        atol: up to which an error is none.
+        finite: mask of elements that are finite in both; None for all.
+        atol: an error up to this counts as 0.
     """
-    error = actual.to(torch.float64, copy=True).sub_(want)  # one block of memory: a new one for each step takes longer
+    error = actual.to(torch.float64, copy=True).sub_(want)  # in place: a new block of memory per step is slower
     if finite is not None:
         error = torch.where(finite, error, 0.0)
     return torch.threshold_(error.abs_(), max(_smallest_honest_error(actual.dtype), atol), 0.0)
 
 
 def _smallest_honest_error(dtype: torch.dtype) -> float:
-    """What an element may be off by where the bound itself is next to nothing: the row is zero, or close to it.
+    """Return the allowed error of an element whose bound is almost zero, because its row is.
 
-    Hardware may flush what is subnormal in float32 (and so in bfloat16) to zero, and so may a kernel's terms be. It keeps the
-    subnormals of shorter dtypes, which start at 6e-5 in float16, where probabilities over a vocabulary lie: there only a step of
-    their grid is allowed.
+    Hardware may flush subnormals of float32 (and so of bfloat16) to zero, and terms of a kernel too. It keeps subnormals of
+    shorter dtypes: those of float16 start at 6e-5, which is the size of probabilities over a vocabulary. There, only one step
+    of the subnormal grid is allowed.
     """
     finfo = torch.finfo(dtype)
     return finfo.tiny * (finfo.eps if finfo.max < SHORT_RANGE else FLUSHED)
 
 
 MIN_ELEMENTS_FOR_EXACT = 64
-"""Fewer results may all be exact by luck (a mean of three numbers), which says nothing about another kernel's luck."""
+"""Minimum number of results that are all exact; fewer may be so by luck (a mean of three numbers)."""
 
 E_BASE_FACTOR = 2.0
-"""What the reference itself is off by, as a whole, in its worst row or element, another one may be off by so many times."""
+"""Factor on the error of the reference, as a whole and of its worst row or element, that a Solution may reach."""
 RELATIVE_OF_REFERENCE, RELATIVE_OF_SOLUTION = 0.5, 4.0
-"""In units of ``rtol``: where the reference as written is that close everywhere, a Solution must be so close to a probability."""
+"""In units of ``rtol``: if the reference as written is this accurate everywhere, a Solution must be so for probabilities."""
 NEGLIGIBLE = 1e-4
-"""Of a row's rms: an element below may be all rounding error of the terms that it is the sum of."""
+"""Size in units of a row's rms below which an element may be all rounding error of its terms."""
 NEGLIGIBLE_PROBABILITY = 1e-9
 PROBABILITIES_SUM_TO = 1e-5
 MOST_CUT = 0.01
-"""Share of the elements that count which may be zero where the oracle is not: terms that cancel exactly are that rare."""
+"""Maximum share of counted elements that may be zero if the oracle is not; exact cancellation is this rare."""
 
 _ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
-    """Return True if no step of an operator rounds on these inputs, so that every Solution must give the very same
-    values.
+    """Return True if no step of an operator rounds on these inputs, so that every Solution must give the same values.
 
-    That is so where the fp64 oracle is a float32 number everywhere, which a result that rounds on the way is not, and the
-    reference as written gives it, rounded once to the output dtype.
+    That holds if the fp64 oracle is a float32 number everywhere, and the reference as written is the oracle rounded once to the
+    output dtype.
 
     Args:
         as_written: the reference's output in the output dtype.
@@ -202,17 +201,17 @@ def must_be_exact(as_written: torch.Tensor, truth: torch.Tensor) -> bool:
 
 
 def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: Limits, rows: Rows) -> bool:
-    """Return True if the reference as written gives every element to a relative error of its own, however small it is.
+    """Return True if the reference as written gives every element to a small relative error, however small the element is.
 
-    Then a Solution has no excuse for cutting small ones to zero: a probability of a thousandth of the largest, say, which no norm
-    over the row can see. It may still round more on the way than the reference did by luck, so only probabilities, which are
-    no difference of anything, are judged by their own size.
+    A Solution must then not cut small elements to zero, such as a probability of a thousandth of the largest, which norms over
+    the row miss. It may still round more often than the reference, so only probabilities are checked by their own size: they
+    are not differences.
 
     Args:
         as_written: the reference's output in the output dtype.
         truth: the same output of the fp64 oracle.
         limits: bounds of the output dtype.
-        rows: the two, compared.
+        rows: the comparison of the two.
     """
     if truth.dtype != torch.float64 or as_written.dtype not in _ROUNDING_DTYPES:
         return False
@@ -225,7 +224,7 @@ def is_well_conditioned(as_written: torch.Tensor, truth: torch.Tensor, limits: L
 
 
 def _by_size(rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(size of each element, whether it is large enough to count, whether its row is one of probabilities, ``[rows, 1]``)."""
+    """Return the size of each element, whether it is large enough to count, and whether its row is probabilities."""
     probable = _are_probabilities(rows.want)
     norms = torch.linalg.vector_norm(rows.want, dim=1, keepdim=True)
     smallest = torch.where(probable, NEGLIGIBLE_PROBABILITY, NEGLIGIBLE * norms / math.sqrt(rows.want.shape[1]))
@@ -234,7 +233,7 @@ def _by_size(rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _are_probabilities(rows: torch.Tensor) -> torch.Tensor:
-    """True for each row of numbers that are not negative and sum to one; ``[rows, 1]``."""
+    """Return True for each row of non-negative numbers that sum to one; ``[rows, 1]``."""
     sums = rows.sum(dim=1, keepdim=True)
     return ((sums - 1).abs() < PROBABILITIES_SUM_TO) & (rows.amin(dim=1, keepdim=True) >= 0) & (rows.shape[1] > 1)
 
@@ -253,13 +252,13 @@ def check_output(
 
     Args:
         name: the output's name, for the reason.
-        actual: what the Solution wrote, in the output dtype, any strides.
+        actual: the Solution's output in the output dtype, any strides.
         oracle: the reference in fp64 (or, for integer and quantised outputs, as written), same shape.
-        limits: bounds of the output dtype; None demands equality, bit for bit.
-        e_base: what the reference itself is off by in the output dtype.
-        exact: demand the oracle's value, rounded to the output dtype, of every element (see :func:`must_be_exact`). Zeros
-            may differ in sign, since an accumulator that starts from zero loses it.
-        conditioned: demand a relative error of every element that is not negligible (see :func:`is_well_conditioned`).
+        limits: bounds of the output dtype; None requires equal bits.
+        e_base: error of the reference itself in the output dtype.
+        exact: require the oracle's value, rounded to the output dtype, of every element (see :func:`must_be_exact`). Zeros
+            may differ in sign, because an accumulator that starts from zero loses it.
+        conditioned: limit the relative error of every element that is not negligible (see :func:`is_well_conditioned`).
     """
     if actual.numel() == 0:
         return PASSED
@@ -299,13 +298,13 @@ def _check_close(
     name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: BaseError, rows: Rows
 ) -> OutputVerdict:
     row_rel = rows.relative
-    # Where the reference passes by a hair, others that are as right would pass or fail by chance: twice its error passes too.
+    # If the reference passes barely, equally correct results would pass or fail by chance, so twice its error passes.
     slack = min(max(1.0, E_BASE_FACTOR * e_base.element), E_BASE_FACTOR) if limits.share == 1 else 1.0
     bound = rows.bound if slack == 1.0 else slack * rows.bound
     wrong = (rows.error > bound).reshape(actual.shape)
     mask_wrong = None
     if rows.finite is not None:
-        # Rounded to the output dtype first, so that a value that overflows there is expected to be infinite.
+        # Round to the output dtype first: a value that overflows there is expected to be infinite.
         mask_wrong = _mask_mismatch(actual, oracle.to(actual.dtype))
         wrong |= mask_wrong
     count = int(wrong.sum()) if bool(wrong.any()) else 0
@@ -368,7 +367,7 @@ def _check_exact(name: str, actual: torch.Tensor, want: torch.Tensor, *, bitwise
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    """Return the bits as integers; of NaN one pattern, since which one it is says nothing."""
+    """Return the bits as integers; all NaNs have the same pattern."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
     bits = value.contiguous().view(integer)
     return torch.where(torch.isnan(value), torch.full_like(bits, -1 if integer != torch.uint8 else 255), bits)
@@ -381,7 +380,7 @@ def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
     apart = (order_got - order_want).abs()
     got, want = code_values(actual, bits), code_values(want_codes, bits)
     differing = int((apart > 0).sum())
-    equal = 1.0 - differing / apart.numel()  # a mean of ones is not one on every device
+    equal = 1.0 - differing / apart.numel()  # a mean of ones is not exactly one on every device
     finite = torch.isfinite(got) & torch.isfinite(want)
     error = torch.where(finite, got - want, 0.0).abs()
     rel = relative_error(got, want)
@@ -406,28 +405,26 @@ def _whole_row(row: int, actual: torch.Tensor) -> torch.Tensor:
 
 
 # ---- share ----------------------------------------------------------------------------------------
-# Which elements of a low-precision product may lie beyond the elementwise bound: few, spread out, and none of them
-# far.
+# A few elements of a low-precision product may exceed the element-wise bound if they are spread out and not far off.
 #
-# A sum that ends on the other side of a border between two codes moves what is computed from that code, and nothing
-# near it. What a kernel leaves out lies side by side instead: a row, a column, a tile, a head.
+# If rounding moves a sum across a border between two codes, only results of that code change. Elements that a kernel
+# leaves out are neighbours instead: a row, a column, a tile or a head.
 
 CAP = 8.0
-"""Bounds that no element may exceed. Codes one step off moved elements of honest products by up to 4 (decision 0036)."""
+"""Maximum error in units of the bound; a code that is one step off moved elements of correct products by up to 4 (0036)."""
 _OF_ITSELF, _OF_ROW = 0.25, 0.5
-"""However wide the bound is: what is missing altogether is off by all of itself."""
+"""Maximum error as shares of the element and of the row's rms, however wide the bound is: a missing element exceeds it."""
 WINDOWS = ((16, 16), (64, 1))
-"""Rows and columns of which at most half may lie beyond the bound: the smallest tile of a kernel, a piece of a column."""
+"""Rows and columns of windows of which at most half may exceed the bound: the smallest tile, and a piece of a column."""
 _HALF = 0.5
 _FEWEST = 64
-"""A window of fewer elements may be full of strays by chance; of few rows it is so much wider."""
+"""Minimum elements of a window, because a smaller one may be full by chance; with few rows it is wider."""
 
 
 def share_problem(
     error: torch.Tensor, bound: torch.Tensor, size: torch.Tensor, rms: torch.Tensor, share: float
 ) -> tuple[str, str, torch.Tensor] | None:
-    """Return the gate, a sentence and the elements to show where too many lie beyond the bound, or too close together,
-    or one too far.
+    """Return the gate, a reason and the elements to show if too many exceed the bound, are too close together, or one too far.
 
     Args:
         error: absolute error, ``[rows, columns]``.
@@ -463,13 +460,13 @@ def share_problem(
 
 
 def _crowded(beyond: torch.Tensor, height: int, width: int) -> tuple[tuple[int, int], torch.Tensor] | None:
-    """(first row and column, contents) of the window with most strays, where they are more than half of it."""
+    """Return the first row and column, and the contents, of the fullest window if it is more than half full; else None."""
     rows, columns = beyond.shape
     height = min(height, rows)
     width = min(max(width, _FEWEST // height), columns)
     if height * width < min(_FEWEST, beyond.numel()):
         return None
-    # Windows that reach over an edge are moved back inside, as a smaller one may be full by chance.
+    # Windows that cross an edge are moved inside, because a smaller window may be full by chance.
     tops, lefts = (_starts(size, step) for size, step in ((rows, height), (columns, width)))
     down = (tops[:, None] + torch.arange(height)).reshape(-1).to(beyond.device)
     along = (lefts[:, None] + torch.arange(width)).reshape(-1).to(beyond.device)
@@ -487,19 +484,19 @@ def _starts(size: int, step: int) -> torch.Tensor:
 
 
 # ---- codes ----------------------------------------------------------------------------------------
-# Quantised formats as codes: neighbours on the number line differ by one, whatever the format's bits are.
+# Quantised formats as ordered integers: neighbours on the number line differ by one in every format.
 
 _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torch.Tensor:
-    """Codes as int32 in the order of the values they stand for; two codes of 4 bits come out of each byte, the low first.
+    """Return codes as int32 in the order of their values; each byte gives two codes of 4 bits, the low one first.
 
     Args:
         value: the quantised tensor.
-        bits: of a code.
-        signed_zeros: put -0 one below 0. Else both are one code: the sign of what is too small for a code depends on whether
-            products and sums are fused, since a product that underflows to 0 loses it before it is added to 0.
+        bits: per code.
+        signed_zeros: order -0 one below 0. Otherwise both are one code: a value that is too small for a code loses its sign
+            if a product underflows to 0 before it is added to 0, which depends on fused operations.
     """
     code = _split(value, bits)
     sign = 1 << (bits - 1)
@@ -507,7 +504,7 @@ def ordered_codes(value: torch.Tensor, bits: int, *, signed_zeros: bool) -> torc
 
 
 def code_values(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers that the codes stand for, as float32, laid out as :func:`ordered_codes` lays them out."""
+    """Return the values of the codes as float32, in the layout of :func:`ordered_codes`."""
     if bits == 8:
         return value.float()
     magnitudes = torch.tensor(_FP4_MAGNITUDES, device=value.device)
@@ -520,17 +517,16 @@ def _split(value: torch.Tensor, bits: int) -> torch.Tensor:
     return code if bits == 8 else torch.stack([code & 15, code >> 4], dim=-1).flatten(-2)
 
 
-# ---- verdicts -------------------------------------------------------------------------------------
-# What a comparison says of one output: the gate that failed, the figures, and where to look.
+# ---- comparisons ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """How one output compares with the oracle. ``gate`` names the one that failed, or is None if all hold.
+    """The comparison of one output with the oracle. ``gate`` names the failed gate, or is None if all pass.
 
-    ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's own units. ``reason``: for a person,
-    with the first wrong index, what was expected and what was there; the fields after it hold the same for a report.
-    ``worst_row`` counts rows over all axes but the last.
+    ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's unit. ``reason``: a sentence with the first
+    wrong index, the expected and the actual value; the fields after it hold the same for a report. ``worst_row`` counts rows
+    over all axes except the last.
     """
 
     gate: str | None
@@ -546,7 +542,7 @@ class OutputVerdict:
 
     @property
     def passed(self) -> bool:
-        """True if every gate holds."""
+        """True if every gate passes."""
         return self.gate is None
 
 
@@ -562,16 +558,16 @@ def failed(
     oracle: torch.Tensor,
     worst_row: int,
 ) -> OutputVerdict:
-    """Return a verdict on a failed gate that shows the first wrong element.
+    """Return a comparison with a failed gate that shows the first wrong element.
 
     Args:
-        gate: which one.
-        what: the sentence for a person, without the element.
-        figures: ``rel_fro``, ``worst_row_rel``, ``max_abs`` and ``matched_ratio`` of the verdict.
-        wrong: True if an element is wrong; at least one is.
-        actual: what was there.
-        oracle: what was expected.
-        worst_row: as in the verdict.
+        gate: the failed gate.
+        what: the reason without the element.
+        figures: ``rel_fro``, ``worst_row_rel``, ``max_abs`` and ``matched_ratio`` of the comparison.
+        wrong: True for wrong elements; at least one is.
+        actual: the Solution's output.
+        oracle: the expected output.
+        worst_row: see :class:`OutputVerdict`.
     """
     index = tuple(int(i) for i in torch.nonzero(wrong)[0]) if wrong.dim() else ()
     expected, got = (f"{float(value[index].double()):.6g}" for value in (oracle, actual))
@@ -580,6 +576,6 @@ def failed(
 
 
 def row_of_most(wrong: torch.Tensor) -> int:
-    """Return the row, counted over all axes but the last, with most elements flagged."""
+    """Return the row, counted over all axes except the last, with the most flagged elements."""
     columns = wrong.shape[-1] if wrong.dim() else 1
     return int(wrong.reshape(-1, columns).sum(dim=1).argmax())

@@ -1,4 +1,7 @@
-"""Draws the inputs of one call: contents by distribution, secret seed, declared layout."""
+"""Draws the inputs of one call from distributions, generators and files, by a secret seed.
+
+Its parts are the drawing, the generators, rotary tables, and files of inputs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tilegym_db.verify.distributions import CONTENTS, PLANTED, STYLES, plant, st
 from tilegym_db.verify.oracle import as_written, load_function
 
 _INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
-"""Dtype -> the first number and the one after the last, where it says which there are."""
+"""Dtype -> its first number and the one after its last, if not all integers are drawn alike."""
 
 
 Shape = tuple[int, ...]
@@ -35,7 +38,7 @@ Inputs = dict[str, torch.Tensor | Scalar]
 
 
 def draws_noise(definition: Definition) -> bool:
-    """Return True if some input is noise whatever a case asks for, so that no contents are small integers throughout."""
+    """Return True if some input is always noise, so that contents cannot be small integers throughout."""
     return (
         bool(definition.saved)
         or definition.joint_inputs is not None
@@ -44,21 +47,17 @@ def draws_noise(definition: Definition) -> bool:
 
 
 def draws_spread(definition: Definition) -> bool:
-    """Return True if what a call has to do may depend on how its ids, lengths or probabilities are spread, as that of
-    experts does.
-    """
+    """Return True if the amount of work may depend on the spread of ids, lengths or probabilities, as for experts."""
     return bool(_spreads(definition))
 
 
 def spreads_otherwise(definition: Definition, distribution: str) -> bool:
-    """Return True if the cases of a distribution have ids, lengths or probabilities spread otherwise than they mostly
-    are.
-    """
+    """Return True if cases of a distribution spread ids, lengths or probabilities in an unusual way."""
     return any(contents_among(contents, distribution) != contents[0] for contents in _spreads(definition))
 
 
 def _spreads(definition: Definition) -> list[tuple[str, ...]]:
-    """Return the contents of everything drawn that may decide how much there is to do, the usual ones first."""
+    """Return the contents of every draw that may decide the amount of work, the usual ones first."""
     found = [spread_contents(generator) for generator in definition.input_generators.values()]
     if definition.joint_inputs is not None and _joint_decides(definition):
         found.append(definition.joint_inputs.contents)
@@ -68,7 +67,7 @@ def _spreads(definition: Definition) -> list[tuple[str, ...]]:
 
 
 def _joint_decides(definition: Definition) -> bool:
-    """Return True if inputs drawn together have ids or counts among them, or are probabilities to draw from."""
+    """Return True if joint inputs include ids, counts or flags, or feed a random draw."""
     joint = definition.joint_inputs.inputs if definition.joint_inputs is not None else ()
     spelled = {definition.inputs[name].dtype for name in joint}
     dtypes = {choice for dtype in spelled for choice in definition.dtypes.get(dtype, (dtype,))}
@@ -76,19 +75,19 @@ def _joint_decides(definition: Definition) -> bool:
 
 
 def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobReader | None = None) -> Inputs:
-    """Input name -> tensor or scalar, in Definition order.
+    """Return input name -> tensor or scalar, in Definition order.
 
-    Tensors are drawn in fp32 from ``case.seed`` on the device and rounded to the target dtype; they are contiguous (the
-    caller lays them out by ``case.strides``). Saved tensors of a backward are what its forward gives for the others.
+    Tensors are drawn in fp32 from ``case.seed`` on the device and rounded to the target dtype. They are contiguous; the caller
+    lays them out by ``case.strides``. Saved tensors of a backward are computed by its forward from the others.
 
     Args:
         definition: names, shapes, dtypes and generators.
         case: sizes and contents.
         device: ``cpu`` or ``cuda:<n>``. The same seed draws other numbers on another device.
-        blobs: reads what the case has in files; by default no file can be read.
+        blobs: reads the inputs that the case has in files; by default no file can be read.
 
     Raises:
-        RecordError: a file is missing, is not what it was, or does not hold such a tensor.
+        RecordError: a file is missing, differs from its sha256, or does not hold such a tensor.
     """
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
@@ -111,9 +110,9 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
 
 
 def _with_saved(backward: Definition, case: Case, drawn: Inputs, device: str) -> Inputs:
-    """Inputs of a backward with its saved tensors: outputs of the forward's reference, as written, for inputs of that.
+    """Return the inputs of a backward with its saved tensors: outputs of the forward's reference as written.
 
-    Inputs of the forward that the backward does not take are drawn as the forward's own would be.
+    Inputs of the forward that the backward does not take are drawn as for the forward.
     """
     forward = forward_of(backward)
     call = replace(
@@ -144,7 +143,7 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
     elif generated is not None and generated.kind != "normal":
         value = _uniform(generated, generator, shape, case.call.axes)
     elif not dtype.is_floating_point:
-        # Every byte, as codes are packed in bytes: each half of one must take all of its sixteen values.
+        # Draw every byte, because codes are packed in bytes: each half must take all of its sixteen values.
         low, high = _INTEGERS.get(dtype, (-100, 100) if dtype.is_signed else (0, 200))
         value = torch.randint(low, high, shape, generator=generator, device=device)
     elif 0 in shape or not shape:
@@ -168,24 +167,23 @@ def _uniform(spec: InputGenerator, generator: torch.Generator, shape: Shape, axe
 
 
 # ---- generators -----------------------------------------------------------------------------------
-# Draws inputs that are no noise around zero: ids, offsets, scales, probabilities, decays, codes, and what belongs
-# together.
+# Inputs other than noise around zero: ids, offsets, scales, probabilities, decays, codes, and joint inputs.
 
 Axes = Mapping[str, int]
 
 ID_CONTENTS = ("uniform", "zipf", "one_row", "some_none", "all_none")
-"""How ids are spread: evenly, by Zipf's law, the same few in each row, 30% of them -1, and all of them -1."""
+"""Spreads of ids: even, by Zipf's law, the same few in each row, 30% of them -1, and all of them -1."""
 NONE_SHARE = 0.3
 INTEGER_CONTENTS = ("even", "even", "few", "zipf", "ends", "one")
-"""How whole numbers are spread: evenly, over three of them, by Zipf's law, at both ends of their range, and all the same."""
+"""Spreads of whole numbers: even, over three of them, by Zipf's law, at both ends of their range, and all the same."""
 SCALE_CONTENTS = ("usual", "decades", "usual", "one_decade", "alike")
-"""How factors are spread: within a decade, over ten decades, around another decade, and all the same."""
+"""Spreads of factors: within a decade, over ten decades, around another decade, and all the same."""
 _FEW = 3
 _DECADES_DOWN, _DECADES_UP = 7.0, 3.0
 LENGTH_CONTENTS = ("even", "skewed", "one_takes_all", "some_empty")
-"""How the lengths between offsets are spread."""
+"""Spreads of the lengths between offsets."""
 DECAY_ROWS = 0.1
-"""Share of the elements of a decay that are 0 (nothing is forgotten), and again of those at its lower bound."""
+"""Share of a decay's elements that are 0 (nothing is forgotten); the same share is at its lower bound."""
 LOWEST_DECAY = -80.0
 
 # Codes of 8-bit floats that are NaN or infinite.
@@ -197,16 +195,15 @@ _NOT_FINITE = {
 
 
 def contents_among(choices: tuple[str, ...], distribution: str) -> str:
-    """Which of some contents the case of a distribution gets: the first where that is normal, each in its turn after it."""
+    """Return the contents for a distribution: the first for ``normal``, the others in turn for other distributions."""
     names = tuple(CONTENTS)
     return choices[(names.index(distribution) if distribution in names else 0) % len(choices)]
 
 
 def spread_contents(spec: InputGenerator) -> tuple[str, ...]:
-    """Return how a generator of ids, lengths or whole numbers may spread them, the usual way first; nothing of any
-    other.
+    """Return the spreads of a generator of ids, lengths or whole numbers, the usual one first; empty for other generators.
 
-    These may decide how much a call has to do: which rows, how many of a group.
+    These may decide the amount of work: rows, and elements per group.
     """
     ids = ID_CONTENTS if spec.none else ID_CONTENTS[:3]
     return {"distinct_ids": ids, "offsets": LENGTH_CONTENTS, "integers": INTEGER_CONTENTS}.get(spec.kind, ())
@@ -218,7 +215,7 @@ def spread_contents(spec: InputGenerator) -> tuple[str, ...]:
 def _distinct_ids(
     spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Axes, distribution: str
 ) -> torch.Tensor:
-    """Different whole numbers in each row, drawn by adding noise to the logarithm of how likely each is."""
+    """Return different whole numbers in each row, drawn by adding noise to their log-probabilities."""
     low, high = _whole(spec.low, axes), _whole(spec.high, axes)
     if shape[-1] > high - low:
         raise RecordError(
@@ -244,7 +241,7 @@ def _distinct_ids(
 def _offsets(
     spec: InputGenerator, generator: torch.Generator, shape: Shape, axes: Axes, distribution: str
 ) -> torch.Tensor:
-    """Where each of some parts ends, the last of them at ``high``; with ``leading``, where the first begins comes before."""
+    """Return the ends of consecutive parts, the last at ``high``; with ``leading``, the begin of the first comes before."""
     low, high = _whole(spec.low, axes), _whole(spec.high, axes)
     count = shape[-1] - int(spec.leading)
     if high < low or (count < 1 and high > low):
@@ -353,9 +350,7 @@ KINDS: dict[str, Draw] = {
 
 
 def draw_codes(spec: InputGenerator, generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return every code of an 8-bit dtype, or of two packed 4-bit ones, equally often; what is not finite only with
-    ``nan``.
-    """
+    """Return random codes of an 8-bit dtype, or of two packed 4-bit ones, all equally likely; NaN and inf only with ``nan``."""
     left_out = set() if spec.nan else set(_NOT_FINITE.get(dtype, ()))
     allowed = torch.tensor([code for code in range(256) if code not in left_out], dtype=torch.uint8)
     chosen = torch.randint(0, allowed.numel(), shape, generator=generator, device=generator.device)
@@ -378,15 +373,15 @@ def draw_jointly(
     generator: torch.Generator,
     distribution: str,
 ) -> dict[str, torch.Tensor]:
-    """Return the inputs that a Definition's own function draws together, by name; none where it has no such function.
+    """Return the inputs that a Definition's ``draw`` function draws together, by name; empty without such a function.
 
     Args:
-        definition: says which inputs, by which function, with which contents.
+        definition: names the inputs, the function and the contents.
         axes: every axis.
         dtypes: dtype variable -> dtype.
         scalars: scalar inputs by name.
-        generator: whose device the tensors are on.
-        distribution: of the case, which decides about the contents.
+        generator: on the device of the tensors.
+        distribution: of the case; selects the contents.
 
     Raises:
         RecordError: the function raises, or returns other names, shapes, dtypes or devices than the Definition declares.
@@ -417,7 +412,7 @@ def draw_jointly(
 
 
 def _check_drawn(where: str, name: str, value: object, declared: tuple[tuple[int, ...], torch.dtype, str]) -> None:
-    """Raise :class:`RecordError` for anything but a tensor of the declared shape, dtype and kind of device."""
+    """Raise :class:`RecordError` unless the value is a tensor of the declared shape, dtype and kind of device."""
     if not isinstance(value, torch.Tensor):
         raise RecordError(
             f"{where}: draw returns a {type(value).__name__} for '{name}', not a tensor.", code="draw_not_tensor"
@@ -431,32 +426,30 @@ def _check_drawn(where: str, name: str, value: object, declared: tuple[tuple[int
         )
 
 
-# ---- rotary ---------------------------------------------------------------------------------------
-# Tables of rotary positions: what a model puts into them, drawn so that cos and sin of one call belong to the same
-# angles.
+# ---- rotary tables --------------------------------------------------------------------------------
+# Tables of rotary positions as in models; cos and sin of one call have the same angles.
 
 DEFAULT_BASE = 10_000.0
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
 FARTHEST = 1 << 17
-"""Positions up to the context of long models; in fp64 their angles are exact to 1e-11."""
+"""Maximum position, the context of long models; in fp64 its angles are exact to 1e-11."""
 STARTS_AT_ZERO, LEFT_PADDED, PACKED = 0.15, 0.15, 0.15
-"""Share of sequences that begin at position 0, begin with padding, or hold several documents one after the other."""
+"""Share of sequences that begin at position 0, begin with padding, or hold several documents in a row."""
 ATTENTION_FACTORS = (1.0, 1.0, 1.0, 1.2079, 1.4)
-"""What YaRN multiplies both tables with, so that cos**2 + sin**2 is no 1."""
+"""Factors of YaRN on both tables, with which cos**2 + sin**2 is not 1."""
 
 
 def rotary_table(spec: InputGenerator, seed: int, shape: Shape, device: str | torch.device) -> torch.Tensor:
-    """cos or sin of real positions: ``[..., S, D]`` with two identical halves, in float32.
+    """Return cos or sin of real positions: ``[..., S, D]`` with two identical halves, in float32.
 
-    The angles depend on the seed of the case and not on the name of the input: the tables of one call belong together. Each
-    sequence has positions of its own, which start anywhere. The base is the generator's in half of the cases, and that of
-    another model in the others.
+    The angles depend on the seed of the case and not on the input's name, so that the tables of one call match. Each sequence
+    has separate positions with a random start. Half of the cases use the generator's base, the others that of another model.
 
     Args:
-        spec: ``rotary_cos`` or ``rotary_sin``; its ``scale`` is the base, 10000 where it is 1.
+        spec: ``rotary_cos`` or ``rotary_sin``; its ``scale`` is the base, or 10000 if it is 1.
         seed: of the case.
         shape: of the table.
-        device: where it is wanted.
+        device: of the table.
     """
     length, dim = shape[-2:]
     drawn = random.Random(hashlib.sha256(f"{seed}:positions".encode()).digest())
@@ -486,24 +479,22 @@ def _positions(drawn: random.Random, length: int) -> list[int]:
     return list(range(start, start + length))
 
 
-# ---- blobs ----------------------------------------------------------------------------------------
-# Reads tensors of Workloads from safetensors files, each file once, and only where its bytes are those that were
-# stated.
+# ---- files of inputs ------------------------------------------------------------------------------
 
 
 class BlobReader:
-    """The tensors of files below the roots of a catalog. Keeps what it read until it is cleared; one thread at a time."""
+    """Reads tensors from files below the roots of a catalog and keeps them until it is cleared; for one thread at a time."""
 
     def __init__(self, roots: Sequence[Path] = ()) -> None:
-        """Nothing is read yet. Without a root there are no files."""
+        """Start with nothing read. Without a root there are no files."""
         self.roots = tuple(roots)
         self._files: dict[str | None, dict[str, torch.Tensor]] = {}
 
     def tensor(self, name: str, spec: SafetensorsInput, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Return the tensor of an input, on the CPU, contiguous; nobody may write to it.
+        """Return the tensor of an input, on the CPU and contiguous; callers must not change it.
 
         Raises:
-            RecordError: the file is missing or not what it was, or has no such tensor of this shape and dtype.
+            RecordError: the file is missing or differs from its sha256, or has no such tensor of this shape and dtype.
         """
         if spec.sha256 is None or spec.sha256 not in self._files:
             self._files[spec.sha256] = _tensors(find_blob(self.roots, name, spec)[1], name, spec.path)
@@ -524,7 +515,7 @@ class BlobReader:
         return found
 
     def clear(self) -> None:
-        """Forget what was read."""
+        """Forget every tensor."""
         self._files.clear()
 
 
@@ -543,7 +534,7 @@ def _tensors(content: bytes, name: str, path: str) -> dict[str, torch.Tensor]:
 
 
 def blob_problems(definition: Definition, workloads: Sequence[Workload], roots: Sequence[Path]) -> list[str]:
-    """Return why inputs of Workloads cannot be had from their files; empty if all of them can."""
+    """Return the reasons why inputs of Workloads cannot be read from their files; empty if all can."""
     problems = []
     for workload in workloads:
         blobs = BlobReader(roots)

@@ -1,4 +1,4 @@
-"""Runs a Definition's reference: as written, or lifted to fp64 to serve as the oracle."""
+"""Runs a Definition's reference: as written, or lifted to fp64 as the oracle; in slices to bound its memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from tilegym_db.records.expressions import names_in
 from tilegym_db.records.python_source import function_parameters
 
 # ---- slicing --------------------------------------------------------------------------------------
-# Evaluates a reference slice by slice along axes whose slices do not depend on each other, to bound the memory it
-# takes.
+# Evaluates a reference slice by slice along independent axes.
 
 ORACLE_BYTES = 4 << 30
-"""Default budget of one evaluation, inputs and outputs in fp64 and what lies between them together."""
+"""Default memory of one evaluation in bytes, for fp64 inputs, outputs and intermediate results."""
 
 _BYTES_PER_ELEMENT = 8 * 4
-"""An element in fp64, and as much again three times for the intermediate results that are alive with it."""
+"""Bytes per element in fp64, including three intermediate results of the same size."""
 
 Inputs = Mapping[str, Any]
 Outputs = dict[str, torch.Tensor]
@@ -33,18 +32,16 @@ Outputs = dict[str, torch.Tensor]
 def sliced(
     definition: Definition, inputs: Inputs, run: Callable[[Definition, Inputs], Outputs], *, budget_bytes: int
 ) -> Outputs:
-    """Return every output of ``run``, put together from halves of the inputs, of halves of these, until each fits the
-    budget.
+    """Return every output of ``run``; inputs are halved along independent axes until each part fits the budget.
 
     The memory of an evaluation is estimated from the elements of its inputs and outputs, and of one slice of each sliced input.
-    Along which of the Definition's ``independent_axes`` to halve is decided by what it saves; the whole is evaluated where none
-    can be halved any more.
+    The axis of ``independent_axes`` with the most elements is halved. If no axis can be halved, the whole is evaluated.
 
     Args:
-        definition: says which axes are independent.
+        definition: names the independent axes.
         inputs: input name -> tensor or scalar.
         run: evaluates the reference.
-        budget_bytes: of one evaluation.
+        budget_bytes: for one evaluation.
     """
     sizes = _axis_sizes(definition, inputs)
     if _estimate(definition, inputs, sizes) <= budget_bytes:
@@ -68,7 +65,7 @@ def sliced(
 
 
 def _divisible_axes(definition: Definition) -> list[str]:
-    """Return the independent axes that every output has, and that no tensor has in an expression or twice."""
+    """Return the independent axes that every output has, and that occur only alone and once per tensor."""
     specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
     entangled = {
         name
@@ -101,14 +98,14 @@ def _estimate(definition: Definition, inputs: Inputs, sizes: Mapping[str, int]) 
     for spec in definition.outputs.values():
         elements = 1
         for entry in spec.shape or ():
-            # An output's own expression (ceil_div(H, G)) is of a scale or an index: small beside what it belongs to.
+            # An output with an expression (ceil_div(H, G)) is a scale or an index, which is comparatively small.
             elements *= entry if isinstance(entry, int) else sizes.get(entry, 1)
         made += elements
     return (given + made) * _BYTES_PER_ELEMENT
 
 
 def _slices(definition: Definition, sizes: Mapping[str, int], name: str) -> int:
-    """Return how many slices an input is taken in, of which one is widened at a time."""
+    """Return the number of slices of an input; one is widened at a time."""
     return max(1, sizes.get(definition.sliced_inputs.get(name, ""), 1))
 
 
@@ -121,7 +118,7 @@ def _elements_along(definition: Definition, inputs: Inputs, axis: str) -> int:
 def _part(definition: Definition, inputs: Inputs, axis: str, start: int, length: int) -> dict[str, Any]:
     part = dict(inputs)
     for name, spec in definition.inputs.items():
-        if axis in (spec.shape or ()):  # a reference may count on contiguous inputs
+        if axis in (spec.shape or ()):  # a reference may require contiguous inputs
             part[name] = inputs[name].narrow(_dimension(spec.shape, axis), start, length).contiguous()
     return part
 
@@ -132,14 +129,14 @@ def _dimension(shape: tuple[str | int, ...] | None, axis: str) -> int:
 
 @functools.lru_cache(maxsize=512)
 def load_function(source: str, where: str, name: str = "run") -> Callable[..., Any]:
-    """Return the function, ``run`` or another, that a reference's source text defines.
+    """Return a function that a reference's source text defines, by default ``run``.
 
     Raises:
-        RecordError: the text raises when it is executed; carries the last lines of the traceback.
+        RecordError: executing the text raises; the message has the error.
     """
-    scope: dict[str, Any] = {}  # without a __name__: torch.compile of PyTorch 2.11 would import the module of that name
+    scope: dict[str, Any] = {}  # without __name__: torch.compile of PyTorch 2.11 would import that module
     try:
-        # Definitions are reviewed records, admitted by the self-test; a Solution's source never takes this road.
+        # Definitions are reviewed records and passed the self-test; a Solution's source is never executed here.
         exec(compile(source, where, "exec"), scope)
     except (Exception, SystemExit) as error:
         raise RecordError(
@@ -150,16 +147,16 @@ def load_function(source: str, where: str, name: str = "run") -> Callable[..., A
 
 
 def run_reference(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
-    """Return every output of the Definition by name, in-place ones included, computed as the reference is written.
+    """Run the reference as written and return every output by name, including in-place ones.
 
     Args:
         definition: the Definition.
         inputs: input name -> tensor or scalar. Tensors are never modified: in-place ones are copied first.
         source: another text that defines ``run``, such as the self-test's independent formulation.
-        label: what an error calls that text.
+        label: the name of that text in errors.
 
     Raises:
-        RecordError: the reference raises, or returns another number of outputs, shape or kind than declared.
+        RecordError: the reference raises, or returns a wrong number of outputs or something that is not a tensor.
     """
     where = f"{definition.name}: {label or ('reference' if source is None else 'alternative formulation')}"
     function = load_function(source or definition.reference, where)
@@ -176,13 +173,13 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
 
 
 def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: Inputs) -> Any:
-    """What a function of the reference beside ``run`` returns for some inputs.
+    """Return the result of another function of the reference than ``run``.
 
     Args:
         definition: its reference defines the function.
         name: of the function, which takes the inputs in order.
         inputs: input name -> tensor or scalar.
-        known: further parameters by name; the function is given those that it takes.
+        known: further parameters by name; the function gets those that it takes.
 
     Raises:
         RecordError: the function raises.
@@ -198,9 +195,9 @@ def evaluate_function(definition: Definition, name: str, inputs: Inputs, known: 
 
 
 def name_outputs(definition: Definition, returned: Any, given: Inputs, where: str) -> Outputs:
-    """Match what a function returned with the Definition's outputs.
+    """Return the values that a function returned by output name.
 
-    A function may return every output, or only those that are not written in place.
+    A function may return every output, or all except those that are written in place.
     """
     values = returned if isinstance(returned, tuple | list) else (returned,)
     replaced = {target: source for source, target in definition.in_place.items()}
@@ -226,12 +223,12 @@ def name_outputs(definition: Definition, returned: Any, given: Inputs, where: st
 
 
 def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = None, label: str = "") -> Outputs:
-    """As :func:`run_reference`, with every floating input and every cast in the reference lifted to fp64.
+    """Run the reference with every floating input and every cast lifted to fp64; see :func:`run_reference`.
 
-    Of ``sliced_inputs`` each slice is lifted when the reference takes it.
+    Each slice of ``sliced_inputs`` is lifted when the reference reads it.
 
     Raises:
-        RecordError: as :func:`run_reference`; the reference takes more of a sliced input than one slice.
+        RecordError: see :func:`run_reference`; or the reference reads more of a sliced input than one slice.
     """
     whole, slices = {}, []
     for name, value in inputs.items():
@@ -249,7 +246,7 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
 
 
 def lift(inputs: Inputs) -> dict[str, Any]:
-    """Inputs with every floating-point tensor in fp64."""
+    """Return the inputs with every floating-point tensor in fp64."""
     return {
         name: value.double() if isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES else value
         for name, value in inputs.items()
@@ -257,20 +254,17 @@ def lift(inputs: Inputs) -> dict[str, Any]:
 
 
 def as_written(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """Return the outputs of the reference in the dtypes it is given, as :func:`run_reference`, but in slices as
-    :func:`oracle`.
-    """
+    """Return the outputs of the reference in the given dtypes, in slices; see :func:`run_reference`."""
     return sliced(definition, inputs, run_reference, budget_bytes=budget_bytes)
 
 
 def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """Return the outputs that a Solution is compared with: fp64 on the same quantised bits, or as written for
-    quantisers.
+    """Return the outputs that Solutions are compared with: fp64 on the same quantised bits, or as written for quantisers.
 
     Args:
-        definition: evaluated slice by slice along its ``independent_axes`` where that saves memory.
+        definition: evaluated in slices along its ``independent_axes`` if that saves memory.
         inputs: input name -> tensor or scalar.
-        budget_bytes: what an evaluation may take, by the estimate of :func:`sliced`.
+        budget_bytes: memory of one evaluation, as :func:`sliced` estimates it.
     """
     if definition.oracle == "as_written":
         return as_written(definition, inputs, budget_bytes=budget_bytes)
@@ -278,20 +272,18 @@ def oracle(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE
 
 
 def in_fp64(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACLE_BYTES) -> Outputs:
-    """Return the outputs of the reference as :func:`run_lifted`, but in slices as :func:`oracle`."""
+    """Return the outputs of the reference lifted to fp64, in slices; see :func:`run_lifted`."""
     return sliced(definition, inputs, run_lifted, budget_bytes=budget_bytes)
 
 
 # ---- lifting --------------------------------------------------------------------------------------
-# Lifts the reference of an operator to fp64: what it is given, every cast it makes, and of weights of experts one at
-# a time.
 
 LIFTED_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
 class SlicedInput:
-    """An input that is left as it is until the reference takes a slice of it, ``value[index]`` along ``dimension``."""
+    """An input that stays in its dtype until the reference reads a slice of it, ``value[index]`` along ``dimension``."""
 
     name: str
     value: torch.Tensor
@@ -299,20 +291,20 @@ class SlicedInput:
 
 
 class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns every floating-point dtype that the code inside asks for into float64.
+    """Dispatch mode that replaces every floating-point dtype with float64.
 
-    A reference restates a model's own code, which casts down and up between steps; lifted, those casts round nothing, so
-    the result differs from the mathematical one by fp64 rounding only.
+    A reference restates a model's code, which casts down and up between steps. Lifted casts do not round, so the result differs
+    from the mathematical one only by fp64 rounding.
 
-    The weights of all experts in fp64 are four times as large as the layer itself. Of a sliced input only what is selected is
-    lifted, and anything else that is done with it is an error, as it would take the whole.
+    The weights of all experts in fp64 would be four times as large as the layer. Of a sliced input only the selected slice is
+    lifted. Any other use of it is an error, because that would lift the whole.
     """
 
     def __init__(self, slices: Sequence[SlicedInput] = ()) -> None:
-        """Prepare.
+        """Create the mode.
 
         Args:
-            slices: inputs that the reference takes one slice at a time.
+            slices: inputs that the reference reads one slice at a time.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._slices = tuple(slices)
@@ -323,7 +315,7 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator with any floating ``dtype`` argument replaced.
 
         Raises:
-            TypeError: the operator takes a sliced input as a whole.
+            TypeError: the operator reads more of a sliced input than one slice.
         """
         kwargs = dict(kwargs or {})
         if self._slices and (taken := self._sliced_among((*args, *kwargs.values()))) is not None:

@@ -1,9 +1,9 @@
-"""The gates for indices that are drawn at random: only what the law allows, and as often as the law says.
+"""Gates for randomly drawn indices: only indices that their distribution (law) allows, as often as it says.
 
-Pure: tensors in, a verdict with a reason out. Many rows with many laws are judged together: where an index lies in its own
-row's distribution is uniform from 0 to 1 for an honest sampler, whatever the law; and so is the distance between two rows of
-one call, as each row has a random number of its own. All bounds hold for every number of draws and for independent draws whose
-laws are not quite the same, so that they cover what rounding changes.
+Many rows with different laws are checked together. For a correct sampler, the position of an index in the cumulative
+distribution of its row is uniform from 0 to 1, whatever the law. The distance between the positions of two rows of a call
+is uniform too, because each row has an independent random number. All bounds hold for any number of draws, and for
+independent draws from slightly different laws, so they cover rounding.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tilegym_db.verify.gates import PASSED, OutputVerdict, failed, row_of_most
 from tilegym_db.verify.oracle import Lifted, evaluate_function, lift
 
 FALSE_ALARM = 1e-7
-"""Chance that an honest sampler is refused by one judgement; a promotion makes some hundreds."""
+"""Probability that one check rejects a correct sampler; a promotion makes some hundreds of checks."""
 UNDETERMINED = 1e-4
-"""Share of a row's mass that rounding may move into or out of the law: beyond, only membership is judged of the row."""
+"""Share of a row's mass that rounding may move into or out of the law; above it, only membership of the row is checked."""
 ROUNDING_OF_SUMS = 1e-5
-"""What sums in float32 may add to that."""
+"""Additional error of sums in float32."""
 EXPECTED_IN_A_CELL = 5.0
-"""An index that is expected so often among the draws of one law is counted by itself, all others together."""
+"""Minimum expected draws of an index for its own cell; all other indices share a cell."""
 _STATISTICS = 11
-"""Two orders for where draws lie, the same two for each of three pairings of rows, repeats, and two of the draws of one law."""
+"""Two orders of the positions, the same two for each of three pairings of rows, repeats, and two for draws of one law."""
 _HALVINGS = 60
 _RANDOM = 0x5EED
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Where some draws lie in the laws of their rows; every tensor has the shape of the draws, ``[calls, rows]``.
+    """The positions of draws in the laws of their rows; every tensor has the shape of the draws, ``[calls, rows]``.
 
-    ``allowed``: the law gives the index. ``judged``: rounding leaves no doubt about the law of the row. ``by_rank``: the mass of
-    what is likelier in the row. ``by_index``: the mass of what comes before it. ``mass``: what the index has itself.
-    ``agreement``: the chance that two draws of the row are the same.
+    ``allowed``: the law includes the index. ``judged``: rounding leaves the law of the row certain. ``by_rank``: the mass of
+    more probable indices in the row. ``by_index``: the mass of earlier indices. ``mass``: the mass of the index itself.
+    ``agreement``: the probability that two draws of the row are equal.
     """
 
     allowed: torch.Tensor
@@ -60,13 +60,13 @@ class Draws:
 
 
 def place(index: torch.Tensor, law: torch.Tensor, widest: torch.Tensor, narrowest: torch.Tensor) -> Draws:
-    """Where drawn indices lie in the laws of their rows.
+    """Return the positions of drawn indices in the laws of their rows.
 
     Args:
         index: ``[calls, rows]``.
-        law: how likely each index of a row is, ``[rows, columns]`` in fp64, up to a factor of the row.
-        widest: the same with all that rounding may add to it.
-        narrowest: the same without what rounding may take from it.
+        law: the probability of each index of a row, ``[rows, columns]`` in fp64, up to a factor per row.
+        widest: the law with all that rounding may add to it.
+        narrowest: the law without what rounding may remove from it.
     """
     columns = law.shape[-1]
     inside = (index >= 0) & (index < columns)
@@ -84,32 +84,29 @@ def place(index: torch.Tensor, law: torch.Tensor, widest: torch.Tensor, narrowes
 
 
 def distance_bound(draws: int, chance: float) -> float:
-    """Return how far an empirical distribution lies from the mean of the distributions of its draws, but with this
-    chance.
+    """Return the maximum distance between an empirical distribution and the mean of its draws' distributions.
 
-    Bretagnolle's inequality, which is that of Dvoretzky, Kiefer and Wolfowitz for draws that are independent and not identically
-    distributed: P(sup |F_n - F| > d) <= 2 e exp(-2 n d**2).
+    It is exceeded with at most this chance. This is Bretagnolle's inequality, which extends that of Dvoretzky, Kiefer and
+    Wolfowitz to independent draws that are not identically distributed: P(sup |F_n - F| > d) <= 2 e exp(-2 n d**2).
     """
     return math.sqrt((1 + math.log(2 / chance)) / (2 * draws))
 
 
 def share_bound(shares: torch.Tensor, draws: int, chance: float) -> float:
-    """Return how far the counts in some cells lie from these shares of all draws in total variation, but with this
-    chance.
+    """Return the maximum total variation between the counts in some cells and these shares of all draws.
 
-    The expectation is at most half the sum of the standard deviations, and by McDiarmid's inequality the distance exceeds
-    it by t with probability exp(-2 n t**2), as one draw moves it by 1 / n.
+    It is exceeded with at most this chance. The expectation is at most half the sum of the standard deviations. By McDiarmid's
+    inequality the distance exceeds it by t with probability exp(-2 n t**2), because one draw moves it by 1 / n.
     """
-    variance = (shares * (1 - shares)).clamp_min(0)  # a share may be 1 and a rounding
+    variance = (shares * (1 - shares)).clamp_min(0)  # rounding may raise a share above 1
     expected = torch.minimum((variance / draws).sqrt(), 2 * variance).sum() / 2
     return float(expected) + math.sqrt(math.log(1 / chance) / (2 * draws))
 
 
 def agreement_bound(expected: float, pairs: int, chance: float) -> float:
-    """Return the share of pairs that agree is no larger than this, but with this chance: Chernoff's bound, with the
-    relative entropy.
+    """Return the maximum share of pairs that agree, exceeded with at most this chance: Chernoff's bound by relative entropy.
 
-    It is far narrower than Hoeffding's where agreement is rare, and holds for pairs of different laws, too, whose mean this is.
+    It is far narrower than Hoeffding's for rare agreement. It also holds for pairs of different laws with this mean.
     """
     if expected <= 0:
         return 0.0
@@ -124,20 +121,18 @@ def agreement_bound(expected: float, pairs: int, chance: float) -> float:
 
 
 def _relative_entropy(found: float, expected: float) -> float:
-    """Of two coins; of the second, heads is never certain."""
+    """Return the relative entropy of two coins; the second must not always give heads."""
     heads = found * math.log(found / expected) if found else 0.0
     return heads + ((1 - found) * math.log((1 - found) / (1 - expected)) if found < 1 else 0.0)
 
 
 def expected_distinct(law: torch.Tensor, draws: int) -> float:
-    """Return how many different indices so many draws of a law have on average."""
+    """Return the mean number of different indices among that many draws of a law."""
     return float(-torch.expm1(draws * torch.log1p(-law.clamp(0, 1))).sum())
 
 
 def distinct_bound(draws: int, chance: float) -> float:
-    """Return how far that number lies from its mean, but with this chance: McDiarmid's inequality, as one draw changes
-    it by one.
-    """
+    """Return the maximum deviation of that number from its mean, by McDiarmid's inequality: one draw changes it by one."""
     return math.sqrt(draws * math.log(2 / chance) / 2)
 
 
@@ -149,15 +144,15 @@ def check_drawn(
     same: torch.Tensor | None = None,
     law: torch.Tensor | None = None,
 ) -> OutputVerdict:
-    """Return the verdict on the draws of one output.
+    """Return the result of checking the draws of one output.
 
     Args:
         name: the output's name, for the reason.
-        index: what was drawn, ``[calls, rows]``.
-        draws: where it lies (:func:`place`).
-        reference: what the reference drew in the first call, ``[rows]``, to be shown beside what is wrong.
-        same: rows that have the same law, where there are several; their draws are counted as well.
-        law: of these rows, ``[columns]``, adding up to one.
+        index: the drawn indices, ``[calls, rows]``.
+        draws: their positions (:func:`place`).
+        reference: the reference's draws in the first call, ``[rows]``, shown next to a wrong draw.
+        same: rows that have the same law, if there are several; their draws are also counted per index.
+        law: of these rows, ``[columns]``, with sum one.
     """
     if index.numel() == 0:
         return PASSED
@@ -175,7 +170,7 @@ def check_drawn(
 
 
 def _unlike(draws: Draws, index: torch.Tensor, same: torch.Tensor | None, law: torch.Tensor | None) -> str | None:
-    """In what the draws differ from their laws beyond chance, or None."""
+    """Return the way in which the draws differ from their laws beyond chance, or None."""
     chance, margin = FALSE_ALARM / _STATISTICS, UNDETERMINED + ROUNDING_OF_SUMS
     count = int(draws.judged.sum())
     if count == 0:
@@ -200,9 +195,9 @@ def _unlike(draws: Draws, index: torch.Tensor, same: torch.Tensor | None, law: t
 
 
 def _dependence(places: Mapping[str, torch.Tensor], judged: torch.Tensor, chance: float, margin: float) -> str | None:
-    """Whether two rows of one call lie together, or apart, more often than draws with a random number for each row do.
+    """Return a problem if two rows of one call lie closer together or further apart than independent draws do; else None.
 
-    A pairing has each row in one pair at most, so that the distances of its pairs are independent of each other.
+    A pairing has each row in at most one pair, so the distances of its pairs are independent of each other.
     """
     for which, (one, other) in _pairings(judged.shape[1]).items():
         both = judged[:, one] & judged[:, other]
@@ -215,7 +210,7 @@ def _dependence(places: Mapping[str, torch.Tensor], judged: torch.Tensor, chance
             found = _distance_from_uniform(2 * torch.minimum(apart, 1 - apart))
             if found > bound:
                 return (
-                    f"{which} of one call do not have random numbers of their own: with indices in the order of {order}, the "
+                    f"{which} of one call do not have independent random numbers: with indices in the order of {order}, the "
                     f"distances of {count} pairs in their cumulative distributions are off by {found:.3g}, an honest sampler's "
                     f"by at most {bound:.3g} (false alarm {FALSE_ALARM:g})"
                 )
@@ -223,7 +218,7 @@ def _dependence(places: Mapping[str, torch.Tensor], judged: torch.Tensor, chance
 
 
 def _pairings(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of different rows, in three ways; a last row is left over where the number is odd."""
+    """Return pairs of different rows, in three ways; the last row of an odd number is left over."""
     half, mixed = rows // 2, torch.randperm(rows, generator=torch.Generator().manual_seed(_RANDOM))
     in_order = torch.arange(2 * half)
     return {
@@ -234,7 +229,7 @@ def _pairings(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _repeats(draws: Draws, index: torch.Tensor, chance: float, margin: float) -> str | None:
-    """Whether two calls with other random numbers draw the same more, or less, often than two draws of the law."""
+    """Return a problem if two calls with different random numbers agree more or less often than the law says; else None."""
     calls = len(index) // 2
     judged = draws.judged[:calls]
     pairs = int(judged.sum())
@@ -255,7 +250,7 @@ def _repeats(draws: Draws, index: torch.Tensor, chance: float, margin: float) ->
 def _of_one_law(
     index: torch.Tensor, same: torch.Tensor | None, law: torch.Tensor | None, chance: float, margin: float
 ) -> str | None:
-    """Whether the counts of the draws of one law are not those of the law."""
+    """Return a problem if the counts of draws of one law differ from that law; else None."""
     if same is None or law is None:
         return None
     drawn = index[:, same].reshape(-1).long()
@@ -280,7 +275,7 @@ def _of_one_law(
 
 
 def _fractions(like: torch.Tensor) -> torch.Tensor:
-    """Numbers from 0 to 1 that spread an index over the mass that it has; the harness's own, so that no Solution knows a use."""
+    """Return numbers from 0 to 1 that spread an index over its mass; a Solution cannot predict or use them."""
     generator = torch.Generator(like.device).manual_seed(_RANDOM)
     return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
 
@@ -292,19 +287,17 @@ def _distance_from_uniform(values: torch.Tensor) -> float:
 
 
 def _cells(law: torch.Tensor, draws: int) -> torch.Tensor:
-    """Return the cell of each index: one of its own for what is expected often, the first for all others."""
+    """Return the cell of each index: a separate one if it is expected often, the first one for all others."""
     often = law * draws >= EXPECTED_IN_A_CELL
     return torch.where(often, often.cumsum(dim=0), 0)
 
 
 # ---- laws -----------------------------------------------------------------------------------------
-# Judges outputs of indices drawn at random by their law: a function of the reference that the harness evaluates
-# beside ``run``.
-#
-# It runs in fp64 as the oracle does, on the inputs of the call and a part of the rows at a time.
+# The law of an output is a function of the reference. It runs in fp64 as the oracle does, on the inputs of the call, for
+# a part of the rows at a time.
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Of the inputs of the rows that are judged together; in fp64, with what is sorted and added up of them, about 2 GB."""
+"""Maximum input elements of rows that are checked together; in fp64, with sorted copies and sums, about 2 GB."""
 _WORD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 Inputs = Mapping[str, Any]
@@ -319,17 +312,17 @@ def check_sampled_outputs(
     *,
     elements_at_once: int = ELEMENTS_AT_ONCE,
 ) -> dict[str, OutputVerdict]:
-    """Return a verdict for each output that is drawn at random.
+    """Return a comparison for each output that is drawn at random.
 
     Args:
-        definition: says which outputs these are, and what their laws are.
-        inputs: what the calls were given, but for their random numbers.
+        definition: names these outputs and their laws.
+        inputs: of the calls, except for their random numbers.
         truth: the reference's outputs for the first call.
-        calls: the outputs of calls that differ in their random numbers alone.
-        elements_at_once: the elements of the inputs of the rows that are judged together.
+        calls: the outputs of calls that differ only in their random numbers.
+        elements_at_once: maximum input elements of rows that are checked together.
 
     Raises:
-        RecordError: a law raises, or gives something other than a row of weights for each draw.
+        RecordError: a law raises, or does not return a row of weights for each draw.
     """
     return {
         name: _check(
@@ -357,7 +350,7 @@ def _check(
 
 
 def _parts(definition: Definition, name: str, inputs: Inputs, at_once: int) -> Iterator[Inputs]:
-    """Yield the inputs in groups of rows; all at once where some input has the rows in another place than first."""
+    """Yield the inputs in groups of rows; all at once if the rows are not the first axis of some input."""
     axis, shapes = definition.outputs[name].shape, {key: spec.shape or () for key, spec in definition.inputs.items()}
     rows = len(inputs[definition.sampled[name].uniforms])
     of_rows = {key: inputs[key] for key, shape in shapes.items() if shape[:1] == axis}
@@ -369,7 +362,7 @@ def _parts(definition: Definition, name: str, inputs: Inputs, at_once: int) -> I
 
 
 def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the law of each row, and the widest and the narrowest that rounding makes of it; each ``[rows, columns]``."""
+    """Return the law of each row, and the widest and narrowest law after rounding; each ``[rows, columns]``."""
     function, rounding = definition.sampled[name].law, LIMITS["float32"].rtol
     found = []
     for moved in (0.0, rounding, -rounding):
@@ -388,7 +381,7 @@ def _laws(definition: Definition, name: str, inputs: Inputs) -> tuple[torch.Tens
 
 
 def _keys(law: torch.Tensor) -> torch.Tensor:
-    """Return a number for each row by which equal laws are told."""
+    """Return a number for each row; rows with equal laws have equal numbers."""
     bits = law.contiguous().view(torch.int64)
     places = torch.arange(1, law.shape[-1] + 1, dtype=torch.int64, device=law.device) * _WORD
     return ((bits ^ (bits >> 29)) * (places | 1)).sum(dim=-1)
@@ -397,7 +390,7 @@ def _keys(law: torch.Tensor) -> torch.Tensor:
 def _most_alike(
     definition: Definition, name: str, inputs: Inputs, keys: torch.Tensor, judged: torch.Tensor, at_once: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows of the law that most rows have, and this law; of a single row where no two are alike."""
+    """Return the rows of the most frequent law, and this law; a single row if no two are alike."""
     if not bool(judged.any()):
         return None, None
     values, counts = torch.unique(keys[judged], return_counts=True)

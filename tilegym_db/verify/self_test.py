@@ -1,7 +1,6 @@
-"""The admission test of a Definition: right results must pass the verifier, and known kinds of wrong ones must fail it.
+"""The admission test of a Definition: correct results must pass the verifier, and known kinds of wrong ones must fail.
 
-A Definition whose verifier cannot tell a dropped row or an omitted epsilon from the truth would certify anything, so none is
-admitted before this passes.
+A verifier that misses a dropped row or an omitted epsilon would accept any kernel, so this test comes before admission.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from tilegym_db.verify.verifier import judge_draws, same_bytes
 
 SEEDS = (20_240_229, 77_003)
 DRAWS = 8192
-"""Of operators that draw at random, how many draws of a planted mistake are judged together."""
+"""Number of draws of a planted mistake that are checked together, for operators that draw at random."""
 
-# One step down in precision: what a kernel gives that computes in the wrong format and widens the result.
+# One step down in precision, like a kernel that computes in the wrong format and widens the result.
 _COARSER: dict[torch.dtype, torch.dtype] = {
     torch.float32: torch.bfloat16,
     torch.float16: torch.float8_e4m3fn,
@@ -48,22 +47,22 @@ Outputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SelfTestFinding:
-    """Something that a Definition's self-test found wrong."""
+    """A problem that a Definition's self-test found."""
 
     definition: str
     check: str
     what: str
 
     def __str__(self) -> str:
-        """Return one line for a person."""
+        """Return one line for a report."""
         return f"{self.definition}: {self.check}: {self.what}"
 
 
 def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTestFinding]:
-    """Return every finding on a Definition; empty if it may be admitted.
+    """Return every finding about a Definition; empty if it may be admitted.
 
     Args:
-        definition: the operator; without a ``self_test`` its reference alone is run.
+        definition: the operator; without a ``self_test``, only its reference is run.
         workloads: small ones (a few thousand elements); each dtype binding among them is tested.
     """
     findings: list[SelfTestFinding] = []
@@ -74,7 +73,7 @@ def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTes
         findings.append(SelfTestFinding(definition.name, "self_test", "it has no workload tagged 'tiny' to run on"))
     harmless: list[dict[str, SelfTestFinding]] = []
     for workload in workloads:
-        # Contents are drawn, also where a file holds them: the test needs two calls that differ.
+        # Draw contents even if a file holds them: the test needs two calls that differ.
         case = replace(Case.of_workload(definition, workload, distribution="normal", seed=SEEDS[0]), files={})
         try:
             found, without_effect = _test_case(definition, case)
@@ -83,7 +82,7 @@ def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTes
         else:
             findings += found
             harmless.append(without_effect)
-    # A rounding that is left out is no mistake in the dtype that it rounds to, but it must be one in another.
+    # A planted missing rounding has no effect in the dtype that it rounds to, but must have one in another.
     for label, finding in harmless[0].items() if harmless else ():
         if all(label in other for other in harmless):
             findings.append(finding)
@@ -91,7 +90,7 @@ def self_test(definition: Definition, workloads: list[Workload]) -> list[SelfTes
 
 
 def _in_one_line(error: RecordError) -> str:
-    """What was raised, with its line in the text, out of a traceback."""
+    """Return the error of a traceback with its line in the source text."""
     lines = str(error).splitlines()
     places = [match[1] for line in lines if (match := re.search(r"line (\d+), in ", line))]
     place = f" line {places[-1]}:" if places else ""
@@ -99,7 +98,7 @@ def _in_one_line(error: RecordError) -> str:
 
 
 def _test_case(definition: Definition, case: Case) -> tuple[list[SelfTestFinding], dict[str, SelfTestFinding]]:
-    """What is wrong at a case; and by its label what to say of a planted error that changes nothing here."""
+    """Return the findings at a case, and by label a finding for each planted error without effect here."""
     expected = expect(definition, case, "cpu")
     if expected is None and (
         broken := broken_constraint(definition, case.call.axes, draw_inputs(definition, case, "cpu"))
@@ -138,7 +137,7 @@ def _is_accepted(definition: Definition, check: str, case: Case) -> SelfTestFind
 def _effect_of(
     definition: Definition, planted: PlantedError, label: str, expected: Expected
 ) -> Literal["refused", "accepted", "none"]:
-    """What becomes of a planted error at a case, and, where that accepts it, with the other contents that fuzzing draws."""
+    """Return the effect of a planted error at a case and, if it is accepted there, with the other contents of fuzzing."""
     source = definition.reference.replace(planted.find, planted.replace)
     changes_something = False
     for given in _and_with_other_contents(definition, expected):
@@ -152,7 +151,7 @@ def _effect_of(
 
 
 def _and_with_other_contents(definition: Definition, expected: Expected) -> Iterator[Expected]:
-    """What is expected at a case, then with each of the other contents at which the reference passes itself."""
+    """Yield the case with its oracle, then with each of the other contents on which the reference passes."""
     yield expected
     for contents in _OTHER_CONTENTS:
         if contents != expected.case.distribution:
@@ -183,7 +182,7 @@ def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Ex
 
 
 def _drawn_rightly(definition: Definition, expected: Expected, first: Outputs, source: str, label: str) -> bool:
-    """Return True if many draws of a text look like the law's; true where nothing is drawn."""
+    """Return True if many draws of a source match their distribution, or if nothing is drawn."""
 
     def call(other: Expected) -> dict[str, torch.Tensor]:
         return run_reference(definition, other.inputs, source=source, label=label)
@@ -196,7 +195,7 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
     other_case = Case(case.call, distribution=case.distribution, seed=SEEDS[1])
     other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
     wrong: list[tuple[str, Outputs]] = [("another seed's output", other)]
-    for name, value in right.items():  # one output at a time, or a second one would hide what the first lets through
+    for name, value in right.items():  # one output at a time, so that no other output hides its failure
         made = {
             "zeros": torch.zeros_like(value),
             "one dropped row": _without_last_row(value, -1 if name in definition.sampled else 0),
@@ -227,9 +226,7 @@ def _accepted(definition: Definition, case: Case, expected: Expected, outputs: O
 
 
 def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
-    """Return the output with a last row that was not written. Index 0 may be what is drawn there: poison leaves -1
-    instead.
-    """
+    """Return the output without its last row. Draws use -1 as the unwritten value, because 0 is a valid index."""
     rows = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
     flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     flat[-1] = left
@@ -244,7 +241,7 @@ def _without_corner(value: torch.Tensor, rows: int, columns: int) -> torch.Tenso
 
 
 def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | None:
-    """Return the first input of an output's shape and dtype, or None if there is none."""
+    """Return the first input of an output's shape and dtype, or None."""
     for given in expected.inputs.values():
         if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype:
             return given
@@ -252,9 +249,7 @@ def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | Non
 
 
 def _coarser(value: torch.Tensor) -> torch.Tensor | None:
-    """Return the output in the next coarser format and back; None for what has none, or is too small for norms to see
-    it.
-    """
+    """Return the output rounded to the next coarser format; None if there is none, or the output is too small for norms."""
     target = _COARSER.get(value.dtype)
     if target is None or value.numel() < MIN_ELEMENTS_FOR_NORMS:
         return None
@@ -262,7 +257,7 @@ def _coarser(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def tiny_workloads(definition: Definition, workloads: list[Workload]) -> list[Workload]:
-    """Return one workload per dtype binding among those tagged ``tiny``: the largest, so that every gate applies."""
+    """Return the largest workload tagged ``tiny`` per dtype binding; the largest, so that every gate applies."""
     best: dict[str, tuple[float, Workload]] = {}
     for workload in workloads:
         if "tiny" in workload.tags:

@@ -1,4 +1,7 @@
-"""Verification of one Solution in the harness: fuzz cases once per dtype binding, then a Workload's own shape."""
+"""Verification session of one Solution: fuzz cases once per dtype binding, then each Workload's own shape.
+
+Its parts are the own shape, the outcome and queue of fuzz cases, the share of processors, and the check of stock code.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,22 @@ from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure, Verdict, cannot_v
 from tilegym_db.verify.worker_handle import WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
-# Verification at a Workload's own shape with every content set, in its turn or ahead of it while helpers are at fuzz
-# cases.
+# Verifies the workload's exact shape with every content set, early if helpers are busy with fuzz cases.
 
 IN_MODEL_CALL = 3
-"""Which of the calls on a workload's first contents is made as a model makes it; screens make fewer."""
+"""Index of the call on a workload's first contents that is made as in a model; screens make fewer calls."""
 
 
 @dataclass(frozen=True)
 class OwnShape:
-    """A pass at one workload's shape: what was compared, and what was written for each content set that is timed."""
+    """A pass at one workload's shape: the figures, and the outputs for each timed content set."""
 
     verdict: Verdict
     outputs: list[Mapping[str, torch.Tensor]]
 
 
 def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure:
-    """Return every gate with every content set, in a worker that has the source loaded.
+    """Check every gate with every content set, in a worker that has the source loaded.
 
     Raises:
         Exception: one of :data:`CANNOT_VERIFY`.
@@ -75,9 +77,9 @@ def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> OwnShap
 
 @dataclass
 class ShapesAhead:
-    """The workloads that one Solution is verified at next, in their order: their contents, as far as these are drawn.
+    """The next workloads of one Solution, in order, with their contents as far as these are drawn.
 
-    A new shape mostly has to be compiled. So the worker of a Solution whose fuzz cases others take does that meanwhile.
+    A new shape mostly needs compilation. The worker of a Solution does that while helpers run its fuzz cases.
     """
 
     waiting: deque[Future[WorkloadContents | Failure]] = field(default_factory=deque)
@@ -85,14 +87,14 @@ class ShapesAhead:
 
     @classmethod
     def of(cls, contents: Iterable[Future[WorkloadContents | Failure] | None]) -> ShapesAhead:
-        """Of these workloads."""
+        """Return the shapes of these workloads."""
         return cls(deque(future for future in contents if future is not None))
 
     def check_next(self, handle: WorkerHandle) -> bool:
-        """Verify the next workload ahead of its turn; false if there is none, or it did not pass.
+        """Verify the next workload early; return False if there is none or it fails.
 
-        What does not pass is verified again in its turn, where a lost worker gets its second chance, and no other is verified
-        ahead after it; only a timeout stands, which would be waited for again.
+        A failing workload is verified again in its turn, where a lost worker gets a second chance, and no other is verified early
+        after it. Only a timeout is final, because a repetition would wait again.
         """
         if not self.waiting or not self.waiting[0].done():
             return False
@@ -111,7 +113,7 @@ class ShapesAhead:
         return False
 
     def take(self, handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure | None:
-        """What came of a workload whose turn has come, once; None if it was not verified, or not by the worker of now."""
+        """Return and forget the early result of a workload; None if there is none, or if it is of another worker."""
         self.waiting = deque(future for future in self.waiting if not _is_of(future, contents))
         worker, outcome = self._found.pop(contents.workload.uuid, (None, None))
         return None if isinstance(outcome, OwnShape) and worker is not handle.worker else outcome
@@ -122,21 +124,20 @@ def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContent
 
 
 # ---- fuzz outcome ---------------------------------------------------------------------------------
-# What came of the fuzz cases of one Solution: those it passed, those that proved nothing, or why it failed.
 
 
 @dataclass
 class FuzzOutcome:
-    """The fuzz cases that a Solution passed, and those that proved nothing."""
+    """The fuzz cases that a Solution passed, and those that were dropped."""
 
     passed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     scalars: list[Mapping[str, Scalar]] = field(default_factory=list)
-    """Those of each case that was passed."""
+    """The scalars of each passed case."""
 
 
 def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
-    """What passed, or the first failure that stock code is not guilty of as well."""
+    """Return the passed cases, or the first failure at a case that stock code passes."""
     excused = [failure for failure in failures if failure.excused]
     refuted = [failure for failure in failures if not failure.excused]
     if refuted or len(excused) > max(1, MOST_DROPPED * len(proving)):
@@ -151,27 +152,27 @@ def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence
 
 
 # ---- case queue -----------------------------------------------------------------------------------
-# The fuzz cases of one Solution, from which each of its workers takes the next one when it is free.
+# A free worker takes the next fuzz case of its Solution.
 
 Pair = tuple[Expected, Expected | None]
-"""A fuzz case, and another call of its shape that is made after it."""
+"""A fuzz case, and another call of its shape that follows it."""
 
 
 class CaseQueue:
-    """Hands out cases in their order until one has failed for good; safe to use from several threads.
+    """A queue that hands out cases in order until one has failed for good; thread-safe.
 
-    All before that one have been handed out then, and are judged to their end. So the first failure in the order of the cases is
-    the same one however many workers there are, and however fast.
+    All cases before the failed one have been handed out and are checked to the end. The first failure in the order of the cases
+    therefore does not depend on the number and speed of workers.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        """None is handed out yet."""
+        """Start with every case in the queue."""
         self._pairs, self._next = pairs, 0
         self._failures: list[tuple[int, Failure]] = []
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """Yield the cases that nobody has taken, each with its number, as long as there are any."""
+        """Yield the remaining cases with their numbers."""
         while True:
             with self._lock:
                 if self._next >= len(self._pairs):
@@ -182,17 +183,17 @@ class CaseQueue:
 
     @property
     def left(self) -> int:
-        """How many nobody has taken."""
+        """The number of remaining cases."""
         with self._lock:
             return len(self._pairs) - self._next
 
     def close(self) -> None:
-        """Hand out no more."""
+        """Stop handing out cases."""
         with self._lock:
             self._next = len(self._pairs)
 
     def fail(self, failure: Failure, number: int | None = None) -> None:
-        """A case failed, or where no number is given, a worker that has not taken any."""
+        """Record the failure of a case, or without a number, of a worker that has not taken a case."""
         with self._lock:
             self._failures.append((len(self._pairs) if number is None else number, failure))
         if not failure.excused:
@@ -200,30 +201,31 @@ class CaseQueue:
 
     @property
     def failures(self) -> list[Failure]:
-        """Those so far, in the order of their cases."""
+        """The failures so far, in the order of their cases."""
         with self._lock:
             return [failure for _, failure in sorted(self._failures, key=itemgetter(0))]
 
 
 # ---- processors -----------------------------------------------------------------------------------
-# The processors of a machine, shared by the Solutions that are verified side by side and by their helpers.
+# Processors of a machine are shared by Solutions that are verified in parallel, and by their helpers.
 
 
 class Processors:
-    """Who may start one more process. Each runner has a processor until it is done; what is left over is for helpers.
+    """Budget of processes. Each runner has a processor until it is done; helpers use the rest.
 
-    Safe to ask from several threads.
+    Thread-safe.
     """
 
     def __init__(self, total: int, runners: int = 1, alone: int = 0) -> None:
-        """``runners`` are those that are, or wait to be, verified; ``alone`` are those of them that never ask for a helper."""
+        """Start with ``runners``, running or waiting; ``alone`` of them never ask for a helper."""
         self._total, self._runners, self._alone, self._helpers = total, runners, alone, 0
         self._lock = threading.Lock()
 
     def take(self, workers: int) -> bool:
-        """Return a processor for one more worker of a runner that has so many; to be given back.
+        """Take a processor for one more worker of a runner that has ``workers``; return False if there is none.
 
-        Not where that were more than its share: those who ask later would find none.
+        A runner cannot take more than its share, so that later ones find processors too. Give the processor back with
+        :meth:`give_back`.
         """
         with self._lock:
             share = -(-(self._total - self._alone) // max(self._runners - self._alone, 1))
@@ -233,42 +235,42 @@ class Processors:
             return True
 
     def give_back(self) -> None:
-        """A helper has ended."""
+        """Give back the processor of a helper that has ended."""
         with self._lock:
             self._helpers -= 1
 
     def done(self, *, alone: bool = False) -> None:
-        """A runner has been verified, and leaves its processor to the others."""
+        """Release the processor of a runner that is done."""
         with self._lock:
             self._runners -= 1
             self._alone -= alone
 
 
 MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
-"""The machine's trouble or the source's: fuzz cases that ended so are tried again with the next workload."""
+"""Statuses that the machine may have caused: fuzz cases that ended so are tried again with the next workload."""
 MAX_FUZZ_WORKERS = 6
 MORE_ON_SHARED_HOST = 4
-"""A host makes one CUDA context after the other, 0.3 s each, whichever GPU it is for. So beside two workers of every kernel, so
-many are shared out among the GPUs at work."""
+"""Additional workers per kernel, divided by the number of GPUs at work: a host creates one CUDA context after the other,
+0.3 s each, whichever GPU it is for."""
 CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
-"""Fuzz cases that take about as long as one more worker takes to start: on an H100 half a second, and two more to import
-TileLang."""
+"""Fuzz cases that take about as long as the start of another worker: half a second on an H100, and two seconds more to
+import TileLang."""
 OTHER_CASES_A_WORKER = 6
 
 
 @dataclass(frozen=True)
 class Verified(OwnShape):
-    """A runner that passed one workload: its own shape, and the fuzz cases."""
+    """A pass of one workload: its own shape, and the fuzz cases."""
 
     fuzz: FuzzOutcome
 
 
 @dataclass
 class Verification:
-    """What is verified of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
+    """Verification of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
 
-    ``witness`` says which cases the stock code fails as well; without one, none. ``processors`` says whether there is room for
-    one more helper, beside those of everyone who is verified at the same time.
+    ``witness`` finds the cases that the stock code fails as well; without it, no case is excused. ``processors`` limits the
+    helpers of all verifications that run at the same time.
     """
 
     handle: WorkerHandle
@@ -276,7 +278,7 @@ class Verification:
     fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
     processors: Processors = field(default_factory=lambda: Processors(available_processors()))
     ahead: ShapesAhead = field(default_factory=ShapesAhead)
-    """What else this is verified at: while helpers take fuzz cases, the worker of the handle begins with it."""
+    """Other shapes that this Solution is verified at; the handle's worker begins with them while helpers run fuzz cases."""
     _helpers: list[WorkerHandle] = field(default_factory=list)
 
     def verify(
@@ -284,8 +286,8 @@ class Verification:
     ) -> Verified | Failure:
         """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
 
-        A worker that is lost on the way may have been lost to something else than the Solution, so the Solution gets a
-        second chance in a fresh one; not after a timeout, which would only be waited for again.
+        If the worker is lost, something else than the Solution may be the cause, so the Solution gets a second chance in a new
+        worker. After a timeout it does not, because a repetition would wait again.
         """
         outcome = self._attempt(contents, anchors, seed, cache)
         handle = self.handle
@@ -304,11 +306,11 @@ class Verification:
         return outcome
 
     def case_alone(self, expected: Expected) -> Verdict | Failure:
-        """Return every gate on one case, and nothing else."""
+        """Check every gate on one case, and nothing else."""
         return self.handle.load() or _check_case(self.handle, expected, self.handle.policy.calls)
 
     def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
-        """What one call on these contents leaves, whatever that is."""
+        """Return the outputs of one call on these contents without checking them."""
         failure = self.handle.load()
         if failure is not None:
             return failure
@@ -319,7 +321,7 @@ class Verification:
                 self.handle.detach()
 
     def own_shape(self, contents: WorkloadContents) -> Verified | Failure:
-        """Return every content set at the workload's own shape, and no fuzz: a reason to time it, not to trust it."""
+        """Check every content set at the workload's own shape without fuzz cases: enough to time it, not to trust it."""
         failure = self.handle.load()
         if failure is not None:
             return failure
@@ -354,7 +356,7 @@ class Verification:
     ) -> FuzzOutcome | Failure:
         definition, record, policy = self.handle.definition, self.handle.solution.record, self.handle.policy
         dtypes, scalars = definition.bind_dtypes(workload.dtypes), workload.scalars()
-        # A continuous scalar such as eps selects no code: one set of fuzz cases serves all its values.
+        # A continuous scalar such as eps does not select code, so one set of fuzz cases serves all its values.
         selecting = {n: v for n, v in scalars.items() if is_code_selecting(definition, n)}
         key = canonical_json([dtypes, selecting, self.handle.config])
         if key not in self.fuzz_outcomes:
@@ -377,9 +379,7 @@ class Verification:
     def _check_fuzz_cases(
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
-        """Return every case, by the worker and as many helpers as the machine has room for, now or when others are
-        done.
-        """
+        """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
         definition, in_turn = self.handle.definition, self.handle.policy.in_turn
         fuzz = FuzzOutcome()
         proving: list[Pair] = []
@@ -410,7 +410,7 @@ class Verification:
         return conclude_fuzz(fuzz, proving, queue.failures)
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
-        """Verify another shape that is to come; false if there is none, and the next fuzz case is this worker's."""
+        """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""
         checked = self.ahead.check_next(self.handle)
         if not checked and not self.handle.usable:
             not_loaded = self.handle.load()
@@ -424,7 +424,7 @@ class Verification:
             queue.fail(self._excused(outcome, *pair), number)
 
     def _excused(self, failure: Failure, expected: Expected, other: Expected | None) -> Failure:
-        """Return the failure, marked where the comparison with the oracle refuses stock code at its case as well."""
+        """Return the failure, marked as excused if stock code fails the comparison with the oracle at its case too."""
         if failure.verdict is None:
             return failure
         if self.handle.solution.record.spec.provides == "stock":
@@ -433,7 +433,7 @@ class Verification:
         return replace(failure, excused=self.witness is not None and self.witness.fails(at))
 
     def _start_helpers(self, queue: CaseQueue, pool: ThreadPoolExecutor, helping: list[Future[None]]) -> None:
-        """As many as there is work and room for at this moment; those that have ended count no more."""
+        """Start as many helpers as there are cases and processors for; ended helpers do not count."""
         while True:
             workers = 1 + _at_work(helping)
             if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_a_worker():
@@ -442,7 +442,7 @@ class Verification:
                 return
             try:
                 helper = self.handle.another()
-            except WorkerDied:  # as many as can be had
+            except WorkerDied:  # run with the helpers that could start
                 self.processors.give_back()
                 return
             self._helpers.append(helper)
@@ -451,12 +451,12 @@ class Verification:
             helping.append(pool.submit(self._help, helper, queue))
 
     def _help(self, helper: WorkerHandle, queue: CaseQueue) -> None:
-        """Take cases in a worker of its own until there are none left."""
+        """Take cases in a separate worker until none is left."""
         try:
             with closing(helper):
                 not_loaded = helper.load()
                 if not_loaded is not None and not_loaded.status == "UNSUPPORTED":
-                    return  # as many helpers as can be had
+                    return  # run with the helpers that could start
                 if not_loaded is not None:
                     queue.fail(not_loaded)
                 with closing(queue):
@@ -467,13 +467,13 @@ class Verification:
 
     @property
     def may_have_helpers(self) -> bool:
-        """Whether there are more fuzz cases than its own worker is done with before another has started."""
+        """True if its worker would finish the fuzz cases later than another worker starts."""
         cases = self.handle.policy.fuzz_cases_of(self.handle.solution.record)
         return self.handle.limits.fuzz_workers > 1 and cases >= self._cases_a_worker()
 
     def _cases_a_worker(self) -> int:
         if self.handle.device == CPU:
-            return 1  # a worker starts in no time there
+            return 1  # a worker starts quickly there
         return CASES_A_WORKER.get(self.handle.solution.record.spec.language, OTHER_CASES_A_WORKER)
 
     # -- the workload's own shape -------------------------------------------------------------------------------------
@@ -487,21 +487,19 @@ class Verification:
 
 
 def most_fuzz_workers(host_share: int) -> int:
-    """Workers of one kernel where so many GPUs of a host are at work."""
+    """Return the maximum number of workers per kernel if this many GPUs of a host are at work."""
     return MAX_FUZZ_WORKERS - MORE_ON_SHARED_HOST + MORE_ON_SHARED_HOST // host_share
 
 
 def _at_work(helping: Sequence[Future[None]]) -> int:
-    """Return how many helpers have not ended yet."""
+    """Return the number of helpers that have not ended."""
     return sum(not help_given.done() for help_given in helping)
 
 
 def _check_case(
     handle: WorkerHandle, expected: Expected, calls: int, other: Expected | None = None
 ) -> Verdict | Failure:
-    """Return one case by every gate; with ``other``, a second call of its shape on other inputs, and then the first
-    again.
-    """
+    """Check one case by every gate; with ``other``, call that too, and then the first case again."""
     verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
     with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
         outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
@@ -514,36 +512,36 @@ def _check_case(
     return verdict
 
 
-# ---- stock witness --------------------------------------------------------------------------------
-# Cases that stock code in the same dtype fails against the oracle prove nothing about anybody else, and are dropped.
+# ---- check of stock code --------------------------------------------------------------------------
+# Drops fuzz cases that the stock implementation in the same dtype also fails.
 #
-# PyTorch's own matrix product in bfloat16 gives NaN on a CPU for a row of -inf at some sizes: a Solution that does
-# the same is not worse than what it replaces.
+# For example, PyTorch's matrix product in bfloat16 on a CPU gives NaN for a row of -inf at some sizes. A Solution that
+# does the same is not worse than the code that it replaces.
 
 MOST_DROPPED = 0.25
-"""Share of the cases that may be dropped so: a Solution that fails more is wrong, whatever stock code does."""
+"""Maximum share of the cases that may be dropped; a Solution that fails more is wrong, whatever stock code does."""
 
 
 class CaseVerifier(Protocol):
-    """What is asked of the verification of the stock code (:class:`tilegym_db.verify.session.Verification`)."""
+    """Protocol for the verification of the stock code (:class:`tilegym_db.verify.session.Verification`)."""
 
     handle: WorkerHandle
 
     def case_alone(self, expected: Expected) -> Verdict | Failure:
-        """Return every gate on one case, and nothing else."""
+        """Check every gate on one case, and nothing else."""
         ...
 
     def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
-        """What one call on these contents leaves, whatever that is."""
+        """Return the outputs of one call on these contents without checking them."""
         ...
 
 
 @dataclass
 class StockWitness:
-    """Runs the Definition's stock code at a case that somebody failed; started when it is first asked.
+    """Runner of the Definition's stock code at cases that a Solution failed; it starts on first use.
 
     Args:
-        make: verification of the stock code, in a worker of its own; None if the catalog has none.
+        make: makes a verification of the stock code in a separate worker, or returns None if the catalog has none.
     """
 
     make: Callable[[], CaseVerifier | None]
@@ -552,7 +550,7 @@ class StockWitness:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fails(self, expected: Expected) -> bool:
-        """Return True if the comparison with the oracle refuses the stock code's result too."""
+        """Return True if the comparison with the oracle rejects the stock code's result too."""
         with self._lock:
             key = expected.case.key
             if key not in self._asked:
@@ -567,7 +565,7 @@ class StockWitness:
                 self._stock = None
 
     def outputs(self, expected: Expected) -> Mapping[str, torch.Tensor] | None:
-        """What the stock code gives on these contents, or None if nobody can say: there is none, or no memory for it."""
+        """Return the stock code's outputs on these contents; None if there is no stock code, or no memory for it."""
         with self._lock:
             stock = self._started(expected)
             if stock is None:
@@ -586,7 +584,7 @@ class StockWitness:
         return isinstance(outcome, Failure) and outcome.verdict is not None
 
     def _started(self, expected: Expected) -> CaseVerifier | None:
-        """Return the verification of the stock code, where it takes such calls."""
+        """Return the verification of the stock code, or None if the stock code does not support such calls."""
         self._stock = self._stock or self.make()
         if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
             return None

@@ -1,6 +1,7 @@
-"""Verifies calls of one Solution: the harness fills shared memory, the worker calls, the gates decide.
+"""Verifies calls of one Solution: the harness fills shared memory, the worker calls, and the gates decide.
 
-Everything that decides lives here, in the harness: contents, poison, guard bands, the oracle and the comparison.
+All checks run in the harness: contents, poison, guard bands, the oracle and the comparison. The module also has the
+outcomes of verification, and the checks of random draws.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from tilegym_db.verify.expected import Expected
 from tilegym_db.verify.gates import OutputVerdict, compare_rows
 from tilegym_db.verify.sampling import check_sampled_outputs
 
-# A comparison widens its output to fp64 several times over; one at a time bounds the memory it takes. Small ones need not wait.
+# A comparison widens its output to fp64 several times, so only one large one runs at a time, to bound memory.
 _comparing = threading.Lock()
 SMALL_ELEMENTS = 1 << 22
 
-POISON_NAN = 0xFF  # every floating dtype reads all-ones bytes as NaN, every signed integer as -1
+POISON_NAN = 0xFF  # all-ones bytes are NaN in every floating dtype and -1 in every signed integer
 
 
 def fill_slot(
     buffers: SharedBuffers, index: int, definition: Definition, expected: Expected, poison: int | None
 ) -> None:
-    """Write guard bytes, inputs and poisoned outputs; ``poison`` None draws random bytes, else repeats that byte."""
+    """Write guard bytes, inputs and poisoned outputs; ``poison`` is the byte to repeat, or None for random bytes."""
     slot = buffers.slot(index)
     fill_with_garbage(slot) if poison is None else slot.fill_(poison)
     for plan in buffers.plan.inputs:
@@ -57,14 +58,14 @@ def verify_slot(
     draws: int = 0,
     timeout_s: float,
 ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
-    """Call the Solution on one slot over and over and put the results through every gate.
+    """Call the Solution on one slot repeatedly and check the results by every gate.
 
-    The first two calls find different poison in the outputs. Results of a deterministic Solution must be the same bytes
-    each time; those of any other must all pass, close together. The call numbered ``in_model`` is made as a model makes it.
-    Of an operator that draws at random more calls follow, with other random numbers, until there are ``draws`` draws.
+    The first two calls find different poison in the outputs. A deterministic Solution must give the same bytes each time; the
+    results of another must all pass and lie close together. The call numbered ``in_model`` is made as in a model. For random
+    draws, more calls with other random numbers follow until there are ``draws`` draws.
 
     Returns:
-        The verdict and the (contiguous) value of every output, or the failure.
+        The comparison and the (contiguous) value of every output, or the failure.
     """
     first = one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s)
     if isinstance(first, Failure):
@@ -102,9 +103,7 @@ def call_again(
     *,
     timeout_s: float,
 ) -> Failure | None:
-    """Return a call that was made before must give the same bytes after one on other inputs of its shape, and without
-    gradients.
-    """
+    """Check that a call gives the same bytes as before, after a call on other inputs of its shape and without gradients."""
     again = one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
     if isinstance(again, Failure):
         return again
@@ -154,7 +153,7 @@ def _check_spread(
     for name, value in first.items():
         limits = limits_for(definition, definition.dtype_of(name, expected.case.call.dtypes), solution.spec.math)
         if limits is None or limits.codes:
-            continue  # the gates leave no room there
+            continue  # the gates accept no spread there
         spread = compare_rows(second[name], value, limits).rel_fro if value.numel() else 0.0
         allowed = max(limits.tau / 10, expected.e_base[name].rel_fro)
         if spread > allowed:
@@ -173,7 +172,7 @@ def one_call(
     timeout_s: float,
     **mode: bool,
 ) -> dict[str, torch.Tensor] | Failure:
-    """Make one call on a slot, which is filled before, and give back what it left, whatever that is."""
+    """Fill a slot, make one call on it, and return the outputs without comparing them."""
     fill_slot(buffers, index, definition, expected, poison)
     before = buffers.slot(index).clone()
     buffers.settle()
@@ -202,9 +201,7 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
 def check_memory(
     buffers: SharedBuffers, index: int, before: torch.Tensor, definition: Definition, case: Case
 ) -> Failure | None:
-    """Return every byte that is no output must be what it was: inputs, gaps between rows or columns of an output, guard
-    bands.
-    """
+    """Check that no byte outside the outputs changed: inputs, gaps between rows or columns of an output, guard bands."""
     after = buffers.slot(index).clone()
     writable = [
         plan for plan in buffers.plan.tensors if plan in buffers.plan.outputs or plan.name in definition.in_place
@@ -226,7 +223,7 @@ def check_memory(
 
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
-    """Return a contiguous copy of every output in one slot, in-place ones included."""
+    """Return a contiguous copy of every output in one slot, including in-place ones."""
     replaced = {target: source for source, target in definition.in_place.items()}
     return {
         name: buffers.tensor(index, replaced.get(name, name)).clone(memory_format=torch.contiguous_format)
@@ -240,9 +237,9 @@ def judge(
     expected: Expected,
     outputs: Mapping[str, torch.Tensor],
 ) -> dict[str, OutputVerdict] | Failure:
-    """Compare the outputs of one call with the oracle: a verdict for each, or the failure.
+    """Compare the outputs of one call with the oracle; return a comparison for each, or the failure.
 
-    An element that no arithmetic in float32 gives any better refutes nobody (:mod:`tilegym_db.verify.conditioning`).
+    Elements that are ill-conditioned in float32 do not fail the check (:mod:`tilegym_db.verify.conditioning`).
     """
 
     def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
@@ -268,20 +265,19 @@ def judge(
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors of one dtype hold the same bytes, NaN payloads and signs of zero included."""
+    """Return True if two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
 
 
 # ---- outcome --------------------------------------------------------------------------------------
-# What verifying calls found: the figures of what passed, or why it did not.
 
 CANNOT_VERIFY = (RecordError, StoreError, torch.OutOfMemoryError)
-"""A workload without an oracle, or without memory for it here: that workload's trouble, not the run's."""
+"""Errors of a workload without an oracle, or without memory for it here; other workloads can go on."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a Solution did not pass: the status, the gate, the case, and a sentence for whoever wrote it."""
+    """A failed verification: the status, the gate, the case, and a reason for the author."""
 
     status: Status
     reason: str
@@ -290,7 +286,7 @@ class Failure:
     correctness: Correctness | None = None
     case: Case | None = None
     output: str | None = None
-    """Name of the output that failed, where one was compared; ``verdict`` says how."""
+    """Name of the compared output that failed; ``verdict`` has its comparison."""
     verdict: OutputVerdict | None = None
     excused: bool = False
     """True if stock code in the same dtype fails the same case."""
@@ -310,7 +306,7 @@ class Verdict:
     deterministic: bool = True
 
     def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
-        """Take one passed case into account."""
+        """Include one passed case."""
         self.cases += 1
         for verdict in outputs.values():
             self.rel_fro = max(self.rel_fro, verdict.rel_fro)
@@ -338,7 +334,7 @@ def incorrect(
     output: str | None = None,
     verdicts: Mapping[str, OutputVerdict] | None = None,
 ) -> Failure:
-    """Return a wrong result: the gate that says so, why, and the figures where an output was compared."""
+    """Return the failure of a wrong result: its gate, reason, and figures if an output was compared."""
     worst = Verdict()
     worst.add(verdicts or {})
     if verdicts is None:
@@ -357,13 +353,13 @@ def incorrect(
 
 
 def cannot_verify(error: BaseException) -> Failure:
-    """What one of :data:`CANNOT_VERIFY` means for a workload."""
+    """Return the failure for one of the errors in :data:`CANNOT_VERIFY`."""
     no_memory = isinstance(error, torch.OutOfMemoryError)
     return Failure("UNSUPPORTED", f"cannot be verified on this machine: {error}", no_memory=no_memory)
 
 
 def not_set_up(failure: Failure) -> Failure:
-    """What it means that a worker was late, lost or in error before it was given a source: that Solution is not to blame."""
+    """Turn the failure of a worker before it loads a source into UNSUPPORTED, because the Solution is not the cause."""
     return replace(failure, status="UNSUPPORTED", reason=f"this machine could not set up a worker: {failure.reason}")
 
 
@@ -371,25 +367,25 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# ---- drawing --------------------------------------------------------------------------------------
-# More draws of one case: what draws at random is called again with other random numbers, and all draws are judged.
+# ---- draws ----------------------------------------------------------------------------------------
+# Operators that draw at random are called again with other random numbers, and all draws are checked together.
 
 DRAWS_A_CALL = 64
-"""No more calls are made than one for so many of the draws that are wanted, and no fewer than one."""
+"""Wanted draws per additional call at least, which limits the number of calls; one call is always made."""
 MAX_DRAWN_AT_ONCE = 1 << 14
-"""Where the inputs have no more elements than that, a call is cheap, and more of them are made of few rows."""
+"""Maximum input elements of a cheap call, of which more are made if there are few rows."""
 _SHARE_OF_SMALL = 16
-"""Of few rows, calls are made until there is at least this fraction (1 / 16) of the draws that are wanted."""
+"""With few rows, calls are made until there is at least this fraction (1 / 16) of the wanted draws."""
 PROBED_ROWS = 8
-"""Rows whose random number is changed alone, each in a call of its own: no other row may draw otherwise for that."""
+"""Rows whose random number is changed alone, one call per row; no other row may then draw another index."""
 LARGEST = 1 - 2.0**-24
-"""The last float32 below 1; sums that it is multiplied with may round up to all of it."""
+"""The last float32 below 1; a product with a sum may round up to the whole sum."""
 
 Outputs = Mapping[str, torch.Tensor]
 
 
 def calls_for(rows: int, draws: int, elements: int) -> int:
-    """Return how many more calls of so many rows, with inputs of so many elements, give about so many draws."""
+    """Return the number of additional calls, with this many rows and input elements, for about this many draws."""
     rows = max(rows, 1)
     calls = min(-(-draws // rows), draws // DRAWS_A_CALL)
     if elements <= MAX_DRAWN_AT_ONCE:
@@ -406,18 +402,17 @@ def judge_draws(
     *,
     deterministic: bool = True,
 ) -> Failure | None:
-    """Return why the draws of several calls are not those of an honest sampler, or None; at once where nothing is
-    drawn.
+    """Return a failure if the draws of several calls are not those of a correct sampler; None at once if nothing is drawn.
 
-    One call more is given 0 and the largest number below 1 in turn: what it draws must be allowed, and is not counted. In some
-    calls the number of a single row is another one; what is not deterministic may draw otherwise without that.
+    One more call gets 0 and the largest number below 1 in turn: its draws must be allowed, and are not counted. Further calls
+    change the number of a single row; they are not made if the Solution is not deterministic.
 
     Args:
-        definition: says what is drawn, from which law and which random numbers.
-        expected: the case, with which the first call was made.
-        first: what it gave.
+        definition: names the drawn outputs, their laws and their random numbers.
+        expected: the case of the first call.
+        first: the outputs of the first call.
         call: makes a call with the inputs of a case.
-        draws: how many are wanted; 0 for none but those of the first call.
+        draws: wanted number of draws; 0 skips the check.
         deterministic: the same numbers give the same draws.
     """
     if not definition.sampled or not draws:
@@ -448,9 +443,9 @@ def _row_by_row(
     first: Outputs,
     call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
 ) -> Failure | None:
-    """Whether another number for one row changes what a second row draws: rows of a call must not depend on one another.
+    """Return a failure if another number for one row changes the draw of a second row: rows must be independent.
 
-    Which row a number belongs to is free, and so is how an index is found from it.
+    It does not matter which row uses a number, and how an index is computed from it.
     """
     for name, sampled in definition.sampled.items():
         given = expected.inputs[sampled.uniforms]
@@ -480,7 +475,7 @@ def _judge(
 
 
 def _with_numbers(definition: Definition, expected: Expected, number: int | None) -> Expected:
-    """Return the case with other random numbers, which are a function of its seed; None for the ends of their range."""
+    """Return the case with other random numbers, which depend on its seed; None sets the ends of their range."""
     inputs = dict(expected.inputs)
     for name in {sampled.uniforms for sampled in definition.sampled.values()}:
         given = inputs[name]

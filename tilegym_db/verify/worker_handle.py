@@ -1,4 +1,4 @@
-"""The harness's handle of one worker process with one Solution loaded: start it, load, ask, give up on it."""
+"""The harness's handle of a worker process with one Solution: starts it, loads the source, and sends requests."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from tilegym_db.verify.gates import OutputVerdict
 from tilegym_db.verify.verifier import Failure, call_again, not_set_up, one_call, verify_slot
 
 # ---- tier policy ----------------------------------------------------------------------------------
-# How much a tier asks of a Solution before it says PASSED.
 
 MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
-"""Below this, a Solution could have reached what judges it; a promotion needs at least this level."""
+"""Minimum sandbox level of a promotion; below it, a Solution could have changed its verifier."""
 
 
 @dataclass(frozen=True)
 class TierPolicy:
     """The checks of one tier.
 
-    ``fuzz_cases``: shapes, layouts and contents beyond the workload's own. ``baseline_fuzz_cases``: the same for what is never
-    resolved to, so that its fuzz cases serve nobody; a few show that it is honest, and compiled stock code is compiled anew for
-    each. ``fuzz_rows``: of the largest tensor of such a case. ``calls``: on the same inputs, whose bytes must agree. ``audited``:
-    ownership of the device time, and the harness's own clock over contents never seen before. ``in_turn``: each fuzz case is
-    followed by another call of its shape, with other ranges and scalars, and then by the first again. ``draws``: how many of each
-    case are judged together, of operators that draw at random.
+    ``fuzz_cases``: number of shapes, layouts and contents beyond the workload's own. ``baseline_fuzz_cases``: the same for
+    baselines, which are never resolved to; a few cases suffice, because compiled stock code compiles anew for each.
+    ``fuzz_rows``: rows of the largest tensor of such a case. ``calls``: number of calls on the same inputs, whose bytes must
+    agree. ``audited``: also check the ownership of the device time, and time calls on new contents by the harness's clock.
+    ``in_turn``: follow each fuzz case by another call of its shape with other ranges and scalars, and by the first case again.
+    ``draws``: draws per case that are checked together, for operators that draw at random.
     """
 
     tier: Tier
@@ -55,17 +54,17 @@ class TierPolicy:
     draws: int = 1024
 
     def fuzz_cases_of(self, solution: Solution) -> int:
-        """Return how many cases a Solution is fuzzed with."""
+        """Return the number of fuzz cases for a Solution."""
         return self.fuzz_cases if solution.spec.role == "kernel" else self.baseline_fuzz_cases
 
 
-# An interpreted program takes a hundredth of a second, and one is started for every few rows: enough of them for two tiles.
+# An interpreted program takes 10 ms, and there is one per few rows; 160 rows are enough for two tiles.
 INTERPRETER = TierPolicy(
     "interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160, draws=64
 )
 SCREEN = TierPolicy("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
 UNTIMED = replace(SCREEN, tier="untimed")
-"""What omits an output is verified as in a screen, and not timed: no other Solution's time is comparable with its own."""
+"""Policy for a Solution that omits an output: a screen without times, because no other Solution's time is comparable."""
 
 PROMOTION = TierPolicy(
     "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
@@ -73,7 +72,7 @@ PROMOTION = TierPolicy(
 
 
 MAX_DEATHS = 3
-_WORKERS = itertools.count(1)  # a folder of its own for each, in a scratch folder that several runners share
+_WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,15 @@ class RunnerLimits:
     call_s: float = 60.0
     buffer_bytes: int = 6 << 30
     fuzz_workers: int = 1
-    """Worker processes at most that share one set of fuzz cases, each of which may have to be compiled for."""
+    """Maximum number of worker processes that share one set of fuzz cases; each may have to compile them."""
 
 
 @dataclass
 class WorkerHandle:
-    """One Solution under one config, and the process that runs it: none yet, one that lives, or one that was lost.
+    """One Solution under one config, and the process that runs it: not started, alive or lost.
 
-    ``broken`` says why the Solution is given up on, ``spoilt`` that every later CUDA call of the process would fail.
-    ``profiled``: the profiler is going to look at its calls; setting it up takes four seconds, before a source is loaded.
+    ``broken`` is the reason why the Solution is given up on. ``spoilt``: later CUDA calls of the process would fail.
+    ``profiled``: the profiler will record its calls; setting it up takes four seconds, before a source is loaded.
     """
 
     definition: Definition
@@ -113,17 +112,17 @@ class WorkerHandle:
     _load_failed: bool = False
 
     def __post_init__(self) -> None:
-        """What the Solution omits, it is neither given a buffer for nor judged by."""
+        """Remove the outputs that the Solution omits from the definition."""
         self.definition = narrowed(self.definition, self.solution.record.spec.omits)
 
     @property
     def usable(self) -> bool:
-        """True while the worker lives and nothing has spoilt its CUDA context."""
+        """True while the worker lives and its CUDA context works."""
         return self.worker is not None and self.worker.alive and not self.spoilt
 
     @property
     def sandbox_level(self) -> int:
-        """How well the worker is confined; 0 while there is none, or where it ended before it could say."""
+        """The worker's sandbox level; 0 without a worker, or if it ended before it could report its level."""
         try:
             return 0 if self.worker is None else self.worker.sandbox_level
         except (WorkerDied, WorkerTimeout):
@@ -131,17 +130,17 @@ class WorkerHandle:
 
     @property
     def is_given_up(self) -> bool:
-        """True after the last death that is forgiven."""
+        """True after the last death that is allowed."""
         return self.broken is not None and self.deaths >= MAX_DEATHS
 
     def excludes(self, case: Case) -> str | None:
-        """Return why the Solution does not say that it takes the sizes and layouts of a case, or None."""
+        """Return the reason why the Solution does not support the sizes and layouts of a case, or None."""
         shapes = {name: self.definition.shape_of(name, case.call.axes) for name in case.call.layouts}
         classes = {name: layout_class(shape, case.strides(self.definition, name)) for name, shape in shapes.items()}
         return self.solution.record.unsupported(case.call.axes, case.call.dtypes, classes)
 
     def another(self) -> WorkerHandle:
-        """Return a handle of the same with a worker of its own, which has started, to verify cases and no more.
+        """Return a handle of the same Solution with a separate, started worker, for verifying cases only.
 
         Raises:
             WorkerDied: no worker could be started.
@@ -153,7 +152,7 @@ class WorkerHandle:
         return other
 
     def start(self) -> WorkerProcess:
-        """Return a process in a folder of its own, in which nothing is loaded yet."""
+        """Start a process in a separate folder, with nothing loaded."""
         environment = INTERPRETERS[self.solution.record.spec.language].environment if self.interpret else {}
         folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
         compiles = self.device == CPU and self.solution.uses_torch_compile
@@ -169,9 +168,9 @@ class WorkerHandle:
         return worker
 
     def abort(self) -> None:
-        """Kill the worker for good, so that whoever waits for an answer, in whatever thread, is told that it died."""
+        """Kill the worker for good; every thread that waits for an answer gets an error that it died."""
         self.aborted = True
-        worker = self.worker  # a helper that ends meanwhile has none any more
+        worker = self.worker  # a helper that has ended has none
         if worker is not None:
             worker.kill()
 
@@ -182,12 +181,12 @@ class WorkerHandle:
             self.worker = None
 
     def after_failure(self, failure: Failure) -> bool:
-        """End a worker that did not survive; true if so. The Solution is given up on after the third death."""
+        """End a worker that did not survive, and return True if so. The Solution is given up on after the third death."""
         if self.worker is None or self.usable:
             return False
         self.close()
         if failure.no_memory:
-            return False  # for want of memory it never began: no fault of the Solution, nor of the device
+            return False  # it never began: neither the Solution nor the device is the cause
         self.deaths += 1
         if self.deaths >= MAX_DEATHS:
             reason = f"its worker died {self.deaths} times; last: {failure.reason}"
@@ -197,11 +196,9 @@ class WorkerHandle:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self) -> Failure | None:
-        """Return a worker with the source loaded: the one there is, or a fresh one where it was lost. Nothing is called
-        yet.
-        """
+        """Ensure a worker with the source loaded; start a new one if it was lost. Nothing is called yet."""
         if self.worker is not None and (not self.usable or self._load_failed):
-            self.close()  # what a source did before it raised is in no later attempt
+            self.close()  # a failed source may have changed the process
         if self.worker is None:
             try:
                 self.worker = self.start()
@@ -218,7 +215,7 @@ class WorkerHandle:
         return failure
 
     def _load(self, worker: WorkerProcess) -> Failure | None:
-        """Everything before the Solution's first call. What its source does at import happens here."""
+        """Prepare the worker and load the source, which may run code at import."""
         timeout_s = self.limits.first_call_s
         failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
         if failure is not None:
@@ -237,7 +234,7 @@ class WorkerHandle:
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def attach(self, buffers: SharedBuffers, case: Case) -> Failure | None:
-        """Have the worker map memory that the next calls work on, under the config of now."""
+        """Map memory for the next calls in the worker, under the current config."""
         return self.order(
             "attach",
             self.limits.call_s,
@@ -248,14 +245,14 @@ class WorkerHandle:
         )
 
     def detach(self) -> None:
-        """Have a worker that lives let go of that memory."""
+        """Unmap that memory in a live worker."""
         if self.worker is not None and self.worker.alive:
             self.order("detach", self.limits.call_s)
 
     def verify_slot(
         self, buffers: SharedBuffers, expected: Expected, calls: int, in_model: int | None = None
     ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
-        """Return every gate on the first slot of attached memory; as :func:`tilegym_db.verify.verifier.verify_slot`."""
+        """Check every gate on the first slot of attached memory; see :func:`tilegym_db.verify.verifier.verify_slot`."""
         assert self.worker is not None
         outcome = verify_slot(
             self.worker,
@@ -267,14 +264,14 @@ class WorkerHandle:
             calls=calls,
             in_model=in_model,
             draws=self.policy.draws,
-            timeout_s=self.limits.first_call_s,  # any new shape may compile anew
+            timeout_s=self.limits.first_call_s,  # a new shape may have to compile
         )
         if isinstance(outcome, Failure):
             self._note_spoilt(outcome.log)
         return outcome
 
     def one_call(self, buffers: SharedBuffers, expected: Expected) -> dict[str, torch.Tensor] | Failure:
-        """What one call on the first slot of attached memory leaves, whatever that is."""
+        """Return the outputs of one call on the first slot of attached memory without comparing them."""
         assert self.worker is not None
         timeout_s = self.limits.first_call_s
         return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
@@ -282,9 +279,10 @@ class WorkerHandle:
     def call_in_turn(
         self, buffers: SharedBuffers, expected: Expected, other: Expected, first: Mapping[str, torch.Tensor]
     ) -> Failure | None:
-        """Call on ``other`` at the same addresses, as a model does where alignment is a model's, then on ``expected`` again.
+        """Call on ``other`` at the same addresses, then on ``expected`` again.
 
-        ``first`` is what the calls on ``expected`` have given so far.
+        The calls on ``other`` are also made as in a model, if the alignment is that of a model. ``first`` has the outputs of the
+        earlier calls on ``expected``.
         """
         assert self.worker is not None
         failure = self.order("scalars", self.limits.call_s, scalars=other.case.call.scalars)
@@ -303,27 +301,27 @@ class WorkerHandle:
         )
 
     def check_state(self) -> Failure | None:
-        """Return why the calls so far must not happen in a model's process: what they changed beyond their outputs."""
+        """Return a failure if the calls changed the process beyond their outputs, which must not happen in a model's process."""
         reply = self.ask("state", self.limits.call_s)
         if isinstance(reply, Failure):
             return reply
         found = reply.content.get("changes")
         if not isinstance(found, list):
-            return Failure("REJECTED", "the worker's account of its state is no list", gate="state")
+            return Failure("REJECTED", "the worker's report of its state is not a list", gate="state")
         what = "; ".join(map(str, found))[:600]
         return Failure("REJECTED", f"it changes its process: {what}", gate="state") if found else None
 
     def repeat_calls(self, slots: Sequence[int], count: int) -> Failure | None:
-        """So many more calls on these slots, as in a process that has served for a while."""
+        """Make ``count`` more calls on these slots, as in a process that has run for a while."""
         return self.order("repeat", self.limits.call_s, slots=list(slots), count=count)
 
     def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
-        """Ask for something whose answer says nothing but that it is done."""
+        """Send a request whose answer only says that it is done."""
         reply = self.ask(op, timeout_s, descriptors, **content)
         return reply if isinstance(reply, Failure) else None
 
     def ask(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Reply | Failure:
-        """Return the worker's answer; a failure where it was lost, or says that it could not do it."""
+        """Return the worker's answer; a failure if the worker was lost or could not do it."""
         assert self.worker is not None
         try:
             reply = self.worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)
@@ -340,6 +338,6 @@ class WorkerHandle:
         return Failure(reply.failed_as, reason, reply.error, no_memory=reply.no_memory)
 
     def _note_spoilt(self, text: str) -> None:
-        """After an illegal access every later CUDA call of that process fails, whoever makes it."""
+        """Note that the CUDA context is broken: after an illegal access, every later CUDA call of that process fails."""
         if "CUDA error" in text or "CUDA_ERROR" in text or "cudaError" in text:
             self.spoilt = True
