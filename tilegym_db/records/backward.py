@@ -16,7 +16,7 @@ from tilegym_db.records.definition_rules import GRADIENT
 
 
 def bind_forward(backward: Definition, forward: Definition) -> Definition:
-    """Return the same backward, which now knows the forward that computes its saved tensors.
+    """Return the same backward, bound to the forward that computes its saved tensors.
 
     Raises:
         RecordError: the two do not fit together.
@@ -46,12 +46,12 @@ def forward_of(backward: Definition) -> Definition:
 
 
 def differentiated(backward: Definition) -> tuple[str, ...]:
-    """Return the inputs of the forward Definition that a backward one gives the gradients of, in its order of outputs."""
+    """Return the forward's inputs whose gradients a backward computes, in the order of its outputs."""
     return tuple(name.removeprefix(GRADIENT) for name in backward.outputs)
 
 
 def backward_problem(forward: Definition, backward: Definition) -> str:
-    """Return why one Definition cannot be the backward of another; empty if it can."""
+    """Return the reason why one Definition cannot be the backward of another; empty if it can."""
     if forward.in_place:
         return f"{forward.name} overwrites its input '{next(iter(forward.in_place))}', which its gradient may need"
     for name, spec in backward.inputs.items():

@@ -117,7 +117,7 @@ class Record(RecordPart):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return one JSON object with ``schema_version`` first where the record has one."""
+        """Return one JSON object; ``schema_version``, if the record has one, comes first."""
         content = self.to_dict()
         if "schema_version" in type(self).model_fields:
             content = {"schema_version": self.model_dump()["schema_version"], **content}
@@ -158,9 +158,7 @@ def _problems(error: ValidationError, model: type[BaseModel]) -> tuple[list[tupl
 
 
 def _keys_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return a place in a record, without the name that pydantic gives to a member of a union (``str``,
-    ``function-after[...]``).
-    """
+    """Return the path of a key without pydantic's name for a union member (``str``, ``function-after[...]``)."""
     last = str(loc[-1]) if len(loc) > 1 else ""
     return loc[:-1] if last in ("str", "int", "float", "bool") or last.endswith(("]", ")")) else loc
 
@@ -171,7 +169,7 @@ def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one spelling of a JSON value that digests and identities are computed from."""
+    """Return the canonical JSON text of a value, which digests and ids are computed from."""
     return _CANONICAL.encode(value)
 
 
@@ -246,7 +244,7 @@ Prose = Annotated[str, AfterValidator(_text(MAX_PROSE, "\n\t"))]
 
 
 def shown(text: str, most: int = 120) -> str:
-    """Return a text as a message may show it: on one line, and cut where it is long."""
+    """Return a text for a message: on one line, and cut to ``most`` characters."""
     clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
     return clean if len(text) <= most else f"{clean[:most]}..."
 
@@ -292,7 +290,7 @@ class _RepeatedKeyError(Exception):
 
 
 def parse_object(text: str | bytes, kind: str, source: str | Path) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text and return its value.
 
     Args:
         text: a whole file, or one line of it.

@@ -79,7 +79,7 @@ class Call:
 
 
 def bind_call(definition: Definition, values: Sequence[Any]) -> Call:
-    """Bind positional arguments: every input in order, then optionally every written output.
+    """Bind positional arguments: every input in order, optionally followed by every written output.
 
     Raises:
         UsageError: the number of arguments is wrong, or one does not fit the Definition; see :func:`bind_arguments`.
@@ -155,8 +155,7 @@ def _check_strides(definition: Definition, name: str, tensor: TensorInfo, axes: 
 
 
 def is_code_selecting(definition: Definition, scalar: str) -> bool:
-    """Return True for a scalar whose value changes which code runs (a flag, a window), false for a continuous one
-    (eps).
+    """Return True for a scalar whose value selects the code that runs (a flag, a window), False for a continuous one (eps).
 
     A scalar that is the size of an axis gives False, because the axis already has its value.
     """
@@ -190,7 +189,7 @@ def _record_dtype(found: str, choices: Sequence[str]) -> str:
 def solve_axes(
     definition: Definition, shapes: Mapping[str, Sequence[int]], scalars: Mapping[str, Scalar] | None = None
 ) -> dict[str, int]:
-    """Return every axis with its size, from the shapes of the tensors and the scalars that are sizes, by name.
+    """Return the size of every axis, from the shapes of the tensors and the scalars that are sizes, by name.
 
     A dimension ``N`` binds the axis N. An expression with one unknown axis is solved if it uses ``+``, ``-`` and ``*``
     (``2*I`` of size 8 gives I = 4). ``//`` is solved only in a packed row, whose codes fill whole bytes
@@ -242,7 +241,7 @@ def _dimensions(
 
 
 def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, packed: bool = False) -> bool:
-    """Check a dimension whose axes are known, or bind the one that is not; False if it must wait for others."""
+    """Check a dimension whose axes are known, or bind its one unknown axis; return False if it must wait for others."""
     if isinstance(entry, str) and entry.isidentifier() and axes.setdefault(entry, size) == size:
         return True  # fast path: nearly every dimension is a plain axis
     unknown = set() if isinstance(entry, int) else set(names_in(entry)[0]) - set(axes)
@@ -259,8 +258,7 @@ def _settle(entry: str | int, size: int, where: str, axes: dict[str, int], *, pa
 
 
 def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) -> int | None:
-    """Return the value of the one unknown name in ``node`` that makes it ``target``, rounded down; None if not
-    unique.
+    """Return the value of the one unknown name in ``node`` that makes it ``target``, rounded down; None if not unique.
 
     ``packed`` means that divisions have no remainder. The caller evaluates the whole expression afterwards, so a value that
     does not divide evenly is still refused.
@@ -289,7 +287,7 @@ def _invert(node: ast.expr, target: int, axes: Mapping[str, int], packed: bool) 
 
 
 def _known(node: ast.expr, axes: Mapping[str, int]) -> int | None:
-    """Return the value of a part of an expression, where all its axes are known."""
+    """Return the value of a part of an expression if all its axes are known, else None."""
     text = ast.unparse(node)
     if names_in(text)[0] - set(axes):
         return None
@@ -325,7 +323,7 @@ def sizes_of_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> d
 
 
 def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar]) -> dict[str, int]:
-    """Return the axes of a call, with those that only a scalar states.
+    """Return the axes of a call, including those that only a scalar states.
 
     Raises:
         UsageError: an axis and its scalar differ.
@@ -344,6 +342,6 @@ def axes_with_scalars(definition: Definition, axes: Mapping[str, int], scalars: 
 def scalars_with_axes(
     definition: Definition, scalars: Mapping[str, Scalar], axes: Mapping[str, int]
 ) -> dict[str, Scalar]:
-    """Return the scalars of a call whose sizes are known: those that are a size have that of their axis."""
+    """Return the scalars of a call; each scalar that is a size gets the size of its axis."""
     sizes = {scalar: axes[axis] for scalar, axis in definition.size_scalars.items() if axis in axes}
     return {**scalars, **sizes}

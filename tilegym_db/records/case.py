@@ -17,7 +17,7 @@ EXACT = "small_integers"
 
 @dataclass(frozen=True)
 class Case:
-    """A call to verify, and how its contents are drawn."""
+    """A call to verify, and the distribution of its contents."""
 
     call: Call
     distribution: str = "normal"
@@ -31,7 +31,7 @@ class Case:
 
     @classmethod
     def of_workload(cls, definition: Definition, workload: Workload, *, distribution: str, seed: int) -> Case:
-        """Return the Workload's own shape, with fresh contents."""
+        """Return the Workload's own shape with fresh contents."""
         return cls(
             workload.call(definition),
             distribution=distribution,
@@ -41,7 +41,7 @@ class Case:
         )
 
     def __str__(self) -> str:
-        """Short form for reasons: sizes, dtypes, contents."""
+        """Return a short form for reasons: sizes, dtypes, contents."""
         dtypes = ",".join(self.call.dtypes.values())
         layouts = " strided" if self.call.layouts else ""
         offset = f" offset={self.offset}" if self.offset else ""
@@ -66,9 +66,9 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """True if sums and products of the contents round nowhere, so that an exact operator must give exact bits."""
+        """True if sums and products of the contents never round, so that an exact operator must give exact bits."""
         return self.distribution == EXACT and not self.files
 
     def strides(self, definition: Definition, name: str) -> tuple[int, ...]:
-        """Strides in elements of one tensor of this case."""
+        """Return the strides of one tensor of this case, in elements."""
         return definition.strides_of(name, self.call.axes, self.call.layouts.get(name))

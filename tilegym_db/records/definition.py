@@ -235,7 +235,7 @@ class Definition(Record):
         return {axis.scalar: name for name, axis in self.axes.items() if axis.scalar is not None}
 
     def bind_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Return every axis with its size, const axes included.
+        """Return every axis with its size, including const axes.
 
         Raises:
             RecordError: an axis is missing, unknown or negative, differs from a const axis, or breaks a constraint.
@@ -272,7 +272,7 @@ class Definition(Record):
         return {name: bound[name] for name in self.axes}
 
     def bind_dtypes(self, dtypes: Mapping[str, str]) -> dict[str, str]:
-        """Return every dtype variable with its dtype; one with a single choice need not be given.
+        """Return every dtype variable with its dtype; a variable with a single choice may be left out.
 
         Raises:
             RecordError: a variable is missing or unknown, or the Definition does not list its dtype.
@@ -316,9 +316,7 @@ class Definition(Record):
         return tuple(evaluate_int(entry, axes) for entry in spec.shape or ())
 
     def strides_of(self, name: str, axes: Mapping[str, int], layout: str | None = None) -> tuple[int, ...]:
-        """Return a tensor's strides in elements: by a layout that a call names, else by the Definition's own, else
-        contiguous.
-        """
+        """Return a tensor's strides in elements: of the given layout, else of the Definition's, else contiguous."""
         return layout_strides(layout or self.layouts.get(name, "contiguous"), self.shape_of(name, axes), axes)
 
     def cost_of(self, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float]:

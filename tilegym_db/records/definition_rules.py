@@ -514,13 +514,13 @@ def check_codes(
 
 
 def codes_are_exact(codes: Mapping[str, str], output: str, inputs: Mapping[str, Any]) -> bool:
-    """Return True if all codes of an output must be equal in a call with these inputs, flags among them."""
+    """Return True if all codes of an output must be equal in a call with these inputs."""
     match = _EXACT.fullmatch(codes.get(output, ""))
     return match is not None and (match[1] is None or bool(inputs[match[1]]))
 
 
 def is_packed(spec: TensorSpec, dtypes: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return True if the elements of a tensor are bytes in which codes may be packed."""
+    """Return True if the elements of a tensor are bytes that may hold packed codes."""
     return not PACKED_DTYPES.isdisjoint(dtypes.get(spec.dtype, (spec.dtype,)))
 
 
@@ -542,7 +542,7 @@ def check_packed(
 
 @lru_cache(maxsize=256)
 def _partial_byte(entry: str, fixed: tuple[tuple[str, int], ...], constraints: tuple[str, ...]) -> str:
-    """Sizes that the constraints allow and that a division in ``entry`` rounds down; empty if there are none."""
+    """Return a message about allowed sizes at which a division in ``entry`` rounds down; empty if there are none."""
     known = dict(fixed)
     names = sorted(names_in(entry)[0] - set(known))
     divisions = [

@@ -50,7 +50,7 @@ DType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": 
 
 
 def short_dtype(name: str) -> str:
-    """Return the usual abbreviation (``bfloat16`` -> ``bf16``), for tables a person reads."""
+    """Return the usual abbreviation of a dtype (``bfloat16`` -> ``bf16``), for tables."""
     return _SHORT.get(name, name)
 
 

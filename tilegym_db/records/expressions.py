@@ -53,7 +53,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> ast.expr:
-    """Return the checked syntax tree of ``text``; raises :class:`RecordError` for anything but arithmetic."""
+    """Return the checked syntax tree of ``text``; raise :class:`RecordError` unless it is arithmetic."""
     if len(text) > MAX_LENGTH:
         raise RecordError(
             f"expression of {len(text)} characters is too long (at most {MAX_LENGTH}): {text[:60]!r}...",
@@ -76,8 +76,7 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def _check_constants(node: ast.expr, text: str) -> bool:
-    """Return True if a part has no name in it. One that has none is worked out once, so that ``9**9**9`` is refused
-    when it is read.
+    """Return True if a part is constant. Constants are evaluated, so that ``9**9**9`` is refused when the record is read.
 
     Raises:
         RecordError: a constant part is out of bounds, divides by zero, or has an exponent out of bounds.
@@ -126,8 +125,7 @@ def names_in(text: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int | float | bool:
-    """Return the value of ``text`` where each axis is its integer size and ``sizeof(T)`` the bytes of the dtype bound
-    to T.
+    """Return the value of ``text`` with these axis sizes; ``sizeof(T)`` is the bytes of the dtype bound to T.
 
     A name in ``sizeof`` that is not bound is read as a dtype (``sizeof(float32)``).
 
@@ -304,7 +302,7 @@ def holds(text: str, values: Mapping[str, Any]) -> bool:
 
 
 def constraint_problem(text: str, names: Collection[str]) -> str | None:
-    """Return why :func:`holds` can never evaluate a constraint over these axes and inputs; None if it may."""
+    """Return the reason why :func:`holds` cannot evaluate a constraint over these names; None if it may."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -368,7 +366,7 @@ def _value(node: ast.expr, values: Mapping[str, Any], depth: int) -> Any:
 
 
 def _is_true(value: Any) -> bool:
-    """Return a comparison of tensors holds where it does for every element."""
+    """Return True if a value is true; for a tensor, if every element is."""
     return bool(value.all() if hasattr(value, "numel") else value)
 
 

@@ -59,7 +59,7 @@ _DRIVER_NAMES: tuple[tuple[str, str], ...] = (
 
 
 def gpu_slug(driver_name: str) -> str:
-    """Return the slug of the device that the driver calls ``driver_name``; an unknown one is spelled from its own name."""
+    """Return the slug for a driver's device name; an unknown device gets a slug from its own name."""
     for pattern, slug in _DRIVER_NAMES:
         if re.search(pattern, driver_name, re.IGNORECASE):
             return slug
@@ -72,13 +72,12 @@ def gpu_family(slug: str) -> str:
 
 
 def same_gpu(asked: str, slug: str) -> bool:
-    """Return True if ``asked`` (a slug or a family) covers ``slug``."""
+    """Return True if ``asked`` (a slug or a family) includes ``slug``."""
     return asked == slug or (asked not in GPU_SLUGS and gpu_family(slug) == asked)
 
 
 def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
-    """Return those of ``known`` slugs that a name means, sorted: the one that is called so, else every one of that
-    family.
+    """Return the ``known`` slugs that a name stands for, sorted: the slug itself, else every slug of that family.
 
     Every command, the Python API and (as ``gpu_family``) SQL resolve names such as ``h100`` this way.
     """
@@ -87,8 +86,7 @@ def gpus_meant(asked: str, known: Iterable[str]) -> list[str]:
 
 
 def one_gpu_meant(asked: str, *known: Iterable[str]) -> str:
-    """Return the one slug that a name means where only one will do: of the first group of ``known`` slugs that has any,
-    the first.
+    """Return the one slug that a name stands for: the first match in the first group of ``known`` slugs that has one.
 
     Without a match, the name is looked up among all slugs.
     """

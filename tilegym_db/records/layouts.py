@@ -64,7 +64,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the strides in elements that a Workload's layout gives a tensor of this shape.
+    """Return the strides in elements that a layout gives a tensor of this shape.
 
     Raises:
         RecordError: the layout is invalid, has a wrong number of strides, or has a negative one.
@@ -109,9 +109,7 @@ def overlap_words(text: str, shape: Sequence[int], strides: Sequence[int]) -> st
 
 
 def layout_class(shape: Sequence[int], strides: Sequence[int]) -> str:
-    """Return the narrowest class that holds a tensor of this shape and these strides; a dimension of size 1 has any
-    stride.
-    """
+    """Return the narrowest class of a shape and strides; a dimension of size 1 fits any stride."""
     if 0 in shape:
         return "contiguous"
     expected = contiguous_strides(shape)
@@ -123,5 +121,5 @@ def layout_class(shape: Sequence[int], strides: Sequence[int]) -> str:
 
 
 def accepts(declared: str, found: str) -> bool:
-    """Return True if a Solution that declares one class may be given a tensor of the other."""
+    """Return True if a Solution that declares one class accepts a tensor of the other."""
     return LAYOUT_CLASSES.index(found) <= LAYOUT_CLASSES.index(declared)

@@ -267,7 +267,7 @@ class Pattern(Record):
         return self
 
     def fits(self, definition: str, op_type: str, language: str) -> bool:
-        """Return True if it is of use to somebody who writes a kernel of a Definition in a language."""
+        """Return True if it applies to kernels of a Definition in a language."""
         return self.language in ("any", language) and bool({"*", definition, op_type} & set(self.applies_to))
 
 

@@ -228,10 +228,10 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
     """Return the claim that rounds of stock against patched allow.
 
     Args:
-        speedup: stock time over patched time with its interval, where there is one.
-        rounds: that count, by each way.
-        kernel_calls: calls in one generation of the patched model that ran a verified kernel.
-        control: stock time over the time of :data:`CONTROL` in the same rounds; None if it took no part.
+        speedup: stock time over patched time, with its interval if there is one.
+        rounds: number of rounds that count, per way.
+        kernel_calls: calls of a verified kernel in one generation of the patched model.
+        control: stock time over the time of :data:`CONTROL` in the same rounds; None without a control.
     """
     if kernel_calls == 0:
         return Claim("nothing", "no kernel ran in the patched model, so both ran stock code")

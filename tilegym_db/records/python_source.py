@@ -36,7 +36,7 @@ def forget_sources() -> None:
 # Parsing takes a third of the time to read a catalog, and a process reads the same sources many times.
 @functools.lru_cache(maxsize=2048)
 def parse_source(source: str | bytes) -> ast.Module:
-    """Return the functions at the top level of a source text, without their bodies; to be read only.
+    """Return the top-level functions of a source, without their bodies; callers must not change the tree.
 
     Raises:
         RecordError: the source is not valid Python, or nested too deeply; the message gives the line.
@@ -100,7 +100,7 @@ def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None
 
 
 def function_parameters(source: str, name: str) -> tuple[str, ...] | None:
-    """Return the parameters of the last function of that name at the top level of ``source``; None if there is none.
+    """Return the parameters of the last top-level function of that name; None if ``source`` has no such function.
 
     Variadic and keyword-only parameters are spelled with stars.
 

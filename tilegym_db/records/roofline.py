@@ -93,7 +93,7 @@ def speed_of_light(
     *,
     math_mode: Literal["ieee", "tf32"] = "ieee",
 ) -> SpeedOfLight | None:
-    """Return the least time that a call would take if nothing but the calibrated peaks held it up.
+    """Return the minimum time of a call if only the calibrated peaks limit it.
 
     Args:
         definition: states the compulsory flops and bytes.
@@ -103,7 +103,7 @@ def speed_of_light(
         math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only with ``tf32``.
 
     Returns:
-        None if the Definition states no cost, or the call has nothing to do.
+        None if the Definition states no cost, or the call has no work.
     """
     flops, size = definition.cost_of(axes, dtypes)
     if flops <= 0 and size <= 0:
@@ -127,12 +127,12 @@ def speed_of_light(
 
 
 def sol_ratio(sol: SpeedOfLight, latency_us: float) -> float:
-    """Return the share of the speed of light that a call reached; above 1 where it beat the calibration's own kernels."""
+    """Return the share of the speed of light that a call reached; above 1 if it beat the calibration's kernels."""
     return sol.us / latency_us
 
 
 def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> str | None:
-    """Return why a time cannot be true, or None if it can.
+    """Return the reason why a time is impossible, or None if it is possible.
 
     Args:
         latency_us: the claimed time of one call.
@@ -165,7 +165,7 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
 
 
 def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> float:
-    """Return the shortest time that :func:`below_floor` believes, in microseconds; arguments as there."""
+    """Return the shortest time in microseconds that :func:`below_floor` accepts; takes the same arguments."""
     memory_us = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2) / peaks.memory_ceiling_bytes_per_s * 1e6
     compute_us = _least_compute_us(sol, product_ceiling(sol.operand, peaks))
     launch_us = _least_launch_us(peaks) if timer == peaks.timer else 0.0
@@ -173,7 +173,7 @@ def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -
 
 
 def product_ceiling(operand: str | None, peaks: GpuPeaks) -> float | None:
-    """Flop/s that no product of such operands can exceed on this GPU; None if that is not known."""
+    """Return the maximum flop/s of products of such operands on this GPU; None if unknown."""
     per_clock = PRODUCT_FLOPS_PER_CLOCK.get(peaks.sm, {})
     known = [per_clock[width] for width in _WIDTHS.get(operand or "", ()) if width in per_clock]
     return max(known) * peaks.sm_count * peaks.max_sm_mhz * 1e6 if known else None
@@ -196,15 +196,13 @@ def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:
 
 
 def _operand(definition: Definition, dtypes: Mapping[str, str]) -> str | None:
-    """Return the narrowest dtype among the floating-point inputs: no product can run faster than on these."""
+    """Return the narrowest dtype of the floating-point inputs, which allows the fastest product; None without one."""
     used = {definition.dtype_of(name, dtypes) for name in definition.tensor_inputs}
     return next((name for name in _WIDTHS if name in used), None)
 
 
 def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float | None:
-    """Return the calibrated flop/s of the fastest product that the GPU has for such operands; None if none was
-    measured.
-    """
+    """Return the calibrated flop/s of the fastest product for such operands; None if none was measured."""
     if operand == "float32" and math_mode == "ieee":
         measured = peaks.flops.get("float32")
         return measured.value if measured else None

@@ -43,7 +43,7 @@ Config = dict[str, Tunable]
 
 
 def config_id(config: Mapping[str, Tunable]) -> str:
-    """Return one text per config, whatever the order of its tunables; ``{}`` is the source's own defaults."""
+    """Return the same text for configs that differ only in the order of tunables; ``{}`` is the source's defaults."""
     return canonical_json(dict(config))
 
 
@@ -184,9 +184,7 @@ class SolutionSpec(RecordPart):
         return self
 
     def runs_on(self, target: str) -> bool:
-        """Return True if it is declared for a target. Python code that states no targets of its own runs where PyTorch
-        does.
-        """
+        """Return True if it is declared for a target. Python code without declared targets runs on every target of PyTorch."""
         return target in self.target_hardware or (self.language == "python" and self.target_hardware == TARGETS)
 
     @property
@@ -276,13 +274,13 @@ class Solution(Record):
         *,
         target: str | None = None,
     ) -> str | None:
-        """Return why this Solution does not serve the request, or None if its declared limits cover it.
+        """Return the reason why this Solution does not support a request, or None if its declared limits include it.
 
         Args:
             axes: every axis of the Definition with its size.
             dtypes: dtype variable -> dtype.
-            layouts: tensor -> layout class; a tensor not named is contiguous.
-            target: the device's ``sm_XX``, or ``cpu``; None if it does not matter.
+            layouts: tensor -> layout class; a tensor not listed is contiguous.
+            target: the device's ``sm_XX``, or ``cpu``; None skips this check.
         """
         for variable, choices in self.spec.dtypes.items():
             if dtypes.get(variable) not in choices:
@@ -303,7 +301,7 @@ class Solution(Record):
         return None
 
     def configs(self) -> Iterator[Config]:
-        """Yield every point of the search space, in a fixed order; one empty config where nothing is tunable."""
+        """Yield every point of the search space, in a fixed order; one empty config if nothing is tunable."""
         names = list(self.spec.tunables)
         for values in itertools.product(*(self.spec.tunables[name] for name in names)):
             yield dict(zip(names, values, strict=True))
@@ -339,8 +337,7 @@ def check_omits(omits: Sequence[str], definition: Definition, *, role: str, layo
 
 
 def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
-    """Return the Definition without these outputs, as a Solution that omits them is called and judged; its digest is
-    the whole one's.
+    """Return the Definition without these outputs, for calling and checking a Solution that omits them.
 
     Its digest and cost are those of the whole Definition; Solutions that omit an output are not timed.
     """
@@ -360,7 +357,7 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
 
 
 def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
-    """Return why a Solution has no times, and with them no promotion and no rank; None if it may have."""
+    """Return the reason why a Solution is not timed, and so neither promoted nor ranked; None if it is timed."""
     if not omits:
         return None
     return (
@@ -374,14 +371,12 @@ def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
 
 
 def called_with(definition: Definition, *, destination_passing_style: bool) -> tuple[str, ...]:
-    """Return the positional arguments of ``run``: the inputs in order, then (destination passing) the outputs it
-    writes.
-    """
+    """Return the positional arguments of ``run``: the inputs in order, then (destination passing) the written outputs."""
     return (*definition.inputs, *definition.written_outputs) if destination_passing_style else tuple(definition.inputs)
 
 
 def signature_problem(record: Solution, source: bytes | str, definition: Definition) -> str | None:
-    """Return why the entry point cannot be called as the Definition calls it, or None if it can.
+    """Return the reason why the Definition's call does not fit the entry point, or None if it fits.
 
     Args:
         record: names the function, the calling style and the tunables, which are passed as keyword arguments.
@@ -414,6 +409,6 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
 
 
 def find_function(source: bytes | str, name: str) -> ast.FunctionDef | None:
-    """Return the last definition of a function at the top level of a source text."""
+    """Return the last top-level definition of a function in a source text; None if there is none."""
     found = [node for node in parse_source(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
     return found[-1] if found else None

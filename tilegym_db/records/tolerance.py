@@ -58,8 +58,7 @@ LIMITS: dict[str, Limits] = {
 
 
 def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits | None:
-    """Return the bounds for an output of this dtype, or None for integers, booleans, scales and what is only moved,
-    which must be exact.
+    """Return the bounds for an output of this dtype, or None if it must be exact: integers, booleans, scales and moved data.
 
     Scales are outputs of dtype e8m0, and the float32 outputs of a quantiser: those beside codes, if the oracle is the
     reference as written. If something is computed before the quantisation, such as an activation, the Definition's
@@ -106,7 +105,7 @@ def _leaves_no_room(override: Tolerance) -> bool:
 
 
 def _is_moved(definition: Definition, dtype: str) -> bool:
-    """Return True if a dtype variable with this choice is that of an input and of an output."""
+    """Return True if an input and an output share a dtype variable that allows this dtype."""
     taken, given = ({spec.dtype for spec in specs.values()} for specs in (definition.inputs, definition.outputs))
     return any(dtype in definition.dtypes.get(variable, ()) for variable in taken & given)
 

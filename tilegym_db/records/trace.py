@@ -70,9 +70,7 @@ class Comparison(RecordPart):
 
     @classmethod
     def against(cls, name: str, provides: str | None, *, ratio: float, ci_low: float, ci_high: float) -> Self:
-        """Return a comparison with the solution ``name``; ``with`` is a keyword of Python, so no argument can have that
-        name.
-        """
+        """Return a comparison with the solution ``name``; needed because ``with`` is a Python keyword."""
         return cls.model_validate(
             {"with": name, "provides": provides, "ratio": ratio, "ci_low": ci_low, "ci_high": ci_high}
         )
@@ -247,8 +245,7 @@ def new_trace_id(
 
 
 def clip_log(text: str) -> str:
-    """Return a log of at most :data:`MAX_LOG_CHARACTERS`: head, tail, and of what lies between, the lines that name an
-    error.
+    """Return at most :data:`MAX_LOG_CHARACTERS` of a log: head, tail, and the lines between them that name an error.
 
     Compilers print the cause first or last, but a generated kernel's listing may precede it and a stack may follow.
     """

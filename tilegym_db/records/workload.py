@@ -178,7 +178,7 @@ class Workload(Record):
         return {name: spec.value for name, spec in self.inputs.items() if isinstance(spec, ScalarInput)}
 
     def files(self) -> dict[str, SafetensorsInput]:
-        """Return the inputs that a file holds, by name."""
+        """Return the inputs that are read from files, by name."""
         return {name: spec for name, spec in self.inputs.items() if isinstance(spec, SafetensorsInput)}
 
     def layout_classes(self, definition: Definition) -> dict[str, str]:
