@@ -15,7 +15,7 @@ from tilegym_db.bench.runner import WallRun
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.session import Verification
 from tilegym_db.verify.verifier import Failure
 
@@ -81,7 +81,7 @@ def test_a_baseline_passes_only_by_the_harness_clock(monkeypatch):
 
 
 @pytest.fixture
-def eight_contents() -> list[Expected]:
+def eight_contents() -> list[OracleCase]:
     definition = Catalog.default().definitions["silu_and_mul"]
     sizes = {"definition": definition.name, "axes": {"M": 3, "I": 16}, "dtypes": {"T": "float16"}, "inputs": {}}
     workload = Workload.from_dict(sizes, "a test")
@@ -92,10 +92,10 @@ def eight_contents() -> list[Expected]:
 class Stock:
     """Stock code that gives the oracle's outputs, but for some contents; there it gives ``wrong``."""
 
-    def __init__(self, wrong_on: list[Expected], wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, wrong_on: list[OracleCase], wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.wrong_on, self.wrong, self.asked = wrong_on, wrong, 0
 
-    def outputs(self, expected: Expected) -> dict[str, torch.Tensor]:
+    def outputs(self, expected: OracleCase) -> dict[str, torch.Tensor]:
         self.asked += 1
         is_wrong = any(expected is other for other in self.wrong_on)
         return {name: (self.wrong(truth) if is_wrong else truth).half() for name, truth in expected.outputs.items()}
@@ -122,14 +122,14 @@ def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it
     stock_gives: float,
     refused: bool,
     asked: int,
-    eight_contents: list[Expected],
+    eight_contents: list[OracleCase],
 ):
     definition = Catalog.default().definitions["silu_and_mul"]
     solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(provides=provides, math="ieee")))
     stock: Any = Stock([eight_contents[number] for number in stock_wrong_at], lambda truth: truth * stock_gives)
     handle: Any = SimpleNamespace(solution=solution)
     runner: Any = SimpleNamespace(
-        definition=definition, solution=solution, verification=Verification(handle, witness=stock)
+        definition=definition, solution=solution, verification=Verification(handle, baseline_check=stock)
     )
     found = [
         {name: (truth * (number not in wrong_at)).half() for name, truth in expected.outputs.items()}

@@ -34,7 +34,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.worker import WorkerHasNoMemory, WorkerProcess
 from tilegym_db.verify import contents
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.inputs import BlobReader
 from tilegym_db.verify.session import Verification
 from tilegym_db.verify.verifier import Failure
@@ -245,9 +245,9 @@ def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alon
 
 @pytest.mark.nightly
 def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(plans, tmp_path, monkeypatch):
-    expect, drawn, still_there = contents.expect, [], []
+    expect, drawn, still_there = contents.make_oracle_case, [], []
 
-    def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> Expected | None:
+    def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> OracleCase | None:
         if drawn:
             gc.collect()
             still_there.append(drawn[0]() is not None)
@@ -257,7 +257,7 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
             raise torch.OutOfMemoryError("not enough memory")
         return expect(definition, case, device, blobs)
 
-    monkeypatch.setattr(contents, "expect", short_of_memory)
+    monkeypatch.setattr(contents, "make_oracle_case", short_of_memory)
     traces = run(plans()[:1], tmp_path / "scratch", WIDE)
     assert sorted(trace.status for trace in traces) == ["PASSED"] * 6 + ["UNSUPPORTED"] * 2
     assert still_there

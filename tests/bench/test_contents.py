@@ -17,7 +17,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verify.inputs import draws_spread, spreads_otherwise
-from tilegym_db.verify.session import Verification, Verified
+from tilegym_db.verify.session import Verification, VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
@@ -121,7 +121,7 @@ def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_i
         with closing(handle):
             outcome = Verification(handle).verify(contents, [contents.workload], 7, contents.cache)
         if gate is None:
-            assert isinstance(outcome, Verified), outcome
+            assert isinstance(outcome, VerifiedWorkload), outcome
             assert len(outcome.outputs) == len(contents.sets)
         else:
             assert isinstance(outcome, Failure)

@@ -19,7 +19,7 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verify import session
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verify.session import CaseQueue, Processors, Verification, Verified
+from tilegym_db.verify.session import CaseQueue, Processors, Verification, VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
 
@@ -82,7 +82,7 @@ def test_processors_go_to_runners_first_and_to_helpers_by_equal_shares():
 
 
 def test_where_several_gpus_of_a_host_are_at_work_each_kernel_has_fewer_workers():
-    assert [session.most_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
 
 
 def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
@@ -114,7 +114,7 @@ def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterat
         yield subject
 
 
-def verified(subject: Verification) -> Verified | Failure:
+def verified(subject: Verification) -> VerifiedWorkload | Failure:
     definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
     cache = ExpectedCache(definition, "cpu")
     contents = WorkloadContents.draw(definition, workload, SEED, cache)
@@ -146,8 +146,8 @@ def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerH
     assert {id(handle) for handle in used} == {id(alone.handle)}
     used.clear()
     several = verified(shared)
-    assert isinstance(one, Verified)
-    assert isinstance(several, Verified)
+    assert isinstance(one, VerifiedWorkload)
+    assert isinstance(several, VerifiedWorkload)
     assert several.fuzz == one.fuzz
     assert len(used) == len(one.fuzz.passed) > 6
     assert len({id(handle) for handle in used}) > 1
@@ -181,7 +181,7 @@ def test_a_processor_that_becomes_free_takes_over_what_is_left(make: Any, monkey
 
     monkeypatch.setattr(WorkerHandle, "another", another)
     monkeypatch.setattr(Verification, "_check_pair", check_pair)
-    assert isinstance(verified(subject), Verified)
+    assert isinstance(verified(subject), VerifiedWorkload)
     assert len(left) == 1
 
 
@@ -191,7 +191,7 @@ def test_where_no_helper_can_be_started_one_worker_does_it_all(make: Any, monkey
 
     monkeypatch.setattr(WorkerHandle, "another", another)
     subject = make(KERNEL, 3)
-    assert isinstance(verified(subject), Verified)
+    assert isinstance(verified(subject), VerifiedWorkload)
     assert subject.processors.take(1)
 
 
@@ -222,7 +222,7 @@ def test_a_helper_that_the_machine_cannot_set_up_leaves_its_cases_to_the_others(
     monkeypatch.setattr(WorkerHandle, "another", late)
     outcome = verified(subject)
     assert helpers
-    assert isinstance(outcome, Verified), outcome
+    assert isinstance(outcome, VerifiedWorkload), outcome
     assert len(outcome.fuzz.passed) + len(outcome.fuzz.dropped) == POLICY.fuzz_cases
     assert subject.processors.take(1)
 

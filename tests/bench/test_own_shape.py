@@ -17,7 +17,7 @@ from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verify import session
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verify.session import CaseQueue, OwnShape, Processors, ShapesAhead, Verification, Verified
+from tilegym_db.verify.session import CaseQueue, Processors, ShapeResult, ShapesAhead, Verification, VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker_handle import SCREEN, RunnerLimits, WorkerHandle
 
@@ -57,7 +57,7 @@ class Subject:
         """What a batch does before its first workload; ``drawn``: the contents of so many are there already."""
         self.verification.ahead = ShapesAhead.of(future(one, done=n < drawn) for n, one in enumerate(self.contents))
 
-    def verdicts(self) -> list[Verified | Failure]:
+    def verdicts(self) -> list[VerifiedWorkload | Failure]:
         """One of each workload, in their order."""
         found = []
         for contents in self.contents:
@@ -95,7 +95,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, WorkerHandle]]:
     begun = threading.Event()
     check, check_pair = session.check_own_shape, Verification._check_pair
 
-    def checking(handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure:
+    def checking(handle: WorkerHandle, contents: WorkloadContents) -> ShapeResult | Failure:
         checked.append((contents.workload.axes["M"], handle))
         try:
             return check(handle, contents)
@@ -118,7 +118,7 @@ def test_the_shapes_to_come_are_verified_once_by_the_worker_itself_while_helpers
     subject = make()
     subject.look_ahead()
     found = subject.verdicts()
-    assert all(isinstance(outcome, Verified) for outcome in found)
+    assert all(isinstance(outcome, VerifiedWorkload) for outcome in found)
     assert [rows for rows, _ in shapes] == list(ROWS)
     assert {id(handle) for _, handle in shapes} == {id(subject.verification.handle)}
 
@@ -127,8 +127,8 @@ def test_the_verdicts_are_those_of_one_worker_that_looks_at_nothing_ahead(make):
     alone, ahead = make(workers=1), make(workers=3)
     ahead.look_ahead()
     for one, other in zip(alone.verdicts(), ahead.verdicts(), strict=True):
-        assert isinstance(one, Verified)
-        assert isinstance(other, Verified)
+        assert isinstance(one, VerifiedWorkload)
+        assert isinstance(other, VerifiedWorkload)
         assert (other.verdict, other.fuzz) == (one.verdict, one.fuzz)
         assert [*map(list, other.outputs)] == [*map(list, one.outputs)]
 
@@ -144,7 +144,7 @@ def test_where_no_helper_is_at_work_the_fuzz_cases_come_first(make, shapes, monk
         return check(*arguments)
 
     monkeypatch.setattr(session, "_check_case", checked)
-    assert all(isinstance(outcome, Verified) for outcome in subject.verdicts())
+    assert all(isinstance(outcome, VerifiedWorkload) for outcome in subject.verdicts())
     assert set(order) == {"case 0"}
     assert [rows for rows, _ in shapes] == list(ROWS)
 
@@ -167,10 +167,10 @@ def test_a_shape_that_does_not_pass_ahead_gets_its_verdict_and_costs_no_other_it
     subject = make(KERNEL + wrong, limits=RunnerLimits(first_call_s=2.0))
     subject.look_ahead()
     first, second, third = subject.verdicts()
-    assert isinstance(first, Verified)
+    assert isinstance(first, VerifiedWorkload)
     assert isinstance(second, Failure)
     assert second.status == status
-    assert isinstance(third, Verified)
+    assert isinstance(third, VerifiedWorkload)
     tries = [rows for rows, _ in shapes].count(24)
     assert tries == {"TIMEOUT": 1, "RUNTIME_ERROR": 3, "INCORRECT_NUMERICAL": 2}[status]
 
@@ -182,7 +182,7 @@ def test_a_pass_of_a_worker_that_was_lost_since_is_not_taken(make):
     assert handle.load() is None
     assert ahead.check_next(handle)
     assert ahead.check_next(handle)
-    assert isinstance(ahead.take(handle, subject.contents[0]), OwnShape)
+    assert isinstance(ahead.take(handle, subject.contents[0]), ShapeResult)
     assert ahead.take(handle, subject.contents[0]) is None
     handle.close()
     assert handle.load() is None

@@ -17,7 +17,7 @@ import torch
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verify.session import StockWitness, Verification, Verified
+from tilegym_db.verify.session import BaselineCheck, Verification, VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
@@ -57,7 +57,7 @@ def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterat
         yield verification
 
 
-def verified(subject: Verification) -> Verified | Failure:
+def verified(subject: Verification) -> VerifiedWorkload | Failure:
     definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
     cache = ExpectedCache(definition, "cpu")
     contents = WorkloadContents.draw(definition, workload, SEED, cache, in_turn=True)
@@ -71,26 +71,26 @@ def test_a_case_that_stock_code_fails_too_is_dropped_with_a_note_and_one_that_it
     assert isinstance(alone, Failure)
     assert alone.gate == "nan_inf_mask"
 
-    witness = StockWitness(lambda: stock)
-    subject.witness, subject.fuzz_outcomes = witness, {}
+    baseline_check = BaselineCheck(lambda: stock)
+    subject.baseline_check, subject.fuzz_outcomes = baseline_check, {}
     outcome = verified(subject)
-    assert isinstance(outcome, Verified), outcome
+    assert isinstance(outcome, VerifiedWorkload), outcome
     noted = [note for note in outcome.fuzz.dropped if note.endswith("stock code fails it as well")]
     assert noted
     assert all("planted_special_values" in note for note in noted)
     assert not set(outcome.fuzz.passed) & {note.partition(": ")[0] for note in noted}
 
     other = make("scaled_other", WRONG_ELSEWHERE)
-    other.witness = witness
+    other.baseline_check = baseline_check
     refused = verified(other)
     assert isinstance(refused, Failure)
     assert not refused.excused
-    witness.close()
+    baseline_check.close()
 
 
 def test_without_stock_code_nothing_is_excused(make: Any) -> None:
     subject = make("scaled_same", NAN_AT_INFINITY)
-    subject.witness = StockWitness(lambda: None)
+    subject.baseline_check = BaselineCheck(lambda: None)
     outcome = verified(subject)
     assert isinstance(outcome, Failure)
     assert outcome.gate == "nan_inf_mask"
@@ -103,21 +103,21 @@ def test_what_stock_code_said_of_other_contents_of_the_same_case_is_not_taken_fo
     cache = ExpectedCache(Definition.from_dict(SCALED), "cpu")
     case = WorkloadContents.draw(stock.handle.definition, Workload.from_dict(WORKLOAD), SEED, cache).sets[0].case
     drawn = [cache.get(replace(case, seed=seed)) for seed in range(12)]
-    witness = StockWitness(lambda: stock)
-    said = {witness.fails(expected): expected for expected in drawn if expected is not None}
+    baseline_check = BaselineCheck(lambda: stock)
+    said = {baseline_check.fails(expected): expected for expected in drawn if expected is not None}
     assert set(said) == {True, False}
     assert str(said[True].case) == str(said[False].case)
-    witness.close()
+    baseline_check.close()
 
 
 def test_stock_code_is_asked_what_it_gives_whether_that_is_right_or_not(make: Any) -> None:
     stock = make("scaled_stock", RIGHT.replace("0.3", "3.0"), role="baseline", provides="stock")
     cache = ExpectedCache(Definition.from_dict(SCALED), "cpu")
     expected = WorkloadContents.draw(stock.handle.definition, Workload.from_dict(WORKLOAD), SEED, cache).sets[0]
-    witness = StockWitness(lambda: stock)
-    given = witness.outputs(expected)
+    baseline_check = BaselineCheck(lambda: stock)
+    given = baseline_check.outputs(expected)
     assert given is not None
     assert torch.allclose(given["out"].double(), expected.outputs["out"] * 10, rtol=1e-5)
-    assert witness.fails(expected)
-    witness.close()
-    assert StockWitness(lambda: None).outputs(expected) is None
+    assert baseline_check.fails(expected)
+    baseline_check.close()
+    assert BaselineCheck(lambda: None).outputs(expected) is None

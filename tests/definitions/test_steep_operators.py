@@ -13,7 +13,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
 from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, RANGES
-from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
 from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import run_reference
@@ -65,11 +65,11 @@ GATE = CATALOG.definition("engram_gate_hf")
 SCALARS = {"clamp": 1e-6, "eps": 1e-6}
 
 
-def gate_case(contents: str, axes: dict[str, int], dtype: str = "bfloat16") -> Expected | None:
+def gate_case(contents: str, axes: dict[str, int], dtype: str = "bfloat16") -> OracleCase | None:
     case = Case(
         Call(GATE.name, GATE.bind_axes(axes), {"T": dtype}, scalars=dict(SCALARS)), distribution=contents, seed=SEED
     )
-    return expect(GATE, case, "cpu")
+    return make_oracle_case(GATE, case, "cpu")
 
 
 def test_all_contents_of_thousands_of_scores_count():

@@ -18,7 +18,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox.scan.scan import scan_sources
 from tilegym_db.sandbox.scan.tables import LIBRARIES, MEMBERS
 from tilegym_db.verify.cases import fuzz_cases
-from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
 from tilegym_db.verify.verifier import Failure, judge, judge_draws, same_bytes
 
 CATALOG = Catalog.default()
@@ -45,7 +45,7 @@ def cases_of(definition: Definition, name: str) -> list[Case]:
     return found
 
 
-def answer(definition: Definition, entry: Any, expected: Expected, number: int) -> dict[str, torch.Tensor]:
+def answer(definition: Definition, entry: Any, expected: OracleCase, number: int) -> dict[str, torch.Tensor]:
     """What the entry returns and writes over, and that it leaves every other input as it was."""
     lay = misaligned if number % 2 else torch.clone
     given = {name: lay(value) if torch.is_tensor(value) else value for name, value in expected.inputs.items()}
@@ -71,7 +71,7 @@ def test_a_call_of_a_library_has_its_signature_and_gives_what_the_definition_say
     entry = load.load_entry(files)
     judged = 0
     for number, case in enumerate(cases_of(definition, name)):
-        expected = expect(definition, case, "cpu")
+        expected = make_oracle_case(definition, case, "cpu")
         if expected is None:
             continue
         judged += 1

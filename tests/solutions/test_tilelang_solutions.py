@@ -20,7 +20,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.verify.cases import fuzz_cases
-from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
 from tilegym_db.verify.self_test import tiny_workloads
 from tilegym_db.verify.verifier import Failure, verify_slot
 from tilegym_db.verify.worker_handle import INTERPRETER
@@ -40,7 +40,7 @@ class InThisProcess:
     """What the verifier asks of a worker, for a Solution that is loaded here."""
 
     def __init__(
-        self, entry: Callable[..., Any], buffers: SharedBuffers, definition: Definition, expected: Expected
+        self, entry: Callable[..., Any], buffers: SharedBuffers, definition: Definition, expected: OracleCase
     ) -> None:
         self.entry, self.buffers = entry, buffers
         self.names = [*definition.inputs, *definition.written_outputs]
@@ -84,7 +84,7 @@ def test_it_passes_every_gate_in_the_interpreter(tilelang_kernel: str) -> None:
     entry = load_entry(files)
     verdicts = []
     for case in cases(files, definition):
-        expected = expect(definition, case, "cpu")
+        expected = make_oracle_case(definition, case, "cpu")
         if expected is None:
             continue
         with SharedBuffers(plan_slot(definition, case), 1, "cpu") as buffers:

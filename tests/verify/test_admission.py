@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.admission import require_returning_reference, run_apart, run_reference_once, run_self_test
+from tilegym_db.verify.admission import require_returning_reference, run_in_child, run_reference_once, run_self_test
 
 HEAD = "# Source: https://example.org/row_scale.py#L1\nimport os, sys, time\ndef run(x, weight, factor):\n    "
 BAD = {
@@ -59,7 +59,7 @@ def start_a_child() -> int:
 
 
 def test_what_a_reference_started_ends_with_it():
-    child = run_apart(start_a_child, (), "a reference", 10.0)
+    child = run_in_child(start_a_child, (), "a reference", 10.0)
     deadline = time.monotonic() + 10
     while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tilegym_db.errors import RecordError
-from tilegym_db.verify.admission import MAX_PRINTED_BYTES, run_apart
+from tilegym_db.verify.admission import MAX_PRINTED_BYTES, run_in_child
 
 
 def says_something() -> int:
@@ -52,6 +52,6 @@ def test_a_call_that_prints_without_end_is_ended_and_its_output_cut(
 
 if __name__ == "__main__":
     try:
-        print("returned", run_apart(globals()[sys.argv[1]], (), "it", 2))
+        print("returned", run_in_child(globals()[sys.argv[1]], (), "it", 2))
     except RecordError as error:
         print(error.code)

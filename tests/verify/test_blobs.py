@@ -16,7 +16,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
-from tilegym_db.verify.expected import expect
+from tilegym_db.verify.expected import make_oracle_case
 from tilegym_db.verify.inputs import BlobReader, blob_problems, draw_inputs
 
 X = torch.arange(32.0).reshape(4, 8)
@@ -151,7 +151,7 @@ def test_contents_of_a_file_leave_room_for_rounding(
     """Of small integers an exact operator must give exact bits; what a file holds is none of these."""
     case = Case.of_workload(operator(), stored(), distribution="small_integers", seed=1)
     assert not case.exact
-    found = expect(operator(), case, "cpu", BlobReader((tmp_path,)))
+    found = make_oracle_case(operator(), case, "cpu", BlobReader((tmp_path,)))
     assert found is not None
     assert not found.exact
 
@@ -163,8 +163,8 @@ def test_a_rule_about_contents_drops_what_is_drawn_and_refuses_what_a_file_holds
     workload = stored()
     case = Case.of_workload(definition, workload, distribution="normal", seed=1)
     with raises(RecordError, "content_constraint_broken", "x[0, 0].item() == 7"):
-        expect(definition, case, "cpu", BlobReader((tmp_path,)))
+        make_oracle_case(definition, case, "cpu", BlobReader((tmp_path,)))
     plain = Case(Call(definition.name, case.call.axes, case.call.dtypes, scalars=case.call.scalars), seed=1)
-    assert expect(definition, plain, "cpu") is None
+    assert make_oracle_case(definition, plain, "cpu") is None
     held = operator(content_constraints=["x[0, 1].item() == 1", "x.shape[0] == M"])
-    assert expect(held, case, "cpu", BlobReader((tmp_path,))) is not None
+    assert make_oracle_case(held, case, "cpu", BlobReader((tmp_path,))) is not None

@@ -9,7 +9,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs, exact_outputs, reference_errors
-from tilegym_db.verify.gates import OutputVerdict
+from tilegym_db.verify.gates import OutputComparison
 from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import as_written, oracle
 
@@ -18,7 +18,7 @@ ROW = {"shape": ["M", "N"], "dtype": "T"}
 
 def verdicts(
     definition: Definition, dtype: str, changed: dict[str, Any], contents: str = "normal"
-) -> dict[str, OutputVerdict]:
+) -> dict[str, OutputComparison]:
     """The verdict on the reference's own outputs at 32 x 64, some of them changed."""
     case = Case(
         Call(definition.name, {"M": 32, "N": 64}, {"T": dtype}, scalars={"factor": 2.0}), distribution=contents, seed=3

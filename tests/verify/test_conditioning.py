@@ -13,21 +13,21 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify import conditioning
-from tilegym_db.verify.conditioning import STEP, without_uncertain
+from tilegym_db.verify.conditioning import STEP, excuse_ill_conditioned
 from tilegym_db.verify.distributions import vary_scalars
-from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.gates import EXACTLY, PASSED, OutputVerdict
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
+from tilegym_db.verify.gates import EXACTLY, PASSED, OutputComparison
 from tilegym_db.verify.oracle import in_fp64, oracle, run_reference
 from tilegym_db.verify.verifier import Failure, judge
 
 GRADIENTS = Catalog.default().definition("mhc_head_compute_mix_backward")
 KERNEL = Catalog.default().solution("mhc_head_compute_mix_backward_triton").record
 TOKENS, STREAMS = 512, 4
-ONE_WRONG = OutputVerdict("elementwise", "out: 1 of 1000 elements", 1e-6, 1e-6, 1e-6, 0.999)
+ONE_WRONG = OutputComparison("elementwise", "out: 1 of 1000 elements", 1e-6, 1e-6, 1e-6, 0.999)
 Make = Callable[..., Definition]
 
 
-def cancelling(remainder: float) -> Expected:
+def cancelling(remainder: float) -> OracleCase:
     """Tokens in pairs whose parts of the gradient of the scale cancel but for a share of one of them."""
     drawn = torch.Generator().manual_seed(3)
     mix, grad_out = (torch.randn(TOKENS // 2, STREAMS, generator=drawn) for _ in range(2))
@@ -41,7 +41,7 @@ def cancelling(remainder: float) -> Expected:
     }
     axes = GRADIENTS.bind_axes({"M": TOKENS, "C": STREAMS})
     truth = oracle(GRADIENTS, inputs)
-    return Expected(Case(Call("row_scale", axes)), inputs, truth, dict.fromkeys(truth, EXACTLY))
+    return OracleCase(Case(Call("row_scale", axes)), inputs, truth, dict.fromkeys(truth, EXACTLY))
 
 
 def by_terms(inputs: dict[str, Any], terms: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def test_weights_in_half_precision_refute_no_sum_of_values_that_cancel(seed: int
     case = Case(
         Call("row_scale", SHAPE, {"T": "bfloat16"}, scalars={"scale": 0.125}), distribution="channels", seed=seed
     )
-    expected = expect(SINKS, case, "cpu")
+    expected = make_oracle_case(SINKS, case, "cpu")
     assert expected is not None
     kernel = Catalog.default().solution("attention_sink_decode_triton").record
     found = judge(SINKS, kernel, expected, with_weights_of(bits, expected.inputs))
@@ -152,7 +152,7 @@ def test_a_few_draws_do_not_decide_how_far_rounded_weights_put_an_element_off(
     """One large value of a few decides such a row; draws may all move it by little."""
     axes = SINKS.bind_axes({"B": 5, "Hq": 64, "Hkv": 2, "L": 17, "D": 120})
     scalars = vary_scalars(SINKS, {"scale": 0.125}, "varied", seed)
-    expected = expect(
+    expected = make_oracle_case(
         SINKS, Case(Call(SINKS.name, axes, {"T": "bfloat16"}, scalars=scalars), distribution="varied", seed=seed), "cpu"
     )
     assert expected is not None
@@ -167,13 +167,13 @@ def answers(
     """Whether each check in turn finds what it is given right, of outputs of which one element is that far off."""
     found = list[bool]()
 
-    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputComparison]:
         found.append(torch.equal(outputs["out"], truth["out"].float()))
         return {"out": PASSED if found[-1] else ONE_WRONG}
 
     out = truth["out"].to(torch.float32, copy=True)
     out[0, 0] += off_by
-    assert without_uncertain(definition, inputs, truth, {"out": out}, check)["out"].passed is found[-1]
+    assert excuse_ill_conditioned(definition, inputs, truth, {"out": out}, check)["out"].passed is found[-1]
     return found
 
 
@@ -213,15 +213,15 @@ def test_nothing_is_said_of_what_a_reference_makes_of_bits(operator: Make) -> No
     ("verdict", "name"),
     [
         pytest.param(ONE_WRONG, "topk_softmax", id="weights of a choice, which may change"),
-        pytest.param(OutputVerdict("elementwise", "", 0, 0, 0, 0.9), "rms_norm", id="a tenth of the elements"),
-        pytest.param(OutputVerdict("nan_inf_mask", "", 0, 0, 0, 0.999), "rms_norm", id="NaN"),
+        pytest.param(OutputComparison("elementwise", "", 0, 0, 0, 0.9), "rms_norm", id="a tenth of the elements"),
+        pytest.param(OutputComparison("nan_inf_mask", "", 0, 0, 0, 0.999), "rms_norm", id="NaN"),
     ],
 )
-def test_what_is_never_asked(verdict: OutputVerdict, name: str) -> None:
+def test_what_is_never_asked(verdict: OutputComparison, name: str) -> None:
     definition = Catalog.default().definition(name)
     output = next(iter(definition.outputs))
     outputs = {output: torch.zeros(1000)}
 
     once = iter([{output: verdict, "other": PASSED}])
-    found = without_uncertain(definition, {}, outputs, outputs, lambda outputs: next(once))
+    found = excuse_ill_conditioned(definition, {}, outputs, outputs, lambda outputs: next(once))
     assert found == {output: verdict, "other": PASSED}

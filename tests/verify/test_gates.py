@@ -10,8 +10,8 @@ import torch
 
 from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.verify.gates import (
-    BaseError,
-    OutputVerdict,
+    OutputComparison,
+    ReferenceDeviation,
     check_output,
     compare_rows,
     is_well_conditioned,
@@ -22,9 +22,9 @@ from tilegym_db.verify.gates import (
 
 def judge(
     actual: torch.Tensor, oracle: torch.Tensor, dtype: str | None = None, e_base: float = 0.0, *, exact: bool = False
-) -> OutputVerdict:
+) -> OutputComparison:
     name = dtype or str(actual.dtype).removeprefix("torch.")
-    return check_output("out", actual, oracle, LIMITS.get(name), BaseError(e_base), exact=exact)
+    return check_output("out", actual, oracle, LIMITS.get(name), ReferenceDeviation(e_base), exact=exact)
 
 
 def honest(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +139,7 @@ def test_an_element_may_be_off_by_twice_what_the_reference_is(own, other, gate):
         value[3, 5] += share * bound
         return value
 
-    written = compare_rows(off(own), exact, limits).base_error
+    written = compare_rows(off(own), exact, limits).deviation
     assert written.element == pytest.approx(own, rel=1e-3)
     assert check_output("out", off(other), exact, limits, written).gate == gate
 
@@ -162,7 +162,7 @@ def test_a_row_may_be_off_by_twice_what_the_reference_is(own, other, gate):
         value[3] += share * most
         return value
 
-    written = compare_rows(off(own), exact, limits).base_error
+    written = compare_rows(off(own), exact, limits).deviation
     assert written.row == pytest.approx(own * most, rel=1e-3)
     assert check_output("out", off(other), exact, limits, written).gate == gate
 
@@ -313,7 +313,7 @@ def test_figures_are_the_same_beside_a_row_that_is_rightly_not_finite(dtype, spe
     assert alone.finite is None
     assert beside.finite is not None
     assert int((~beside.finite).sum()) == 96
-    assert beside.base_error == pytest.approx(alone.base_error, rel=1e-12)
+    assert beside.deviation == pytest.approx(alone.deviation, rel=1e-12)
     assert torch.equal(beside.error[:-1], alone.error)
     assert not beside.error[-1].any()
 
@@ -329,8 +329,8 @@ def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infin
 def test_what_a_definition_forgives_is_no_error_of_its_reference_either():
     exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     off, limits = (exact + 5e-7).float(), LIMITS["float32"]
-    assert compare_rows(off, exact, limits).base_error.rel_fro > 1e-7
-    assert compare_rows(off, exact, replace(limits, atol=1e-6)).base_error == BaseError()
+    assert compare_rows(off, exact, limits).deviation.rel_fro > 1e-7
+    assert compare_rows(off, exact, replace(limits, atol=1e-6)).deviation == ReferenceDeviation()
 
 
 def test_a_comparison_changes_neither_side():
@@ -342,7 +342,7 @@ def test_a_comparison_changes_neither_side():
         is_well_conditioned(value, exact, LIMITS["float32"], rows)
         check_output("out", value, exact, LIMITS["float32"], conditioned=True)
         relative_error(value, exact)
-        assert rows.base_error.rel_fro > 0
+        assert rows.deviation.rel_fro > 0
     assert torch.equal(actual, before[0])
     assert torch.equal(exact, before[1])
 

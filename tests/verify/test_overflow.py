@@ -8,7 +8,7 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
-from tilegym_db.verify.expected import expect
+from tilegym_db.verify.expected import make_oracle_case
 
 DEFINITION = Catalog.default().definition("mhc_expand_backward")
 SEEDS = range(12)
@@ -21,12 +21,12 @@ def test_a_sum_that_only_its_own_order_keeps_inside_proves_nothing(streams: int,
     cases = [
         Case(Call(DEFINITION.name, axes, {"T": "bfloat16"}), distribution="max_quarter", seed=seed) for seed in SEEDS
     ]
-    assert any(expect(DEFINITION, case, "cpu") is not None for case in cases) is proves
+    assert any(make_oracle_case(DEFINITION, case, "cpu") is not None for case in cases) is proves
 
 
 def test_terms_of_any_sign_are_tried_where_they_are_small() -> None:
     axes = DEFINITION.bind_axes({"M": 2, "C": 7, "H": 512})
-    expected = expect(
+    expected = make_oracle_case(
         DEFINITION, Case(Call(DEFINITION.name, axes, {"T": "bfloat16"}), distribution="row_scale", seed=1), "cpu"
     )
     assert expected is not None
@@ -42,9 +42,9 @@ def test_one_element_that_may_overflow_is_enough() -> None:
         Call(DEFINITION.name, DEFINITION.bind_axes({"M": 2, "C": 7, "H": 1}), {"T": "bfloat16"}),
         distribution="max_quarter",
     )
-    assert expect(DEFINITION, case, "cpu", inputs={"grad_out": grad_out}) is None
+    assert make_oracle_case(DEFINITION, case, "cpu", inputs={"grad_out": grad_out}) is None
     case = Case(
         Call(DEFINITION.name, DEFINITION.bind_axes({"M": 1, "C": 4, "H": 1}), {"T": "bfloat16"}),
         distribution="max_quarter",
     )
-    assert expect(DEFINITION, case, "cpu", inputs={"grad_out": grad_out[:1, :4]}) is not None
+    assert make_oracle_case(DEFINITION, case, "cpu", inputs={"grad_out": grad_out[:1, :4]}) is not None

@@ -18,7 +18,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import run_reference
@@ -50,16 +50,16 @@ Inputs = dict[str, Any]
 Sampler = Callable[[Inputs], torch.Tensor]
 
 
-def expected(definition: Definition, contents: str, rows: int = 512, columns: int = 24, seed: int = 0) -> Expected:
+def expected(definition: Definition, contents: str, rows: int = 512, columns: int = 24, seed: int = 0) -> OracleCase:
     case = Case(Call(definition.name, {"B": rows, "V": columns}), distribution=CONTENTS[contents], seed=seed)
     inputs = draw_inputs(definition, case, "cpu")
-    return Expected(case, inputs, run_reference(definition, inputs), {"samples": EXACTLY})
+    return OracleCase(case, inputs, run_reference(definition, inputs), {"samples": EXACTLY})
 
 
-def verdict(definition: Definition, case: Expected, sampler: Sampler, draws: int = 8192) -> Failure | None:
+def verdict(definition: Definition, case: OracleCase, sampler: Sampler, draws: int = 8192) -> Failure | None:
     """What many calls of a sampler are found to be: a failure, or None."""
 
-    def call(given: Expected) -> dict[str, torch.Tensor]:
+    def call(given: OracleCase) -> dict[str, torch.Tensor]:
         return {"samples": sampler(dict(given.inputs))}
 
     return judge_draws(definition, case, call(case), call, draws)
@@ -238,7 +238,7 @@ def test_rows_that_depend_on_one_number_are_refused_however_they_do(
 def test_a_sampler_that_is_not_deterministic_need_not_keep_the_draws_of_other_rows() -> None:
     case = expected(TOP_K, "typical", rows=48)
 
-    def call(given: Expected) -> dict[str, torch.Tensor]:
+    def call(given: OracleCase) -> dict[str, torch.Tensor]:
         uniform = (given.inputs["uniform"] + torch.rand(48)).remainder(1).clamp(max=1 - 2**-24)
         return {"samples": honest({**given.inputs, "uniform": uniform})}
 

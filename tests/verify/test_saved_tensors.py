@@ -17,7 +17,7 @@ from tilegym_db.records.backward import backward_problem, bind_forward, differen
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verify.distributions import CONTENTS
-from tilegym_db.verify.expected import expect
+from tilegym_db.verify.expected import make_oracle_case
 from tilegym_db.verify.inputs import draw_inputs, draws_noise
 from tilegym_db.verify.oracle import Lifted, load_function, run_lifted, run_reference
 
@@ -48,7 +48,7 @@ def test_a_saved_tensor_is_what_the_forward_gives_for_the_inputs_of_the_same_cas
 
 @pytest.mark.parametrize("contents", sorted(CONTENTS))
 def test_the_reference_passes_its_own_gates_on_saved_tensors_of_any_contents(contents):
-    assert expect(BACKWARD, case(contents), "cpu") is not None
+    assert make_oracle_case(BACKWARD, case(contents), "cpu") is not None
 
 
 def test_a_saved_tensor_of_the_very_call_comes_from_the_inputs_that_the_backward_takes(definition_record):

@@ -14,8 +14,8 @@ from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
-from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.gates import CAP, OutputVerdict, check_output
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
+from tilegym_db.verify.gates import CAP, OutputComparison, check_output
 from tilegym_db.verify.oracle import run_reference
 from tilegym_db.verify.self_test import self_test
 
@@ -28,15 +28,15 @@ SMALL = {"M": 40, "K": 64, "I": 32, "N": 25}
 Plant = Callable[[torch.Tensor], None]
 
 
-def expected(axes: dict[str, int] = SHAPE, contents: str = "normal") -> Expected:
-    found = expect(DEFINITION, Case(Call(DEFINITION.name, axes), distribution=contents, seed=5), "cpu")
+def expected(axes: dict[str, int] = SHAPE, contents: str = "normal") -> OracleCase:
+    found = make_oracle_case(DEFINITION, Case(Call(DEFINITION.name, axes), distribution=contents, seed=5), "cpu")
     assert found is not None
     return found
 
 
 def judge(
-    given: Expected, plant: Plant | None = None, *, source: str = TENSOR_CORE, definition: Definition = DEFINITION
-) -> OutputVerdict:
+    given: OracleCase, plant: Plant | None = None, *, source: str = TENSOR_CORE, definition: Definition = DEFINITION
+) -> OutputComparison:
     outputs = run_reference(definition, given.inputs, source=source)
     if plant is not None:
         plant(outputs["out"])
@@ -167,7 +167,7 @@ def flat(rows: int = 128, columns: int = 256) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).sign()
 
 
-def off(value: torch.Tensor, where: tuple[Any, ...], by: float) -> OutputVerdict:
+def off(value: torch.Tensor, where: tuple[Any, ...], by: float) -> OutputComparison:
     wrong = value.clone()
     wrong[where] *= 1 + by
     return check_output("out", wrong.to(torch.bfloat16), value.double(), WITH_SHARE)

@@ -22,8 +22,8 @@ from tilegym_db.records.trace import Performance
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.worker import WorkerProcess, processors
 from tilegym_db.verify.contents import WorkloadContents
-from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.session import MOST_DROPPED
+from tilegym_db.verify.expected import OracleCase
+from tilegym_db.verify.session import MAX_DROPPED_SHARE
 from tilegym_db.verify.verifier import Failure, judge, read_outputs
 
 BUSY_US = (1_000.0, 4_000.0, 16_000.0)
@@ -293,7 +293,7 @@ def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
 
 
 def check_fresh_contents(
-    runner: Runner, contents: Sequence[Expected], found: Sequence[Mapping[str, Any]]
+    runner: Runner, contents: Sequence[OracleCase], found: Sequence[Mapping[str, Any]]
 ) -> Failure | None:
     """Return a failure if the outputs are wrong on contents that the Solution has not seen before, or None.
 
@@ -304,7 +304,7 @@ def check_fresh_contents(
     definition, record = runner.definition, runner.solution.record
     judged = [judge(definition, record, *one) for one in zip(contents, found, strict=True)]
     wrong = [number for number, outcome in enumerate(judged) if isinstance(outcome, Failure)]
-    few = len(wrong) <= MOST_DROPPED * len(contents)
+    few = len(wrong) <= MAX_DROPPED_SHARE * len(contents)
     refuting = (
         number for number in wrong if not (few and _matches_stock_outputs(runner, contents[number], found[number]))
     )
@@ -315,12 +315,12 @@ def check_fresh_contents(
     return Failure("REJECTED", reason, "", "fresh contents", None, worst.case, worst.output, worst.verdict)
 
 
-def _matches_stock_outputs(runner: Runner, expected: Expected, outputs: Mapping[str, Any]) -> bool:
+def _matches_stock_outputs(runner: Runner, expected: OracleCase, outputs: Mapping[str, Any]) -> bool:
     """Return True if stock code fails on these contents too, and these outputs match its outputs within tolerance."""
-    definition, record, witness = runner.definition, runner.solution.record, runner.verification.witness
+    definition, record, baseline_check = runner.definition, runner.solution.record, runner.verification.baseline_check
     if record.spec.provides == "stock":
         return True
-    stock = None if witness is None else witness.outputs(expected)
+    stock = None if baseline_check is None else baseline_check.outputs(expected)
     if stock is None or not isinstance(judge(definition, record, expected, stock), Failure):
         return False
     truth = {name: value.to(expected.outputs[name].dtype) for name, value in stock.items()}

@@ -28,7 +28,14 @@ from tilegym_db.sandbox.limits import available_memory, available_processors, ho
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verify.phases import COMPILE, DRAW, VERIFY
-from tilegym_db.verify.session import Processors, ShapesAhead, StockWitness, Verification, Verified, most_fuzz_workers
+from tilegym_db.verify.session import (
+    BaselineCheck,
+    Processors,
+    ShapesAhead,
+    Verification,
+    VerifiedWorkload,
+    max_fuzz_workers,
+)
 from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verify.worker_handle import INTERPRETER, UNTIMED, RunnerLimits, TierPolicy, WorkerHandle
 
@@ -84,12 +91,12 @@ class LocalExecutor:
                     plan, ExpectedCache(plan.definition, self.context.machine.device, self.context.phases)
                 )
                 groups[plan.definition.name] = group
-                witness = StockWitness(functools.partial(self._make_stock, plan, [item for item, _ in entered]))
-                stack.callback(witness.close)
+                baseline_check = BaselineCheck(functools.partial(self._make_stock, plan, [item for item, _ in entered]))
+                stack.callback(baseline_check.close)
                 for solution, config in entered:
                     interpret = solution in plan.interpreted
                     runner = self.make_runner(plan.definition, solution, config, interpret=interpret)
-                    runner.verification.witness = witness
+                    runner.verification.baseline_check = baseline_check
                     stack.callback(runner.handle.close)
                     group.runners.append(runner)
             without_memory: list[Batch] = []
@@ -185,7 +192,7 @@ class LocalExecutor:
             profiled=profiled,
             limits=RunnerLimits(
                 buffer_bytes=pool_bytes(machine),
-                fuzz_workers=most_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
+                fuzz_workers=max_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
             ),
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
         )
@@ -257,7 +264,7 @@ def _verify_runner(
     return lost
 
 
-def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunContext) -> Verified | Failure:
+def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunContext) -> VerifiedWorkload | Failure:
     if runner.handle.broken is not None:
         return runner.handle.broken
     unsupported = runner.unsupported(workload_run.workload)

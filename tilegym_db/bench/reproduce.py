@@ -19,9 +19,9 @@ from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.verify.admission import require_returning_reference
 from tilegym_db.verify.contents import ExpectedCache
 from tilegym_db.verify.distributions import CONTENTS
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.session import Verification
-from tilegym_db.verify.verifier import Failure, Verdict
+from tilegym_db.verify.verifier import Failure, WorstErrors
 from tilegym_db.verify.worker_handle import PROMOTION, WorkerHandle
 
 
@@ -33,7 +33,7 @@ class Reproduction:
     """
 
     case: Case
-    verdict: Verdict | None = None
+    verdict: WorstErrors | None = None
     failure: Failure | None = None
 
 
@@ -102,7 +102,7 @@ def _checked(definition: Definition, case: Case) -> Case:
 
 
 def _verify(
-    case: Case, expected: Expected, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
+    case: Case, expected: OracleCase, definition: Definition, files: SolutionFiles, machine: Machine, config: Config
 ) -> Reproduction:
     interpret = interpreted_here(files.record.spec.language, on_gpu=machine.is_gpu)
     with scratch_folder() as folder:

@@ -18,8 +18,8 @@ from tilegym_db.records.solution import name_with_config
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, plan_slot, tensor_view
-from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.session import Verification, Verified
+from tilegym_db.verify.expected import OracleCase
+from tilegym_db.verify.session import Verification, VerifiedWorkload
 from tilegym_db.verify.verifier import Failure, fill_slot, judge, read_outputs, same_bytes
 from tilegym_db.verify.worker_handle import WorkerHandle
 
@@ -103,7 +103,7 @@ class Runner:
         self._has_been_timed = True
         return device, host  # type: ignore[return-value]
 
-    def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
+    def check_timed_outputs(self, pool: BufferPool, verified: VerifiedWorkload, slots: Sequence[int]) -> Failure | None:
         """Return a failure if the timed calls left other outputs in their slots than the verified calls on the same
         contents.
         """
@@ -180,7 +180,7 @@ def pool_bytes(machine: Machine) -> int:
 class BufferPool:
     """Shared buffers whose slots hold the content sets of a workload in turn. Close it after every runner has detached."""
 
-    def __init__(self, definition: Definition, contents: Sequence[Expected], device: str, buffer_bytes: int) -> None:
+    def __init__(self, definition: Definition, contents: Sequence[OracleCase], device: str, buffer_bytes: int) -> None:
         """Allocate as many slots as fit in ``buffer_bytes``, within limits, and fill them.
 
         Raises:
@@ -212,7 +212,7 @@ class BufferPool:
         self._rotation += 1
         self.fill_with(self.contents[self.content_of(slot)] for slot in range(self.slots))
 
-    def fill_with(self, contents: Iterable[Expected]) -> None:
+    def fill_with(self, contents: Iterable[OracleCase]) -> None:
         """Fill the slots with the given contents, and the outputs with random garbage; return when the data has arrived."""
         for slot, expected in enumerate(contents):
             fill_slot(self.buffers, slot, self.definition, expected, None)

@@ -23,7 +23,7 @@ from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verify.distributions import scalar_ranges
 from tilegym_db.verify.phases import TIME, WAIT
-from tilegym_db.verify.session import Verified
+from tilegym_db.verify.session import VerifiedWorkload
 from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure
 
 Emit = Callable[[Trace], None]
@@ -222,7 +222,7 @@ class WorkloadRun:
     runners: list[Runner]
     cache: ExpectedCache
     contents: Future[WorkloadContents | Failure] | None = None
-    outcomes: dict[str, tuple[Verified | Failure, int]] = field(default_factory=dict)
+    outcomes: dict[str, tuple[VerifiedWorkload | Failure, int]] = field(default_factory=dict)
     """Runner name -> its outcome, and the sandbox level of its worker."""
 
     @property

@@ -21,7 +21,7 @@ from tilegym_db.bench.runner import BufferPool
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import started_library
 from tilegym_db.records.trace import PROCESS_NOISE_US, Comparison, Performance
-from tilegym_db.verify.session import Verified
+from tilegym_db.verify.session import VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 
 CHECKED_ROUNDS = 2
@@ -82,7 +82,7 @@ class TimedRunner(Protocol):
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
         """Return the (device, host) microseconds of one call on each slot, in order."""
 
-    def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
+    def check_timed_outputs(self, pool: BufferPool, verified: VerifiedWorkload, slots: Sequence[int]) -> Failure | None:
         """Return a failure if the outputs of the timed calls differ from those of the verified calls, or None."""
 
 
@@ -99,7 +99,7 @@ class TimedCandidate(Generic[P]):
     """
 
     runner: P
-    verified: Verified
+    verified: VerifiedWorkload
     block: int = 1
     rounds: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)

@@ -15,9 +15,9 @@ from tilegym_db.catalog.record_files import (
     in_family,
     misplaced,
     name_at,
-    name_once,
     record_paths,
     visible,
+    warn_once,
 )
 from tilegym_db.errors import NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes
@@ -258,7 +258,7 @@ class CatalogReader:
     def _leave_out(self, broken: Broken) -> None:
         self._broken.setdefault(broken.reason, broken)
         if self.warns:
-            name_once(broken)
+            warn_once(broken)
 
     @property
     def left_out(self) -> bool:

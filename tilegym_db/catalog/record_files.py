@@ -326,7 +326,7 @@ class Broken:
         return not names or self.name in names or self.definition in names
 
 
-def name_once(broken: Broken) -> None:
+def warn_once(broken: Broken) -> None:
     """Log a warning about a broken record, once per file and process. Python prints it on stderr."""
     if broken.path not in _named:
         _named.add(broken.path)

@@ -47,7 +47,7 @@ from tilegym_db.records.solution import narrowed
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.verifier import Failure
 
 RECORD_FILE = "solution.json"
@@ -173,7 +173,7 @@ def _own_axes(task: _Task) -> dict[str, int]:
 def _judge_solution(
     task: _Task,
     item: StoredRecord,
-    given: tuple[Expected, Mapping[str, Any], str],
+    given: tuple[OracleCase, Mapping[str, Any], str],
     folder: Path,
     unchecked: tuple[str, ...],
 ) -> Judgement:
@@ -224,7 +224,7 @@ def _fewer(item: StoredRecord, definition: Definition) -> list[tuple[str, ...]]:
 
 
 def _common(
-    task: _Task, item: StoredRecord, adapted: AdaptedSolution, given: tuple[Expected, Mapping[str, Any], str]
+    task: _Task, item: StoredRecord, adapted: AdaptedSolution, given: tuple[OracleCase, Mapping[str, Any], str]
 ) -> dict[str, Any]:
     return {
         "definition": item.definition, "solution": item.name, "workload": task.workload["uuid"],
@@ -237,7 +237,7 @@ def _judge_adapted(
     task: _Task,
     item: StoredRecord,
     adapted: AdaptedSolution,
-    given: tuple[Expected, Mapping[str, Any], str],
+    given: tuple[OracleCase, Mapping[str, Any], str],
     folder: Path,
     *,
     interpret: bool,

@@ -22,7 +22,7 @@ from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.comparison import check_reference, reference_errors
-from tilegym_db.verify.expected import Expected
+from tilegym_db.verify.expected import OracleCase
 from tilegym_db.verify.gates import EXACTLY
 from tilegym_db.verify.oracle import Lifted
 from tilegym_db.verify.verifier import Failure, fill_slot, not_set_up, read_outputs, verify_slot
@@ -67,7 +67,7 @@ class Confined:
         reply = self._ask("load", **load_request(self.definition, self.files, interpret=self.interpret))
         return reply if isinstance(reply, Failure) else None
 
-    def call(self, expected: Expected) -> Outputs | Failure:
+    def call(self, expected: OracleCase) -> Outputs | Failure:
         """Call the source once on the inputs of a case and return its outputs without checking them."""
         with SharedBuffers(plan_slot(self.definition, expected.case), 1, self.device) as buffers:
             reply = self._attach(buffers, expected.case)
@@ -86,7 +86,7 @@ class Confined:
             self._ask("detach")
             return outputs
 
-    def verify(self, expected: Expected, *, timed: bool) -> tuple[float | None, Failure | None]:
+    def verify(self, expected: OracleCase, *, timed: bool) -> tuple[float | None, Failure | None]:
         """Apply every gate to one case, including poison, guard bands and repeats.
 
         Returns:
@@ -194,12 +194,12 @@ def outputs_of(
     files, called = prepare_oracle(definition, folder, lifted=lifted)
     with Confined(files, called, device, folder.with_name(f"{folder.name}-worker"), interpret=False) as worker:
         failure = worker.load()
-        return failure if failure is not None else worker.call(Expected(case, inputs, {}, {}))
+        return failure if failure is not None else worker.call(OracleCase(case, inputs, {}, {}))
 
 
 def expected_by_reference(
     definition: Definition, case: Case, inputs: Values, device: str, folder: Path
-) -> tuple[Expected, Outputs, str] | Failure:
+) -> tuple[OracleCase, Outputs, str] | Failure:
     """Return the oracle's outputs, the outputs of the reference as written, and the name of the oracle.
 
     The oracle is ``fp64``, the reference in float64. It is ``as_written`` if the reference fails in float64, or if its
@@ -213,5 +213,5 @@ def expected_by_reference(
         e_base, _ = reference_errors(definition, case.call.dtypes, written, truth)
         verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
         if all(verdict.passed for verdict in verdicts.values()):
-            return Expected(case, inputs, truth, e_base), written, "fp64"
-    return Expected(case, inputs, written, dict.fromkeys(written, EXACTLY)), written, "as_written"
+            return OracleCase(case, inputs, truth, e_base), written, "fp64"
+    return OracleCase(case, inputs, written, dict.fromkeys(written, EXACTLY)), written, "as_written"

@@ -21,7 +21,7 @@ from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate
 from tilegym_db.verify.comparison import check_outputs, followed
-from tilegym_db.verify.gates import BaseError, relative_error
+from tilegym_db.verify.gates import ReferenceDeviation, relative_error
 from tilegym_db.verify.oracle import oracle
 
 ALLOWED_FACTOR = 2.0
@@ -141,7 +141,7 @@ def _compared(
     # What follows from a choice is judged by the choice that was made; the choice itself has no error, and is right or wrong.
     own = followed(definition, inputs, truth, stock, ())
     errors = {name: _error(value, own[name]) for name, value in stock.items()}
-    of_stock = {name: BaseError(error) for name, error in errors.items()}
+    of_stock = {name: ReferenceDeviation(error) for name, error in errors.items()}
     verdicts = check_outputs(definition, binding.dtypes, inputs, truth, outputs, of_stock)
     wrong = [name for name, verdict in verdicts.items() if not verdict.passed and not outputs[name].is_floating_point()]
     exact = followed(definition, inputs, truth, outputs, wrong)

@@ -149,13 +149,13 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
             f"memory bus of {peaks.gpu_name}, which carries {peaks.memory_ceiling_bytes_per_s:.3g} a second at most"
         )
     ceiling = product_ceiling(sol.operand, peaks)
-    compute_us = _least_compute_us(sol, ceiling)
+    compute_us = _min_compute_us(sol, ceiling)
     if latency_us < FLOOR_MARGIN * compute_us:
         return (
             f"{latency_us:.4g} us is below the physics floor of {compute_us:.4g} us: {sol.flops:.4g} flops on "
             f"{sol.operand} operands, of which {peaks.gpu_name} does {ceiling:.3g} a second at its highest clock"
         )
-    launch_us = _least_launch_us(peaks)
+    launch_us = _min_launch_us(peaks)
     if timer == peaks.timer and latency_us < launch_us:
         return (
             f"{latency_us:.4g} us is below the physics floor of {launch_us:.4g} us: a kernel that does nothing takes "
@@ -167,8 +167,8 @@ def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l
 def least_us(sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> float:
     """Return the shortest time in microseconds that :func:`below_floor` accepts; takes the same arguments."""
     memory_us = _crossing_bytes(sol, peaks.l2_bytes, cold_l2=cold_l2) / peaks.memory_ceiling_bytes_per_s * 1e6
-    compute_us = _least_compute_us(sol, product_ceiling(sol.operand, peaks))
-    launch_us = _least_launch_us(peaks) if timer == peaks.timer else 0.0
+    compute_us = _min_compute_us(sol, product_ceiling(sol.operand, peaks))
+    launch_us = _min_launch_us(peaks) if timer == peaks.timer else 0.0
     return max(FLOOR_MARGIN * memory_us, FLOOR_MARGIN * compute_us, launch_us)
 
 
@@ -223,11 +223,11 @@ def _crossing_bytes(sol: SpeedOfLight, l2_bytes: int, *, cold_l2: bool) -> float
     return read + sol.written_bytes - late - early
 
 
-def _least_compute_us(sol: SpeedOfLight, ceiling: float | None) -> float:
+def _min_compute_us(sol: SpeedOfLight, ceiling: float | None) -> float:
     return sol.flops / ceiling * 1e6 if ceiling and not sol.chosen_bytes else 0.0
 
 
-def _least_launch_us(peaks: GpuPeaks) -> float:
+def _min_launch_us(peaks: GpuPeaks) -> float:
     """Return the middle between an empty kernel and no kernel, less the spread of the calibration, in microseconds."""
     middle = (peaks.launch_us.value + peaks.no_launch_us.value) / 2
     return middle * (1 - min(peaks.launch_us.spread, 0.5))

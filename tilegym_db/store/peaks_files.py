@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Broken, Catalog
-from tilegym_db.catalog.record_files import name_once
+from tilegym_db.catalog.record_files import warn_once
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically, writing
 from tilegym_db.paths import home as default_home
@@ -54,7 +54,7 @@ def peaks_rows(home: Path, catalog: Catalog, refused: list[str]) -> list[dict[st
                     continue
                 peaks = GpuPeaks.from_json(content, path)
             except RecordError as error:
-                name_once(Broken(path, path.stem, "", str(error)))
+                warn_once(Broken(path, path.stem, "", str(error)))
                 continue
             rows.append(
                 {

@@ -54,7 +54,7 @@ MAX_PRINTED_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
-def run_apart(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, limit_s: float) -> Any:
+def run_in_child(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, limit_s: float) -> Any:
     """Run ``function(*arguments)`` in a child process and return its result.
 
     Args:
@@ -189,7 +189,7 @@ def run_self_test(
     """Return the findings of :func:`~tilegym_db.verify.self_test.self_test` as text, including a reference that hangs."""
     what = f"{definition.name}: the reference, or a formulation of its self_test,"
     try:
-        found = run_apart(_self_test, (definition, workloads), what, limit_s)
+        found = run_in_child(_self_test, (definition, workloads), what, limit_s)
     except RecordError as error:
         return [str(error)]
     return [str(finding) for finding in found]
@@ -205,7 +205,7 @@ def run_reference_once(record: Definition, file: Path, *, limit_s: float | None 
     Raises:
         RecordError: the reference raises, ends its process, does not finish, or returns other outputs than declared.
     """
-    run_apart(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
+    run_in_child(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
 
 
 def require_returning_reference(

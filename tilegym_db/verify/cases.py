@@ -41,7 +41,7 @@ MAX_ELEMENTS = 1 << 20
 """Maximum elements of the largest tensor: fuzzing is about edges, and the fp64 oracle must stay fast."""
 MAX_ROWS = 1 << 10
 """Maximum rows of the largest tensor, over all axes except the last: one program is started per few rows."""
-_FACTOR_FOR_THE_DEMANDING = 16
+_WIDER_LIMITS = 16
 """Factor on both limits for a Solution that accepts no case within them."""
 
 OFFSETS = (0, 1)
@@ -222,7 +222,7 @@ def fuzz_cases(
         seed: secret of this run.
         max_rows: maximum rows of the largest tensor, over all axes except the last.
     """
-    for factor in (1, _FACTOR_FOR_THE_DEMANDING):
+    for factor in (1, _WIDER_LIMITS):
         bounds = (factor * MAX_ELEMENTS, factor * max_rows)
         fuzzer = _fuzzer(definition, solution, anchors, dtypes, count, seed, bounds)
         cases: list[Case] = []
@@ -296,7 +296,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
 def why_no_case(definition: Definition, solution: Solution) -> str:
     """Return the reason why :func:`fuzz_cases` found no case, for the author of the Solution."""
     constraints = " and ".join((*definition.constraints, *solution.spec.constraints)) or "none"
-    most = MAX_ELEMENTS * _FACTOR_FOR_THE_DEMANDING
+    most = MAX_ELEMENTS * _WIDER_LIMITS
     return f"no shape of at most {most} elements per tensor was found that meets the constraints ({constraints})"
 
 

@@ -17,8 +17,8 @@ from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 from tilegym_db.verify.gates import (
     EXACTLY,
     PASSED,
-    BaseError,
-    OutputVerdict,
+    OutputComparison,
+    ReferenceDeviation,
     check_output,
     compare_rows,
     failed,
@@ -38,12 +38,12 @@ def check_outputs(
     inputs: Mapping[str, Any],
     truth: Outputs,
     outputs: Outputs,
-    e_base: Mapping[str, BaseError],
+    e_base: Mapping[str, ReferenceDeviation],
     *,
     math: str = "ieee",
     exact: Collection[str] = (),
     conditioned: Collection[str] = (),
-) -> dict[str, OutputVerdict]:
+) -> dict[str, OutputComparison]:
     """Return a comparison for each output.
 
     Args:
@@ -82,8 +82,8 @@ def check_reference(
     inputs: Mapping[str, Any],
     truth: Outputs,
     as_written: Outputs,
-    e_base: Mapping[str, BaseError],
-) -> dict[str, OutputVerdict]:
+    e_base: Mapping[str, ReferenceDeviation],
+) -> dict[str, OutputComparison]:
     """Check the reference as written; see :func:`check_outputs`. Its own worst row and element widen no bound."""
     plain = {name: error.plain for name, error in e_base.items()}
     return check_outputs(definition, dtypes, inputs, truth, as_written, plain)
@@ -91,7 +91,7 @@ def check_reference(
 
 def check_lifted(
     definition: Definition, inputs: Mapping[str, Any], truth: Outputs, outputs: Outputs
-) -> dict[str, OutputVerdict]:
+) -> dict[str, OutputComparison]:
     """Check another formulation that was lifted to fp64 like the oracle; see :func:`check_outputs`."""
     # Scalars such as eps are fp32 constants in some library calls, so fp64 results may differ by fp32 rounding.
     limits = limits_for(definition, "float32")
@@ -112,7 +112,7 @@ def _check_indices(
     truth: Outputs,
     outputs: Outputs,
     math: str = "ieee",
-) -> dict[str, OutputVerdict]:
+) -> dict[str, OutputComparison]:
     """Return a comparison for each index output; ``dtypes`` None means that the values were computed in fp64."""
     verdicts = check_ranked_outputs(definition, inputs, outputs)
     verdicts |= check_sampled_outputs(definition, inputs, truth, [outputs])
@@ -130,7 +130,7 @@ def _check_indices(
 
 def reference_errors(
     definition: Definition, dtypes: Mapping[str, str], as_written: Outputs, truth: Outputs
-) -> tuple[dict[str, BaseError], frozenset[str]]:
+) -> tuple[dict[str, ReferenceDeviation], frozenset[str]]:
     """Return the error of the reference as written, per output; 0 if equality or codes are compared.
 
     Also return the outputs of which the reference gives every element, however small, to a relative error; Solutions must
@@ -142,7 +142,7 @@ def reference_errors(
         if limits is None or limits.codes or not value.numel():
             continue
         rows = compare_rows(value, truth[name], limits)
-        errors[name] = rows.base_error
+        errors[name] = rows.deviation
         if name not in definition.gathers and is_well_conditioned(value, truth[name], limits, rows):
             conditioned.add(name)
     return errors, frozenset(conditioned)
@@ -159,7 +159,7 @@ def exact_outputs(as_written: Outputs, truth: Outputs) -> frozenset[str]:
 
 def check_gathered(
     name: str, actual: torch.Tensor, oracle: torch.Tensor, source: torch.Tensor, limits: Limits | None = None
-) -> OutputVerdict:
+) -> OutputComparison:
     """Compare indices by the values they point at; any choice among equal values is right.
 
     Indices must lie in the last axis of ``source``, be distinct in a row, and each gather the value that the oracle's gathers.
@@ -195,7 +195,7 @@ def check_gathered(
 
 def check_ranked(
     name: str, actual: torch.Tensor, ranked: torch.Tensor, limits: Limits, smallest: float, *, ordered: bool
-) -> OutputVerdict:
+) -> OutputComparison:
     """Check that indices are those of the largest ranked values of their row; any choice among equal values is right.
 
     Values count as equal if they differ by the rounding of the ranking dtype, or if both are below its normal numbers.
@@ -231,7 +231,9 @@ def check_ranked(
     )
 
 
-def _verdict(name: str, actual: torch.Tensor, wanted: torch.Tensor, *found: tuple[torch.Tensor, str]) -> OutputVerdict:
+def _verdict(
+    name: str, actual: torch.Tensor, wanted: torch.Tensor, *found: tuple[torch.Tensor, str]
+) -> OutputComparison:
     for wrong, what in found:
         if bool(wrong.any()):
             count = int(wrong.sum())
@@ -259,7 +261,7 @@ def _repeated(index: torch.Tensor) -> torch.Tensor:
 Inputs = Mapping[str, Any]
 
 
-def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputVerdict]:
+def check_ranked_outputs(definition: Definition, inputs: Inputs, outputs: Outputs) -> dict[str, OutputComparison]:
     """Return a comparison for each output of indices into values that a function of the reference ranks.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.verify.gates import OutputVerdict, relative_error
+from tilegym_db.verify.gates import OutputComparison, relative_error
 from tilegym_db.verify.oracle import LIFTED_DTYPES, in_fp64, lift
 
 Outputs = Mapping[str, torch.Tensor]
@@ -25,25 +25,25 @@ SLACK_OF_ONE_DRAW = 16.0
 SPREAD = 3.0
 """Roundings of half precision add up to a normal distribution, and draws show its standard deviation; correct errors are up
 to three times that. ``STEP`` needs no such factor, because it is many roundings of float32."""
-LEAST_SYMMETRIC = 0.25
-"""If moving inputs forth and back is less symmetric than this, the element jumps, and its exact side is known."""
-MOST_UNCERTAIN = 0.01
+MAX_ASYMMETRY = 0.25
+"""Maximum asymmetry of the moves forth and back, as a share of the way. Above it, the element jumps, and its side is certain."""
+MAX_EXCUSED_SHARE = 0.01
 """Maximum share of an output's elements that may be excused, at least one; a kernel with more errors is wrong."""
 _GATES = frozenset({"rel_fro", "worst_row", "elementwise"})
-MOST_ELEMENTS = 1 << 27
+MAX_ELEMENTS = 1 << 27
 """Maximum numbers in the inputs and an output, so that eight more evaluations of the oracle stay within seconds."""
 SAME_IN_FP64 = 0.01
 """Maximum relative difference between the reference in fp64 and its oracle; above it, moves in fp64 say nothing."""
 SEED = 20_261_127
 
 
-def without_uncertain(
+def excuse_ill_conditioned(
     definition: Definition,
     inputs: Mapping[str, Any],
     truth: Outputs,
     outputs: Outputs,
-    check: Callable[[Outputs], Mapping[str, OutputVerdict]],
-) -> dict[str, OutputVerdict]:
+    check: Callable[[Outputs], Mapping[str, OutputComparison]],
+) -> dict[str, OutputComparison]:
     """Check outputs, and accept failing elements that are ill-conditioned in float32.
 
     Args:
@@ -58,7 +58,9 @@ def without_uncertain(
     """
     verdicts = dict(check(outputs))
     refused = [name for name, verdict in verdicts.items() if not verdict.passed]
-    if not refused or not all(_may_be_uncertain(definition, inputs, outputs[name], verdicts[name]) for name in refused):
+    if not refused or not all(
+        _may_be_ill_conditioned(definition, inputs, outputs[name], verdicts[name]) for name in refused
+    ):
         return verdicts
     excused, found = verdicts, list[dict[str, _Moved]]()
     moves = _moves(definition, inputs, truth)
@@ -77,8 +79,8 @@ def without_uncertain(
     return excused
 
 
-def _may_be_uncertain(
-    definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputVerdict
+def _may_be_ill_conditioned(
+    definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputComparison
 ) -> bool:
     """Return True if only a few numbers fail and more evaluations of the oracle fit in memory.
 
@@ -90,7 +92,9 @@ def _may_be_uncertain(
     wrong = round((1.0 - verdict.matched_ratio) * elements)
     moved = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
     return (
-        verdict.gate in _GATES and wrong <= max(1, int(MOST_UNCERTAIN * elements)) and moved + elements <= MOST_ELEMENTS
+        verdict.gate in _GATES
+        and wrong <= max(1, int(MAX_EXCUSED_SHARE * elements))
+        and moved + elements <= MAX_ELEMENTS
     )
 
 
@@ -176,5 +180,5 @@ def _distance(start: torch.Tensor, forth: torch.Tensor, back: torch.Tensor) -> t
     """Return half of the way between both ends if the start is about in the middle; else zero."""
     start, forth, back = start.double(), forth.double(), back.double()
     way = (forth - back).abs()
-    distance = torch.where((forth + back - 2 * start).abs() <= LEAST_SYMMETRIC * way, way / 2, 0.0)
+    distance = torch.where((forth + back - 2 * start).abs() <= MAX_ASYMMETRY * way, way / 2, 0.0)
     return torch.nan_to_num(distance, nan=0.0, posinf=0.0, neginf=0.0)

@@ -11,7 +11,7 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verify.distributions import RANGES, VARIED, vary_scalars
-from tilegym_db.verify.expected import Expected, expect
+from tilegym_db.verify.expected import OracleCase, make_oracle_case
 from tilegym_db.verify.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verify.phases import ORACLE, Phases
 
@@ -56,19 +56,19 @@ class ExpectedCache:
         self._phases = phases or Phases()
         self.device = device
         self._lock = threading.Lock()
-        self._known: dict[str, Expected | None] = {}
+        self._known: dict[str, OracleCase | None] = {}
 
-    def get(self, case: Case) -> Expected | None:
+    def get(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle, or None if the reference itself fails it."""
         with self._phases(ORACLE), self._lock:
             key = case.key
             if key not in self._known:
-                self._known[key] = expect(self._definition, case, self.device, self._blobs)
+                self._known[key] = make_oracle_case(self._definition, case, self.device, self._blobs)
             return self._known[key]
 
-    def once(self, case: Case) -> Expected | None:
+    def once(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle without caching it; see :meth:`get`."""
-        return expect(self._definition, case, self.device, self._blobs)
+        return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
@@ -94,13 +94,13 @@ class WorkloadContents:
     workload: Workload
     seed: int
     cache: ExpectedCache
-    sets: list[Expected] = field(default_factory=list)
+    sets: list[OracleCase] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    unusual: list[Expected] = field(default_factory=list)
+    unusual: list[OracleCase] = field(default_factory=list)
     """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
-    other: Expected | None = None
+    other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
-    _fresh: dict[int, list[Expected]] = field(default_factory=dict)
+    _fresh: dict[int, list[OracleCase]] = field(default_factory=dict)
 
     @classmethod
     def draw(
@@ -132,11 +132,11 @@ class WorkloadContents:
         return contents
 
     @property
-    def verified(self) -> list[Expected]:
+    def verified(self) -> list[OracleCase]:
         """Every set that is verified at this shape: the timed ones, then the unusual ones."""
         return [*self.sets, *self.unusual]
 
-    def fresh(self, attempt: int, count: int) -> Sequence[Expected]:
+    def fresh(self, attempt: int, count: int) -> Sequence[OracleCase]:
         """Return up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
         # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
         varies = not draws_noise(self.definition)

@@ -24,11 +24,11 @@ VARIED = "varied"
 """A different distribution for every input (:func:`tilegym_db.verify.distributions.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
 """Distributions on which the reference as written may overflow, so that the case is dropped."""
-DEMANDING = frozenset({"row_scale", "outliers", "max_quarter"})
+ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
-LOUD = frozenset({"large", "channels", "shifted"})
+EXTREME = frozenset({"large", "channels", "shifted"})
 """Contents that at most one input of a call has."""
-QUIET = ("normal", "normal", "tiny", "sparse", "sorted_rows")
+ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
 _ROWS_TO_SPARE_ONE = 4
@@ -137,9 +137,9 @@ def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -
     return _normal(generator, shape, dtype).sort(dim=-1, descending=descending).values
 
 
-_LARGEST = (1.75, 1.5, 1.0)
+_LARGEST_CODES = (1.75, 1.5, 1.0)
 """The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each divided by a power of two."""
-_BESIDE = (0.0, 1.0, -1.0)
+_NEIGHBOUR_STEPS = (0.0, 1.0, -1.0)
 """Steps of the dtype between a band's largest value and these; one step above, the scale is the next power of two."""
 _STEP_GROUP = 32
 """Length of a group that shares a scale, or a divisor of it, along either axis."""
@@ -159,14 +159,16 @@ def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) ->
 
     unit, device = 2.0 ** int(_between(generator, -4, 5)), generator.device
     band = torch.arange(shape[-1], device=device) // _STEP_BAND + int(_between(generator, 0, 97))
-    largest = torch.tensor(_LARGEST, device=device)[band % len(_LARGEST)] * unit
-    steps = torch.tensor(_BESIDE, device=device) * torch.finfo(dtype).eps
-    largest = largest * (1 + steps[band // len(_LARGEST) % len(_BESIDE)])
+    largest = torch.tensor(_LARGEST_CODES, device=device)[band % len(_LARGEST_CODES)] * unit
+    steps = torch.tensor(_NEIGHBOUR_STEPS, device=device) * torch.finfo(dtype).eps
+    largest = largest * (1 + steps[band // len(_LARGEST_CODES) % len(_NEIGHBOUR_STEPS)])
     value = whole(16, 32) / 32 * torch.exp2(whole(-42, 1)) * unit
     value[..., ::_STEP_GROUP] = largest[::_STEP_GROUP]
     if len(shape) > 1:
         if _between(generator, 0, 1) < 0.5:  # otherwise, blocks of several rows would only have the largest of these
-            value[..., ::_STEP_GROUP] *= 1 + steps[torch.arange(shape[-2], device=device) % len(_BESIDE)][:, None]
+            value[..., ::_STEP_GROUP] *= (
+                1 + steps[torch.arange(shape[-2], device=device) % len(_NEIGHBOUR_STEPS)][:, None]
+            )
         value[..., ::_STEP_GROUP, :] = largest
     return value * (2 * whole(0, 2) - 1)
 
@@ -239,7 +241,7 @@ _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
 
-LOUD_SHARE = 0.6
+EXTREME_SHARE = 0.6
 _MATRIX = 2
 """Minimum dimensions of data; a tensor with fewer is a weight."""
 
@@ -261,7 +263,7 @@ def vary_scalars(
     for name, value in scalars.items():
         if name not in definition.inputs:
             continue
-        exponent = drawn.uniform(-DECADES_DOWN, 0.0 if distribution in DEMANDING | LOUD else DECADES_UP)
+        exponent = drawn.uniform(-DECADES_DOWN, 0.0 if distribution in ILL_CONDITIONED | EXTREME else DECADES_UP)
         continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
         varied[name] = float(f"{value * 10**exponent:.6g}") if continuous and not keeps else value  # type: ignore[operator]
     return varied
@@ -287,20 +289,20 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
     drawn = _drawn(seed, "styles")
     names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
     matrices = [name for name in names if len(definition.inputs[name].shape or ()) >= _MATRIX]
-    loud = drawn.choice(matrices or names or [""])
+    extreme = drawn.choice(matrices or names or [""])
     styles = {}
     for name in definition.tensor_inputs:
-        quiet, weight = drawn.choice(QUIET), drawn.choice(_WEIGHTS)
+        ordinary, weight = drawn.choice(ORDINARY), drawn.choice(_WEIGHTS)
         if name not in names:
             continue
         if name not in matrices:
             generated = name in definition.input_generators
             style = EXACT if distribution == EXACT and not generated else "normal" if distribution in _PLAIN else weight
         elif distribution == VARIED:
-            style = drawn.choice(sorted(LOUD)) if name == loud and drawn.random() < LOUD_SHARE else quiet
-        elif distribution in LOUD:
-            style = distribution if name == loud else "normal"
-        elif name in definition.input_generators and distribution not in QUIET:
+            style = drawn.choice(sorted(EXTREME)) if name == extreme and drawn.random() < EXTREME_SHARE else ordinary
+        elif distribution in EXTREME:
+            style = distribution if name == extreme else "normal"
+        elif name in definition.input_generators and distribution not in ORDINARY:
             style = "normal"
         else:
             style = distribution

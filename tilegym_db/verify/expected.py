@@ -15,33 +15,33 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.verify.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verify.distributions import REFERENCE_MAY_FAIL
-from tilegym_db.verify.gates import BaseError
+from tilegym_db.verify.gates import ReferenceDeviation
 from tilegym_db.verify.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verify.oracle import as_written, oracle
 
 
 @dataclass(frozen=True)
-class Expected:
+class OracleCase:
     """A case with its inputs, the oracle's outputs and the error of the reference per output."""
 
     case: Case
     inputs: Mapping[str, Any]
     outputs: Mapping[str, torch.Tensor]
-    e_base: Mapping[str, BaseError]
+    e_base: Mapping[str, ReferenceDeviation]
     exact: frozenset[str] = frozenset()
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
 
 
-def expect(
+def make_oracle_case(
     definition: Definition,
     case: Case,
     device: str,
     blobs: BlobReader | None = None,
     *,
     inputs: Mapping[str, Any] | None = None,
-) -> Expected | None:
+) -> OracleCase | None:
     """Draw a case and evaluate the oracle.
 
     Returns:
@@ -78,7 +78,7 @@ def expect(
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
-    return Expected(case, inputs, truth, e_base, exact, conditioned)
+    return OracleCase(case, inputs, truth, e_base, exact, conditioned)
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ SHORT_RANGE = 1e6
 """Dtypes with a smaller maximum keep their subnormals: float16, e4m3 and e5m2."""
 
 
-class BaseError(NamedTuple):
+class ReferenceDeviation(NamedTuple):
     """The error of the reference as written, in the output dtype.
 
     ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in
@@ -35,12 +35,12 @@ class BaseError(NamedTuple):
     element: float = 0.0
 
     @property
-    def plain(self) -> BaseError:
+    def plain(self) -> ReferenceDeviation:
         """The overall error alone, so that the worst row and element widen no bound."""
-        return BaseError(self.rel_fro)
+        return ReferenceDeviation(self.rel_fro)
 
 
-EXACTLY = BaseError()
+EXACTLY = ReferenceDeviation()
 """The error of a reference that rounds nothing."""
 
 
@@ -72,10 +72,10 @@ class Rows:
         return _ratio_of_norms(self.error, self.want)
 
     @property
-    def base_error(self) -> BaseError:
-        """The error of the result as a :class:`BaseError`, if the result is the reference's."""
+    def deviation(self) -> ReferenceDeviation:
+        """The error of the result as a :class:`ReferenceDeviation`, if the result is the reference's."""
         of_bound = (self.error / self.bound).nan_to_num_(nan=0.0, posinf=math.inf)  # 0 / 0 counts as no error
-        return BaseError(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
+        return ReferenceDeviation(self.rel_fro, float(self.relative.max()), float(of_bound.max()))
 
 
 def compare_rows(actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> Rows:
@@ -152,10 +152,10 @@ def _absolute_error(
     error = actual.to(torch.float64, copy=True).sub_(want)  # in place: a new block of memory per step is slower
     if finite is not None:
         error = torch.where(finite, error, 0.0)
-    return torch.threshold_(error.abs_(), max(_smallest_honest_error(actual.dtype), atol), 0.0)
+    return torch.threshold_(error.abs_(), max(_negligible_error(actual.dtype), atol), 0.0)
 
 
-def _smallest_honest_error(dtype: torch.dtype) -> float:
+def _negligible_error(dtype: torch.dtype) -> float:
     """Return the allowed error of an element whose bound is almost zero, because its row is.
 
     Hardware may flush subnormals of float32 (and so of bfloat16) to zero, and terms of a kernel too. It keeps subnormals of
@@ -177,7 +177,7 @@ NEGLIGIBLE = 1e-4
 """Size in units of a row's rms below which an element may be all rounding error of its terms."""
 NEGLIGIBLE_PROBABILITY = 1e-9
 PROBABILITIES_SUM_TO = 1e-5
-MOST_CUT = 0.01
+MAX_CUT_SHARE = 0.01
 """Maximum share of counted elements that may be zero if the oracle is not; exact cancellation is this rare."""
 
 _ROUNDING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -243,11 +243,11 @@ def check_output(
     actual: torch.Tensor,
     oracle: torch.Tensor,
     limits: Limits | None,
-    e_base: BaseError = EXACTLY,
+    e_base: ReferenceDeviation = EXACTLY,
     *,
     exact: bool = False,
     conditioned: bool = False,
-) -> OutputVerdict:
+) -> OutputComparison:
     """Compare one output with the oracle.
 
     Args:
@@ -276,8 +276,8 @@ def check_output(
 
 
 def _check_relative(
-    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, close: OutputVerdict, rows: Rows
-) -> OutputVerdict:
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, close: OutputComparison, rows: Rows
+) -> OutputComparison:
     size, judged, probable = _by_size(rows, actual.dtype)
     cut = judged & (actual.reshape(size.shape) == 0) & (rows.error > 0)
     off = judged & probable & (rows.error > size.mul_(RELATIVE_OF_SOLUTION * limits.rtol))
@@ -285,7 +285,7 @@ def _check_relative(
     if bool(off.any()):
         wrong = off
         what = f"of {counted} probabilities are off by more than {RELATIVE_OF_SOLUTION * limits.rtol:g} of themselves"
-    elif int(cut.sum()) > MOST_CUT * counted:
+    elif int(cut.sum()) > MAX_CUT_SHARE * counted:
         wrong, what = cut, f"of {counted} elements are zero, which the reference gives to their last digits"
     else:
         return close
@@ -295,8 +295,8 @@ def _check_relative(
 
 
 def _check_close(
-    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: BaseError, rows: Rows
-) -> OutputVerdict:
+    name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits, e_base: ReferenceDeviation, rows: Rows
+) -> OutputComparison:
     row_rel = rows.relative
     # If the reference passes barely, equally correct results would pass or fail by chance, so twice its error passes.
     slack = min(max(1.0, E_BASE_FACTOR * e_base.element), E_BASE_FACTOR) if limits.share == 1 else 1.0
@@ -338,7 +338,7 @@ def _check_close(
         rule = f"rtol {slack * limits.rtol:.3g} and {slack * limits.a:.3g} of the row's rms"
         gate, what = "elementwise", f"{count} of {actual.numel()} elements exceed {rule}"
     if gate is None:
-        return OutputVerdict(None, "", *figures, worst_row=worst_row)
+        return OutputComparison(None, "", *figures, worst_row=worst_row)
     if shown is None:
         shown = wrong if count else _whole_row(worst_row, actual)
     return failed(gate, f"{name}: {what}", figures, shown.reshape(actual.shape), actual, oracle, worst_row)
@@ -354,7 +354,7 @@ def _mask_text(wrong: torch.Tensor, what: str) -> str:
     return f"{int(wrong.sum())} {what} are NaN or infinite where they should not be, or not where they should"
 
 
-def _check_exact(name: str, actual: torch.Tensor, want: torch.Tensor, *, bitwise: bool) -> OutputVerdict:
+def _check_exact(name: str, actual: torch.Tensor, want: torch.Tensor, *, bitwise: bool) -> OutputComparison:
     wrong = _bits(actual) != _bits(want) if bitwise and actual.dtype.is_floating_point else actual != want
     count = int(wrong.sum())
     if not count:
@@ -373,7 +373,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(value), torch.full_like(bits, -1 if integer != torch.uint8 else 255), bits)
 
 
-def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> OutputVerdict:
+def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: Limits) -> OutputComparison:
     bits, least = limits.codes, limits.codes_equal
     want_codes = oracle if oracle.dtype == actual.dtype else oracle.to(actual.dtype)
     order_got, order_want = (ordered_codes(codes, bits, signed_zeros=least == 1) for codes in (actual, want_codes))
@@ -394,7 +394,7 @@ def _check_codes(name: str, actual: torch.Tensor, oracle: torch.Tensor, limits: 
         rule = "all must be" if least == 1 else f"at least {least:.0%} must be, the rest within one"
         what = f"{name}: {differing} of {apart.numel()} codes differ, {equal:.2%} are equal ({rule})"
         return failed("codes", what, figures, apart > (0 if equal < least else 1), got, want, worst_row)
-    return OutputVerdict(None, "", *figures)
+    return OutputComparison(None, "", *figures)
 
 
 def _whole_row(row: int, actual: torch.Tensor) -> torch.Tensor:
@@ -417,7 +417,7 @@ _OF_ITSELF, _OF_ROW = 0.25, 0.5
 WINDOWS = ((16, 16), (64, 1))
 """Rows and columns of windows of which at most half may exceed the bound: the smallest tile, and a piece of a column."""
 _HALF = 0.5
-_FEWEST = 64
+_MIN_WINDOW = 64
 """Minimum elements of a window, because a smaller one may be full by chance; with few rows it is wider."""
 
 
@@ -463,8 +463,8 @@ def _crowded(beyond: torch.Tensor, height: int, width: int) -> tuple[tuple[int, 
     """Return the first row and column, and the contents, of the fullest window if it is more than half full; else None."""
     rows, columns = beyond.shape
     height = min(height, rows)
-    width = min(max(width, _FEWEST // height), columns)
-    if height * width < min(_FEWEST, beyond.numel()):
+    width = min(max(width, _MIN_WINDOW // height), columns)
+    if height * width < min(_MIN_WINDOW, beyond.numel()):
         return None
     # Windows that cross an edge are moved inside, because a smaller window may be full by chance.
     tops, lefts = (_starts(size, step) for size, step in ((rows, height), (columns, width)))
@@ -521,7 +521,7 @@ def _split(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class OutputVerdict:
+class OutputComparison:
     """The comparison of one output with the oracle. ``gate`` names the failed gate, or is None if all pass.
 
     ``rel_fro``, ``worst_row_rel``: relative, no unit. ``max_abs``: in the output's unit. ``reason``: a sentence with the first
@@ -546,7 +546,7 @@ class OutputVerdict:
         return self.gate is None
 
 
-PASSED = OutputVerdict(None, "", 0.0, 0.0, 0.0, 1.0)
+PASSED = OutputComparison(None, "", 0.0, 0.0, 0.0, 1.0)
 
 
 def failed(
@@ -557,7 +557,7 @@ def failed(
     actual: torch.Tensor,
     oracle: torch.Tensor,
     worst_row: int,
-) -> OutputVerdict:
+) -> OutputComparison:
     """Return a comparison with a failed gate that shows the first wrong element.
 
     Args:
@@ -567,12 +567,12 @@ def failed(
         wrong: True for wrong elements; at least one is.
         actual: the Solution's output.
         oracle: the expected output.
-        worst_row: see :class:`OutputVerdict`.
+        worst_row: see :class:`OutputComparison`.
     """
     index = tuple(int(i) for i in torch.nonzero(wrong)[0]) if wrong.dim() else ()
     expected, got = (f"{float(value[index].double()):.6g}" for value in (oracle, actual))
     reason = f"{what}; first at {list(index)}: expected {expected}, got {got}"
-    return OutputVerdict(gate, reason, *figures, index=index, expected=expected, got=got, worst_row=worst_row)
+    return OutputComparison(gate, reason, *figures, index=index, expected=expected, got=got, worst_row=worst_row)
 
 
 def row_of_most(wrong: torch.Tensor) -> int:

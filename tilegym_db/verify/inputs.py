@@ -431,7 +431,7 @@ def _check_drawn(where: str, name: str, value: object, declared: tuple[tuple[int
 
 DEFAULT_BASE = 10_000.0
 BASES = (10_000.0, 500_000.0, 1_000_000.0, 10_000_000.0)
-FARTHEST = 1 << 17
+MAX_POSITION = 1 << 17
 """Maximum position, the context of long models; in fp64 its angles are exact to 1e-11."""
 STARTS_AT_ZERO, LEFT_PADDED, PACKED = 0.15, 0.15, 0.15
 """Share of sequences that begin at position 0, begin with padding, or hold several documents in a row."""
@@ -466,7 +466,7 @@ def rotary_table(spec: InputGenerator, seed: int, shape: Shape, device: str | to
 
 def _positions(drawn: random.Random, length: int) -> list[int]:
     """Return the positions of one sequence, as a model numbers them."""
-    kind, start = drawn.random(), int(2 ** drawn.uniform(0, math.log2(FARTHEST)))
+    kind, start = drawn.random(), int(2 ** drawn.uniform(0, math.log2(MAX_POSITION)))
     if length > 1:
         if kind < STARTS_AT_ZERO:
             return list(range(length))

@@ -19,7 +19,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_rules import ROUNDING
 from tilegym_db.records.tolerance import LIMITS
-from tilegym_db.verify.gates import PASSED, OutputVerdict, failed, row_of_most
+from tilegym_db.verify.gates import PASSED, OutputComparison, failed, row_of_most
 from tilegym_db.verify.oracle import Lifted, evaluate_function, lift
 
 FALSE_ALARM = 1e-7
@@ -143,7 +143,7 @@ def check_drawn(
     reference: torch.Tensor,
     same: torch.Tensor | None = None,
     law: torch.Tensor | None = None,
-) -> OutputVerdict:
+) -> OutputComparison:
     """Return the result of checking the draws of one output.
 
     Args:
@@ -166,7 +166,7 @@ def check_drawn(
     unlike = _unlike(draws, index, same, law)
     if unlike is None:
         return PASSED
-    return OutputVerdict("distribution", f"{name}: {unlike}", math.inf, math.inf, math.inf, 0.0)
+    return OutputComparison("distribution", f"{name}: {unlike}", math.inf, math.inf, math.inf, 0.0)
 
 
 def _unlike(draws: Draws, index: torch.Tensor, same: torch.Tensor | None, law: torch.Tensor | None) -> str | None:
@@ -311,7 +311,7 @@ def check_sampled_outputs(
     calls: Sequence[Outputs],
     *,
     elements_at_once: int = ELEMENTS_AT_ONCE,
-) -> dict[str, OutputVerdict]:
+) -> dict[str, OutputComparison]:
     """Return a comparison for each output that is drawn at random.
 
     Args:
@@ -335,7 +335,7 @@ def check_sampled_outputs(
 
 def _check(
     definition: Definition, name: str, inputs: Inputs, truth: torch.Tensor, drawn: torch.Tensor, at_once: int
-) -> OutputVerdict:
+) -> OutputComparison:
     if drawn.numel() == 0:
         return PASSED
     parts, keys, start = [], [], 0

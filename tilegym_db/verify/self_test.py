@@ -19,10 +19,10 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.definition_parts import PlantedError, SelfTest
 from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, limits_for
 from tilegym_db.verify.comparison import check_lifted, check_outputs
-from tilegym_db.verify.conditioning import without_uncertain
+from tilegym_db.verify.conditioning import excuse_ill_conditioned
 from tilegym_db.verify.distributions import DISTRIBUTIONS, RANGES
-from tilegym_db.verify.expected import Expected, broken_constraint, expect
-from tilegym_db.verify.gates import OutputVerdict
+from tilegym_db.verify.expected import OracleCase, broken_constraint, make_oracle_case
+from tilegym_db.verify.gates import OutputComparison
 from tilegym_db.verify.inputs import draw_inputs
 from tilegym_db.verify.oracle import run_lifted, run_reference
 from tilegym_db.verify.verifier import judge_draws, same_bytes
@@ -99,7 +99,7 @@ def _in_one_line(error: RecordError) -> str:
 
 def _test_case(definition: Definition, case: Case) -> tuple[list[SelfTestFinding], dict[str, SelfTestFinding]]:
     """Return the findings at a case, and by label a finding for each planted error without effect here."""
-    expected = expect(definition, case, "cpu")
+    expected = make_oracle_case(definition, case, "cpu")
     if expected is None and (
         broken := broken_constraint(definition, case.call.axes, draw_inputs(definition, case, "cpu"))
     ):
@@ -135,7 +135,7 @@ def _is_accepted(definition: Definition, check: str, case: Case) -> SelfTestFind
 
 
 def _effect_of(
-    definition: Definition, planted: PlantedError, label: str, expected: Expected
+    definition: Definition, planted: PlantedError, label: str, expected: OracleCase
 ) -> Literal["refused", "accepted", "none"]:
     """Return the effect of a planted error at a case and, if it is accepted there, with the other contents of fuzzing."""
     source = definition.reference.replace(planted.find, planted.replace)
@@ -150,12 +150,12 @@ def _effect_of(
     return "accepted" if changes_something else "none"
 
 
-def _and_with_other_contents(definition: Definition, expected: Expected) -> Iterator[Expected]:
+def _and_with_other_contents(definition: Definition, expected: OracleCase) -> Iterator[OracleCase]:
     """Yield the case with its oracle, then with each of the other contents on which the reference passes."""
     yield expected
     for contents in _OTHER_CONTENTS:
         if contents != expected.case.distribution:
-            drawn = expect(definition, replace(expected.case, distribution=contents), "cpu")
+            drawn = make_oracle_case(definition, replace(expected.case, distribution=contents), "cpu")
             if drawn is not None:
                 yield drawn
 
@@ -163,7 +163,7 @@ def _and_with_other_contents(definition: Definition, expected: Expected) -> Iter
 INDEPENDENT = "independent formulation"
 
 
-def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Expected) -> list[SelfTestFinding]:
+def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: OracleCase) -> list[SelfTestFinding]:
     source, findings = test.independent, []
     try:
         in_dtype = run_reference(definition, expected.inputs, source=source, label=INDEPENDENT)
@@ -181,16 +181,16 @@ def _must_agree(definition: Definition, test: SelfTest, case: Case, expected: Ex
     return findings
 
 
-def _drawn_rightly(definition: Definition, expected: Expected, first: Outputs, source: str, label: str) -> bool:
+def _drawn_rightly(definition: Definition, expected: OracleCase, first: Outputs, source: str, label: str) -> bool:
     """Return True if many draws of a source match their distribution, or if nothing is drawn."""
 
-    def call(other: Expected) -> dict[str, torch.Tensor]:
+    def call(other: OracleCase) -> dict[str, torch.Tensor]:
         return run_reference(definition, other.inputs, source=source, label=label)
 
     return judge_draws(definition, expected, first, call, DRAWS) is None
 
 
-def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[tuple[str, Outputs]]:
+def _made_wrong(definition: Definition, case: Case, expected: OracleCase) -> list[tuple[str, Outputs]]:
     right = run_reference(definition, expected.inputs)
     other_case = Case(case.call, distribution=case.distribution, seed=SEEDS[1])
     other = run_reference(definition, draw_inputs(definition, other_case, "cpu"))
@@ -214,14 +214,14 @@ def _made_wrong(definition: Definition, case: Case, expected: Expected) -> list[
     return wrong
 
 
-def _accepted(definition: Definition, case: Case, expected: Expected, outputs: Outputs) -> bool:
+def _accepted(definition: Definition, case: Case, expected: OracleCase, outputs: Outputs) -> bool:
     if any(value.shape != expected.outputs[name].shape for name, value in outputs.items()):
         return False
 
-    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputComparison]:
         return check_outputs(definition, case.call.dtypes, expected.inputs, expected.outputs, outputs, expected.e_base)
 
-    verdicts = without_uncertain(definition, expected.inputs, expected.outputs, outputs, check)
+    verdicts = excuse_ill_conditioned(definition, expected.inputs, expected.outputs, outputs, check)
     return all(verdict.passed for verdict in verdicts.values())
 
 
@@ -240,7 +240,7 @@ def _without_corner(value: torch.Tensor, rows: int, columns: int) -> torch.Tenso
     return kept.reshape(value.shape)
 
 
-def _copied_input(expected: Expected, value: torch.Tensor) -> torch.Tensor | None:
+def _copied_input(expected: OracleCase, value: torch.Tensor) -> torch.Tensor | None:
     """Return the first input of an output's shape and dtype, or None."""
     for given in expected.inputs.values():
         if isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype:

@@ -27,8 +27,8 @@ from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verify.cases import fuzz_cases, sibling_of
 from tilegym_db.verify.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure, Verdict, cannot_verify
+from tilegym_db.verify.expected import OracleCase
+from tilegym_db.verify.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
 from tilegym_db.verify.worker_handle import WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
@@ -39,20 +39,20 @@ IN_MODEL_CALL = 3
 
 
 @dataclass(frozen=True)
-class OwnShape:
+class ShapeResult:
     """A pass at one workload's shape: the figures, and the outputs for each timed content set."""
 
-    verdict: Verdict
+    verdict: WorstErrors
     outputs: list[Mapping[str, torch.Tensor]]
 
 
-def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure:
+def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> ShapeResult | Failure:
     """Check every gate with every content set, in a worker that has the source loaded.
 
     Raises:
         Exception: one of :data:`CANNOT_VERIFY`.
     """
-    verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
+    verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
     case = contents.sets[0].case
     with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
@@ -72,7 +72,7 @@ def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> OwnShap
         handle.detach()
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
-    return OwnShape(verdict, outputs) if failure is None else failure
+    return ShapeResult(verdict, outputs) if failure is None else failure
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ShapesAhead:
     """
 
     waiting: deque[Future[WorkloadContents | Failure]] = field(default_factory=deque)
-    _found: dict[str, tuple[WorkerProcess | None, OwnShape | Failure]] = field(default_factory=dict)
+    _found: dict[str, tuple[WorkerProcess | None, ShapeResult | Failure]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, contents: Iterable[Future[WorkloadContents | Failure] | None]) -> ShapesAhead:
@@ -105,18 +105,18 @@ class ShapesAhead:
             outcome = check_own_shape(handle, contents)
         except CANNOT_VERIFY as error:
             outcome = cannot_verify(error)
-        if isinstance(outcome, OwnShape) or outcome.status == "TIMEOUT":
+        if isinstance(outcome, ShapeResult) or outcome.status == "TIMEOUT":
             self._found[contents.workload.uuid] = handle.worker, outcome
-        if isinstance(outcome, OwnShape):
+        if isinstance(outcome, ShapeResult):
             return True
         self.waiting.clear()
         return False
 
-    def take(self, handle: WorkerHandle, contents: WorkloadContents) -> OwnShape | Failure | None:
+    def take(self, handle: WorkerHandle, contents: WorkloadContents) -> ShapeResult | Failure | None:
         """Return and forget the early result of a workload; None if there is none, or if it is of another worker."""
         self.waiting = deque(future for future in self.waiting if not _is_of(future, contents))
         worker, outcome = self._found.pop(contents.workload.uuid, (None, None))
-        return None if isinstance(outcome, OwnShape) and worker is not handle.worker else outcome
+        return None if isinstance(outcome, ShapeResult) and worker is not handle.worker else outcome
 
 
 def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContents) -> bool:
@@ -140,7 +140,7 @@ def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence
     """Return the passed cases, or the first failure at a case that stock code passes."""
     excused = [failure for failure in failures if failure.excused]
     refuted = [failure for failure in failures if not failure.excused]
-    if refuted or len(excused) > max(1, MOST_DROPPED * len(proving)):
+    if refuted or len(excused) > max(1, MAX_DROPPED_SHARE * len(proving)):
         return (refuted or excused)[0]
     lost = {str(failure.case) for failure in excused}
     fuzz.dropped += [f"{failure.case}: stock code fails it as well" for failure in excused]
@@ -154,7 +154,7 @@ def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence
 # ---- case queue -----------------------------------------------------------------------------------
 # A free worker takes the next fuzz case of its Solution.
 
-Pair = tuple[Expected, Expected | None]
+Pair = tuple[OracleCase, OracleCase | None]
 """A fuzz case, and another call of its shape that follows it."""
 
 
@@ -249,17 +249,17 @@ class Processors:
 MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
 """Statuses that the machine may have caused: fuzz cases that ended so are tried again with the next workload."""
 MAX_FUZZ_WORKERS = 6
-MORE_ON_SHARED_HOST = 4
+SHARED_HOST_WORKERS = 4
 """Additional workers per kernel, divided by the number of GPUs at work: a host creates one CUDA context after the other,
 0.3 s each, whichever GPU it is for."""
-CASES_A_WORKER = {"tilelang": 1, "cutile": 2}
+CASES_PER_WORKER = {"tilelang": 1, "cutile": 2}
 """Fuzz cases that take about as long as the start of another worker: half a second on an H100, and two seconds more to
 import TileLang."""
-OTHER_CASES_A_WORKER = 6
+OTHER_CASES_PER_WORKER = 6
 
 
 @dataclass(frozen=True)
-class Verified(OwnShape):
+class VerifiedWorkload(ShapeResult):
     """A pass of one workload: its own shape, and the fuzz cases."""
 
     fuzz: FuzzOutcome
@@ -269,12 +269,12 @@ class Verified(OwnShape):
 class Verification:
     """Verification of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
 
-    ``witness`` finds the cases that the stock code fails as well; without it, no case is excused. ``processors`` limits the
-    helpers of all verifications that run at the same time.
+    ``baseline_check`` finds the cases that the stock code fails as well; without it, no case is excused. ``processors``
+    limits the helpers of all verifications that run at the same time.
     """
 
     handle: WorkerHandle
-    witness: StockWitness | None = None
+    baseline_check: BaselineCheck | None = None
     fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
     processors: Processors = field(default_factory=lambda: Processors(available_processors()))
     ahead: ShapesAhead = field(default_factory=ShapesAhead)
@@ -283,7 +283,7 @@ class Verification:
 
     def verify(
         self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
-    ) -> Verified | Failure:
+    ) -> VerifiedWorkload | Failure:
         """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
 
         If the worker is lost, something else than the Solution may be the cause, so the Solution gets a second chance in a new
@@ -305,11 +305,11 @@ class Verification:
             return again
         return outcome
 
-    def case_alone(self, expected: Expected) -> Verdict | Failure:
+    def case_alone(self, expected: OracleCase) -> WorstErrors | Failure:
         """Check every gate on one case, and nothing else."""
         return self.handle.load() or _check_case(self.handle, expected, self.handle.policy.calls)
 
-    def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
+    def outputs_of(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | Failure:
         """Return the outputs of one call on these contents without checking them."""
         failure = self.handle.load()
         if failure is not None:
@@ -320,7 +320,7 @@ class Verification:
             finally:
                 self.handle.detach()
 
-    def own_shape(self, contents: WorkloadContents) -> Verified | Failure:
+    def own_shape(self, contents: WorkloadContents) -> VerifiedWorkload | Failure:
         """Check every content set at the workload's own shape without fuzz cases: enough to time it, not to trust it."""
         failure = self.handle.load()
         if failure is not None:
@@ -337,7 +337,7 @@ class Verification:
 
     def _attempt(
         self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
-    ) -> Verified | Failure:
+    ) -> VerifiedWorkload | Failure:
         if self.handle.broken is not None:
             return self.handle.broken
         failure = self.handle.load()
@@ -423,20 +423,20 @@ class Verification:
         if isinstance(outcome, Failure):
             queue.fail(self._excused(outcome, *pair), number)
 
-    def _excused(self, failure: Failure, expected: Expected, other: Expected | None) -> Failure:
+    def _excused(self, failure: Failure, expected: OracleCase, other: OracleCase | None) -> Failure:
         """Return the failure, marked as excused if stock code fails the comparison with the oracle at its case too."""
         if failure.verdict is None:
             return failure
         if self.handle.solution.record.spec.provides == "stock":
             return replace(failure, excused=True)
         at = expected if other is None or failure.case == expected.case else other
-        return replace(failure, excused=self.witness is not None and self.witness.fails(at))
+        return replace(failure, excused=self.baseline_check is not None and self.baseline_check.fails(at))
 
     def _start_helpers(self, queue: CaseQueue, pool: ThreadPoolExecutor, helping: list[Future[None]]) -> None:
         """Start as many helpers as there are cases and processors for; ended helpers do not count."""
         while True:
             workers = 1 + _at_work(helping)
-            if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_a_worker():
+            if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_per_worker():
                 return
             if not self.processors.take(workers):
                 return
@@ -469,26 +469,26 @@ class Verification:
     def may_have_helpers(self) -> bool:
         """True if its worker would finish the fuzz cases later than another worker starts."""
         cases = self.handle.policy.fuzz_cases_of(self.handle.solution.record)
-        return self.handle.limits.fuzz_workers > 1 and cases >= self._cases_a_worker()
+        return self.handle.limits.fuzz_workers > 1 and cases >= self._cases_per_worker()
 
-    def _cases_a_worker(self) -> int:
+    def _cases_per_worker(self) -> int:
         if self.handle.device == CPU:
             return 1  # a worker starts quickly there
-        return CASES_A_WORKER.get(self.handle.solution.record.spec.language, OTHER_CASES_A_WORKER)
+        return CASES_PER_WORKER.get(self.handle.solution.record.spec.language, OTHER_CASES_PER_WORKER)
 
     # -- the workload's own shape -------------------------------------------------------------------------------------
 
-    def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> Verified | Failure:
+    def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> VerifiedWorkload | Failure:
         found = self.ahead.take(self.handle, contents) or check_own_shape(self.handle, contents)
         if isinstance(found, Failure):
             return found
         found.verdict.cases += len(fuzz.passed)
-        return Verified(found.verdict, found.outputs, fuzz)
+        return VerifiedWorkload(found.verdict, found.outputs, fuzz)
 
 
-def most_fuzz_workers(host_share: int) -> int:
+def max_fuzz_workers(host_share: int) -> int:
     """Return the maximum number of workers per kernel if this many GPUs of a host are at work."""
-    return MAX_FUZZ_WORKERS - MORE_ON_SHARED_HOST + MORE_ON_SHARED_HOST // host_share
+    return MAX_FUZZ_WORKERS - SHARED_HOST_WORKERS + SHARED_HOST_WORKERS // host_share
 
 
 def _at_work(helping: Sequence[Future[None]]) -> int:
@@ -497,10 +497,10 @@ def _at_work(helping: Sequence[Future[None]]) -> int:
 
 
 def _check_case(
-    handle: WorkerHandle, expected: Expected, calls: int, other: Expected | None = None
-) -> Verdict | Failure:
+    handle: WorkerHandle, expected: OracleCase, calls: int, other: OracleCase | None = None
+) -> WorstErrors | Failure:
     """Check one case by every gate; with ``other``, call that too, and then the first case again."""
-    verdict = Verdict(deterministic=handle.solution.record.spec.deterministic)
+    verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
         outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
         if other is not None and not isinstance(outcome, Failure):
@@ -518,7 +518,7 @@ def _check_case(
 # For example, PyTorch's matrix product in bfloat16 on a CPU gives NaN for a row of -inf at some sizes. A Solution that
 # does the same is not worse than the code that it replaces.
 
-MOST_DROPPED = 0.25
+MAX_DROPPED_SHARE = 0.25
 """Maximum share of the cases that may be dropped; a Solution that fails more is wrong, whatever stock code does."""
 
 
@@ -527,17 +527,17 @@ class CaseVerifier(Protocol):
 
     handle: WorkerHandle
 
-    def case_alone(self, expected: Expected) -> Verdict | Failure:
+    def case_alone(self, expected: OracleCase) -> WorstErrors | Failure:
         """Check every gate on one case, and nothing else."""
         ...
 
-    def outputs_of(self, expected: Expected) -> Mapping[str, torch.Tensor] | Failure:
+    def outputs_of(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | Failure:
         """Return the outputs of one call on these contents without checking them."""
         ...
 
 
 @dataclass
-class StockWitness:
+class BaselineCheck:
     """Runner of the Definition's stock code at cases that a Solution failed; it starts on first use.
 
     Args:
@@ -549,7 +549,7 @@ class StockWitness:
     _asked: dict[str, bool] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def fails(self, expected: Expected) -> bool:
+    def fails(self, expected: OracleCase) -> bool:
         """Return True if the comparison with the oracle rejects the stock code's result too."""
         with self._lock:
             key = expected.case.key
@@ -564,7 +564,7 @@ class StockWitness:
                 self._stock.handle.close()
                 self._stock = None
 
-    def outputs(self, expected: Expected) -> Mapping[str, torch.Tensor] | None:
+    def outputs(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | None:
         """Return the stock code's outputs on these contents; None if there is no stock code, or no memory for it."""
         with self._lock:
             stock = self._started(expected)
@@ -576,14 +576,14 @@ class StockWitness:
                 return None
             return None if isinstance(found, Failure) else found
 
-    def _run(self, expected: Expected) -> bool:
+    def _run(self, expected: OracleCase) -> bool:
         stock = self._started(expected)
         if stock is None:
             return False
         outcome = stock.case_alone(expected)
         return isinstance(outcome, Failure) and outcome.verdict is not None
 
-    def _started(self, expected: Expected) -> CaseVerifier | None:
+    def _started(self, expected: OracleCase) -> CaseVerifier | None:
         """Return the verification of the stock code, or None if the stock code does not support such calls."""
         self._stock = self._stock or self.make()
         if self._stock is None or self._stock.handle.excludes(expected.case) is not None:

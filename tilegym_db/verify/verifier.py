@@ -23,9 +23,9 @@ from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.conditioning import without_uncertain
-from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.gates import OutputVerdict, compare_rows
+from tilegym_db.verify.conditioning import excuse_ill_conditioned
+from tilegym_db.verify.expected import OracleCase
+from tilegym_db.verify.gates import OutputComparison, compare_rows
 from tilegym_db.verify.sampling import check_sampled_outputs
 
 # A comparison widens its output to fp64 several times, so only one large one runs at a time, to bound memory.
@@ -36,7 +36,7 @@ POISON_NAN = 0xFF  # all-ones bytes are NaN in every floating dtype and -1 in ev
 
 
 def fill_slot(
-    buffers: SharedBuffers, index: int, definition: Definition, expected: Expected, poison: int | None
+    buffers: SharedBuffers, index: int, definition: Definition, expected: OracleCase, poison: int | None
 ) -> None:
     """Write guard bytes, inputs and poisoned outputs; ``poison`` is the byte to repeat, or None for random bytes."""
     slot = buffers.slot(index)
@@ -51,13 +51,13 @@ def verify_slot(
     index: int,
     definition: Definition,
     solution: Solution,
-    expected: Expected,
+    expected: OracleCase,
     *,
     calls: int = 2,
     in_model: int | None = None,
     draws: int = 0,
     timeout_s: float,
-) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
+) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
     """Call the Solution on one slot repeatedly and check the results by every gate.
 
     The first two calls find different poison in the outputs. A deterministic Solution must give the same bytes each time; the
@@ -98,7 +98,7 @@ def call_again(
     buffers: SharedBuffers,
     definition: Definition,
     solution: Solution,
-    expected: Expected,
+    expected: OracleCase,
     first: Mapping[str, torch.Tensor],
     *,
     timeout_s: float,
@@ -123,7 +123,7 @@ def call_again(
 def _check_repeat(
     definition: Definition,
     solution: Solution,
-    expected: Expected,
+    expected: OracleCase,
     first: Mapping[str, torch.Tensor],
     again: Mapping[str, torch.Tensor],
     number: int,
@@ -143,7 +143,7 @@ def _check_repeat(
 def _check_spread(
     definition: Definition,
     solution: Solution,
-    expected: Expected,
+    expected: OracleCase,
     first: Mapping[str, torch.Tensor],
     second: Mapping[str, torch.Tensor],
 ) -> Failure | None:
@@ -167,7 +167,7 @@ def one_call(
     buffers: SharedBuffers,
     index: int,
     definition: Definition,
-    expected: Expected,
+    expected: OracleCase,
     poison: int | None,
     timeout_s: float,
     **mode: bool,
@@ -234,15 +234,15 @@ def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> 
 def judge(
     definition: Definition,
     solution: Solution,
-    expected: Expected,
+    expected: OracleCase,
     outputs: Mapping[str, torch.Tensor],
-) -> dict[str, OutputVerdict] | Failure:
+) -> dict[str, OutputComparison] | Failure:
     """Compare the outputs of one call with the oracle; return a comparison for each, or the failure.
 
     Elements that are ill-conditioned in float32 do not fail the check (:mod:`tilegym_db.verify.conditioning`).
     """
 
-    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputVerdict]:
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputComparison]:
         return check_outputs(
             definition,
             expected.case.call.dtypes,
@@ -257,7 +257,7 @@ def judge(
 
     large = any(value.numel() > SMALL_ELEMENTS for value in outputs.values())
     with _comparing if large else contextlib.nullcontext():
-        verdicts = without_uncertain(definition, expected.inputs, expected.outputs, outputs, check)
+        verdicts = excuse_ill_conditioned(definition, expected.inputs, expected.outputs, outputs, check)
     for name, verdict in verdicts.items():
         if verdict.gate is not None:
             return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
@@ -287,7 +287,7 @@ class Failure:
     case: Case | None = None
     output: str | None = None
     """Name of the compared output that failed; ``verdict`` has its comparison."""
-    verdict: OutputVerdict | None = None
+    verdict: OutputComparison | None = None
     excused: bool = False
     """True if stock code in the same dtype fails the same case."""
     no_memory: bool = False
@@ -295,7 +295,7 @@ class Failure:
 
 
 @dataclass
-class Verdict:
+class WorstErrors:
     """The worst figures over the cases that passed."""
 
     rel_fro: float = 0.0
@@ -305,7 +305,7 @@ class Verdict:
     cases: int = 0
     deterministic: bool = True
 
-    def add(self, outputs: Mapping[str, OutputVerdict]) -> None:
+    def add(self, outputs: Mapping[str, OutputComparison]) -> None:
         """Include one passed case."""
         self.cases += 1
         for verdict in outputs.values():
@@ -332,10 +332,10 @@ def incorrect(
     reason: str,
     case: Case,
     output: str | None = None,
-    verdicts: Mapping[str, OutputVerdict] | None = None,
+    verdicts: Mapping[str, OutputComparison] | None = None,
 ) -> Failure:
     """Return the failure of a wrong result: its gate, reason, and figures if an output was compared."""
-    worst = Verdict()
+    worst = WorstErrors()
     worst.add(verdicts or {})
     if verdicts is None:
         correctness = Correctness(gate=gate, cases=1)
@@ -370,7 +370,7 @@ def _finite(value: float) -> float | None:
 # ---- draws ----------------------------------------------------------------------------------------
 # Operators that draw at random are called again with other random numbers, and all draws are checked together.
 
-DRAWS_A_CALL = 64
+DRAWS_PER_CALL = 64
 """Wanted draws per additional call at least, which limits the number of calls; one call is always made."""
 MAX_DRAWN_AT_ONCE = 1 << 14
 """Maximum input elements of a cheap call, of which more are made if there are few rows."""
@@ -378,7 +378,7 @@ _SHARE_OF_SMALL = 16
 """With few rows, calls are made until there is at least this fraction (1 / 16) of the wanted draws."""
 PROBED_ROWS = 8
 """Rows whose random number is changed alone, one call per row; no other row may then draw another index."""
-LARGEST = 1 - 2.0**-24
+LAST_BELOW_ONE = 1 - 2.0**-24
 """The last float32 below 1; a product with a sum may round up to the whole sum."""
 
 Outputs = Mapping[str, torch.Tensor]
@@ -387,7 +387,7 @@ Outputs = Mapping[str, torch.Tensor]
 def calls_for(rows: int, draws: int, elements: int) -> int:
     """Return the number of additional calls, with this many rows and input elements, for about this many draws."""
     rows = max(rows, 1)
-    calls = min(-(-draws // rows), draws // DRAWS_A_CALL)
+    calls = min(-(-draws // rows), draws // DRAWS_PER_CALL)
     if elements <= MAX_DRAWN_AT_ONCE:
         calls = max(calls, -(-draws // (rows * _SHARE_OF_SMALL)))
     return max(1, calls)
@@ -395,9 +395,9 @@ def calls_for(rows: int, draws: int, elements: int) -> int:
 
 def judge_draws(
     definition: Definition,
-    expected: Expected,
+    expected: OracleCase,
     first: Outputs,
-    call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
+    call: Callable[[OracleCase], dict[str, torch.Tensor] | Failure],
     draws: int,
     *,
     deterministic: bool = True,
@@ -439,9 +439,9 @@ def judge_draws(
 
 def _row_by_row(
     definition: Definition,
-    expected: Expected,
+    expected: OracleCase,
     first: Outputs,
-    call: Callable[[Expected], dict[str, torch.Tensor] | Failure],
+    call: Callable[[OracleCase], dict[str, torch.Tensor] | Failure],
 ) -> Failure | None:
     """Return a failure if another number for one row changes the draw of a second row: rows must be independent.
 
@@ -465,7 +465,7 @@ def _row_by_row(
 
 
 def _judge(
-    definition: Definition, expected: Expected, outputs: list[Outputs], gate: str | None = None
+    definition: Definition, expected: OracleCase, outputs: list[Outputs], gate: str | None = None
 ) -> Failure | None:
     verdicts = check_sampled_outputs(definition, expected.inputs, expected.outputs, outputs)
     for name, verdict in verdicts.items():
@@ -474,13 +474,15 @@ def _judge(
     return None
 
 
-def _with_numbers(definition: Definition, expected: Expected, number: int | None) -> Expected:
+def _with_numbers(definition: Definition, expected: OracleCase, number: int | None) -> OracleCase:
     """Return the case with other random numbers, which depend on its seed; None sets the ends of their range."""
     inputs = dict(expected.inputs)
     for name in {sampled.uniforms for sampled in definition.sampled.values()}:
         given = inputs[name]
         if number is None:
-            inputs[name] = torch.arange(given.numel(), device=given.device).remainder(2).to(given.dtype) * LARGEST
+            inputs[name] = (
+                torch.arange(given.numel(), device=given.device).remainder(2).to(given.dtype) * LAST_BELOW_ONE
+            )
         else:
             generator = torch.Generator(given.device).manual_seed((expected.case.seed * 1009 + number + 1) % (1 << 62))
             inputs[name] = torch.rand(given.shape, generator=generator, dtype=given.dtype, device=given.device)

@@ -22,8 +22,8 @@ from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers
 from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verify.cases import MAX_ROWS
-from tilegym_db.verify.expected import Expected
-from tilegym_db.verify.gates import OutputVerdict
+from tilegym_db.verify.expected import OracleCase
+from tilegym_db.verify.gates import OutputComparison
 from tilegym_db.verify.verifier import Failure, call_again, not_set_up, one_call, verify_slot
 
 # ---- tier policy ----------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class WorkerHandle:
             self.order("detach", self.limits.call_s)
 
     def verify_slot(
-        self, buffers: SharedBuffers, expected: Expected, calls: int, in_model: int | None = None
-    ) -> tuple[dict[str, OutputVerdict], dict[str, torch.Tensor]] | Failure:
+        self, buffers: SharedBuffers, expected: OracleCase, calls: int, in_model: int | None = None
+    ) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
         """Check every gate on the first slot of attached memory; see :func:`tilegym_db.verify.verifier.verify_slot`."""
         assert self.worker is not None
         outcome = verify_slot(
@@ -270,14 +270,14 @@ class WorkerHandle:
             self._note_spoilt(outcome.log)
         return outcome
 
-    def one_call(self, buffers: SharedBuffers, expected: Expected) -> dict[str, torch.Tensor] | Failure:
+    def one_call(self, buffers: SharedBuffers, expected: OracleCase) -> dict[str, torch.Tensor] | Failure:
         """Return the outputs of one call on the first slot of attached memory without comparing them."""
         assert self.worker is not None
         timeout_s = self.limits.first_call_s
         return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
 
     def call_in_turn(
-        self, buffers: SharedBuffers, expected: Expected, other: Expected, first: Mapping[str, torch.Tensor]
+        self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]
     ) -> Failure | None:
         """Call on ``other`` at the same addresses, then on ``expected`` again.
 

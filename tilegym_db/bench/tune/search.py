@@ -29,7 +29,7 @@ from tilegym_db.records.solution import config_id, spell_config
 from tilegym_db.records.trace import Status
 from tilegym_db.store.tuning import Outcome, TuningStep
 from tilegym_db.verify.contents import WorkloadContents
-from tilegym_db.verify.session import Verified
+from tilegym_db.verify.session import VerifiedWorkload
 from tilegym_db.verify.verifier import Failure
 
 
@@ -108,7 +108,7 @@ class _Lane:
     def time_block(self, slots: Sequence[int]) -> tuple[list[float], list[float]] | Failure:
         return self.shared.turn_to(self.config) or self.shared.runner.time_block(slots)
 
-    def check_timed_outputs(self, pool: BufferPool, verified: Verified, slots: Sequence[int]) -> Failure | None:
+    def check_timed_outputs(self, pool: BufferPool, verified: VerifiedWorkload, slots: Sequence[int]) -> Failure | None:
         return self.shared.runner.check_timed_outputs(pool, verified, slots)
 
 
