@@ -32,10 +32,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from tilegym_db.bench import plan
-from tilegym_db.bench.benchmark import promote
-from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement import plan
+from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, Workload
 
 WORTH_A_CALL = 1 << 20

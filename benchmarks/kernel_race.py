@@ -40,10 +40,10 @@ from benchmarks.race_candidates import (
     our_racers,
 )
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.bench.machine import Machine, select_machine, timing_lock
-from tilegym_db.bench.timing import median, median_interval, paired_ratio
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
+from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
+from tilegym_db.measurement.timing import median, median_interval, paired_ratio
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
@@ -52,8 +52,8 @@ from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.timing import BlockTimer
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import name_outputs, oracle
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import name_outputs, oracle
 
 SLOTS = 4
 """Sets of contents and addresses."""

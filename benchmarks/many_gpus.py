@@ -35,16 +35,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.bench.benchmark import benchmark, promote
-from tilegym_db.bench.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
-from tilegym_db.bench.devices.messages import divide
-from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.bench.plan import BenchReport, Options, make_plan
-from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
+from tilegym_db.measurement.devices.messages import divide
+from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.plan import BenchReport, Options, make_plan
+from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Trace
-from tilegym_db.verify.phases import AT_WORK, IDLE, PREPARE, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY, WAIT
+from tilegym_db.verification.phases import AT_WORK, IDLE, PREPARE, PROCESSORS, SIDE_BY_SIDE, START, TIME, VERIFY, WAIT
 
 NAMES = (
     "rms_norm",

@@ -19,7 +19,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import TILE_LANGUAGES
 from tilegym_db.resolver.resolve import unavailable_languages
-from tilegym_db.verify.cases import MAX_ROWS, fuzz_cases
+from tilegym_db.verification.cases import MAX_ROWS, fuzz_cases
 
 CASES_AT_A_TIME = 8
 """Drawn together, so that between them they meet most pairs of circumstances."""

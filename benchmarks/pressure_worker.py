@@ -32,8 +32,16 @@ from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.program import copy_returned
 from tilegym_db.sandbox.protocol import Channel
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
-from tilegym_db.verify.expected import Expected, expect
-from tilegym_db.verify.verifier import POISON_NAN, Failure, check_memory, fill_slot, judge, read_outputs, same_bytes
+from tilegym_db.verification.expected import Expected, expect
+from tilegym_db.verification.verifier import (
+    POISON_NAN,
+    Failure,
+    check_memory,
+    fill_slot,
+    judge,
+    read_outputs,
+    same_bytes,
+)
 
 FILLS = (POISON_NAN, None)
 """What outputs hold before a call: bytes that read as NaN, or random ones."""

@@ -13,8 +13,8 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.toolchains import toolchain_status
-from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
+from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.entries import Candidate
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition

@@ -30,17 +30,17 @@ from typing import Any, TextIO
 
 from benchmarks.sanitize_order import RECORD, Checks, chain_of, clean_before, read_lines, unchecked_first
 from benchmarks.sanitize_pool import PLAIN, STALL_S, Batch, Outcome, Sweep
-from tilegym_db.bench.instruments.requests import Chosen, choose_solutions, find_program, with_cases
-from tilegym_db.bench.instruments.sanitize import NO_CASE, TOOLS, Sanitized
-from tilegym_db.bench.machine import cpu_machine, timing_lock
-from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.instruments.requests import Chosen, choose_solutions, find_program, with_cases
+from tilegym_db.measurement.instruments.sanitize import NO_CASE, TOOLS, Sanitized
+from tilegym_db.measurement.machine import cpu_machine, timing_lock
+from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.records import TILE_LANGUAGES, Workload
 from tilegym_db.records.case import Case
 
 PLANTED = {"out_of_bounds": ("memcheck", "Invalid __global__ write"), "shared_race": ("racecheck", "Race")}
-"""Folder under ``tests/bench/planted`` -> the tool that has to find its mistake, and how the finding begins."""
+"""Folder under ``tests/measurement/planted`` -> the tool that has to find its mistake, and how the finding begins."""
 BATCH = 5
 """Solutions of one process: few, so that the cores end at the same time; several, since each process starts CUDA."""
 DRAWN = 7
@@ -93,7 +93,7 @@ def planted(setup: RunSetup, cases: int) -> dict[str, Chosen]:
     """The planted mistakes, by folder."""
     found = {}
     for name in PLANTED:
-        folder = shipped_root() / "tests" / "bench" / "planted" / name
+        folder = shipped_root() / "tests" / "measurement" / "planted" / name
         (item,) = choose_solutions(setup.catalog, [str(folder)], setup.machine)
         found[name] = with_cases(item, setup.catalog.workloads_for(item.definition.name), cases, seed=1)
     return found

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sanitize_pool import PLAIN, Batch
-from tilegym_db.bench.instruments.requests import Chosen, choose_solutions
-from tilegym_db.bench.instruments.sanitize import TOOLS
-from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.instruments.requests import Chosen, choose_solutions
+from tilegym_db.measurement.instruments.sanitize import TOOLS
+from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records import TILE_LANGUAGES
 
 RECORD = Path(__file__).with_name("sanitized.jsonl")

@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.bench.devices.devices import VISIBLE
-from tilegym_db.bench.instruments.requests import ENVIRONMENT, Chosen, mark_of, write_request
-from tilegym_db.bench.instruments.sanitize import PREFIX, Sanitized, parse_report, sanitizer_command, verdicts_of
+from tilegym_db.measurement.devices.devices import VISIBLE
+from tilegym_db.measurement.instruments.requests import ENVIRONMENT, Chosen, mark_of, write_request
+from tilegym_db.measurement.instruments.sanitize import PREFIX, Sanitized, parse_report, sanitizer_command, verdicts_of
 
 __all__ = ["NO_TIME", "PLAIN", "Batch", "Outcome", "Sweep", "device_of", "with_port"]
 
@@ -251,7 +251,7 @@ def _last_word(status: int) -> str:
 def command_of(program: Path, tool: str, request: Path, slot: int) -> list[str]:
     """The command line of one process, under its tool or without one."""
     if tool == PLAIN:
-        return [sys.executable, "-m", "tilegym_db.bench.instruments.calls", str(request)]
+        return [sys.executable, "-m", "tilegym_db.measurement.instruments.calls", str(request)]
     return with_port(sanitizer_command(program, tool, request), slot)
 
 

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from model_hits import LLAMA_1B, TINY, build, say, twin_of
 
-from tilegym_db.bench.machine import select_machine
+from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models import Handle, patch
 
 MARGIN_FACTOR = 4.0

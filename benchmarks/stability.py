@@ -29,16 +29,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tilegym_db.bench.local_executor import LocalExecutor
-from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.plan import DefinitionPlan, Options, make_plan
-from tilegym_db.bench.run_setup import RunContext, unusable_languages
-from tilegym_db.bench.timing import TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.local_executor import LocalExecutor
+from tilegym_db.measurement.machine import Machine, select_machine
+from tilegym_db.measurement.plan import DefinitionPlan, Options, make_plan
+from tilegym_db.measurement.run_setup import RunContext, unusable_languages
+from tilegym_db.measurement.timing import TimedCandidate, TimingBudget, median, paired_ratio, verdict_of
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.trace import PROCESS_NOISE_US
-from tilegym_db.verify.worker_handle import SCREEN
+from tilegym_db.verification.worker_handle import SCREEN
 
 POLICY = replace(SCREEN, fuzz_cases=1, baseline_fuzz_cases=1)
 NOISE = 0.02

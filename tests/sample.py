@@ -37,7 +37,7 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import shipped_traces
 
 ROOT = Path(__file__).resolve().parents[1]
-JUDGES = ("backends", "bench", "records", "sandbox", "verify")
+JUDGES = ("backends", "measurement", "records", "sandbox", "verification")
 """Folders of the package whose code can change a verdict."""
 COMPILERS = ("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 """Packages of ``constraints.txt`` that can change a verdict."""

@@ -353,12 +353,12 @@ class Steps:
 def _child(
     sender: Any, start: float, name: str, place: Place, key: str, kill_at: int | None, kill_after_s: float | None
 ) -> None:
-    import tilegym_db.bench.machine
+    import tilegym_db.measurement.machine
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.paths import use_root
 
     os.environ["TILEGYM_DB_HOME"] = str(place.home)
-    tilegym_db.bench.machine._cuda_machine = lambda index: None  # nothing is measured, wherever this runs
+    tilegym_db.measurement.machine._cuda_machine = lambda index: None  # nothing is measured, wherever this runs
     time.sleep(max(0.0, start - time.time()))
     if kill_after_s is not None:
         threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -13,10 +13,10 @@ TYPE_CHECKING = False  # importing typing would take most of the start-up time b
 
 if TYPE_CHECKING:
     from tilegym_db import ops
-    from tilegym_db.bench.benchmark import benchmark, benchmark_function
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.loop.fit import fit
+    from tilegym_db.measurement.benchmark import benchmark, benchmark_function
     from tilegym_db.models import patch, patched, patched_init
     from tilegym_db.records import Definition, Solution, Trace, Workload
     from tilegym_db.resolver.resolve import resolve
@@ -48,8 +48,8 @@ _HOMES = {
     "TilegymDBError": "tilegym_db.errors",
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
-    "benchmark": "tilegym_db.bench.benchmark",
-    "benchmark_function": "tilegym_db.bench.benchmark",
+    "benchmark": "tilegym_db.measurement.benchmark",
+    "benchmark_function": "tilegym_db.measurement.benchmark",
     "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "ops": "tilegym_db.ops",

@@ -95,8 +95,8 @@ def choose(names: list[str], languages: list[str], workload: str | None, most: i
 
 def run_ours(folder: Path, gpu: str, quick: bool) -> SideReport:
     """The screen tier over the catalog in ``folder/ours``, into a store of its own."""
-    from tilegym_db.bench.benchmark import benchmark
-    from tilegym_db.bench.run_setup import Observer
+    from tilegym_db.measurement.benchmark import benchmark
+    from tilegym_db.measurement.run_setup import Observer
 
     report = SideReport()
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tilegym_db.bench import machine
-from tilegym_db.verify import admission
+from tilegym_db.measurement import machine
+from tilegym_db.verification import admission
 
 WRONG = 'def run(x, weight, factor, out):\n    raise ValueError("[/red] is no colour")\n'
 

@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from tilegym_db.bench import machine
-from tilegym_db.bench.machine import Machine
 from tilegym_db.cli import doctor
 from tilegym_db.errors import HardwareError
+from tilegym_db.measurement import machine
+from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.input_files import own_peaks_files
 from tilegym_db.records.roofline import GpuPeaks
 
@@ -53,7 +53,7 @@ def invoke(*arguments: str) -> Result:
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose calibration is known, since the real one needs the GPU."""
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
-    monkeypatch.setattr("tilegym_db.bench.calibrate.calibrate", lambda found: PEAKS)
+    monkeypatch.setattr("tilegym_db.measurement.calibrate.calibrate", lambda found: PEAKS)
 
 
 def test_a_machine_without_a_gpu_is_refused_and_nothing_is_stored(home, monkeypatch):

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from tilegym_db.bench import machine
-from tilegym_db.bench.machine import Machine
 from tilegym_db.cli.doctor import gpu_check, peaks_check
+from tilegym_db.measurement import machine
+from tilegym_db.measurement.machine import Machine
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.peaks_files import save_peaks
 

@@ -12,11 +12,11 @@ from raising import raises
 from write_checked_records import judged
 
 from tilegym_db import fit
-from tilegym_db.bench.machine import cpu_machine
-from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.loop.fit import FitOptions, fit_config, runnable_kernels
+from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.published.checked import checked_file
 from tilegym_db.published.table import load_table

@@ -150,7 +150,7 @@ def outcome(line: list[str]) -> tuple[int, str]:
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has none, so that no spelling of one has anything measured."""
-    for module in ("tilegym_db.driver", "tilegym_db.bench.machine"):
+    for module in ("tilegym_db.driver", "tilegym_db.measurement.machine"):
         importlib.import_module(module)
         monkeypatch.setattr(f"{module}.driver_files", lambda *_: ())
         monkeypatch.setattr(f"{module}.driver_gpu_names", lambda *_: ())

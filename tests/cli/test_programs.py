@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench.instruments import requests
 from tilegym_db.cli.kit.options import needing_program
 from tilegym_db.errors import ToolchainError
+from tilegym_db.measurement.instruments import requests
 
 COMMANDS = [("sanitize", "row_scale_stock"), ("profile", "row_scale_stock", "--workload", "*")]
 

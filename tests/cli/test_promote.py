@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.bench import machine
+from tilegym_db.measurement import machine
 
 WRONG = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n    out[-1] = 0\n"
 

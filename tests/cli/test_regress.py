@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench import machine, regress
-from tilegym_db.bench.regress import Bars
+from tilegym_db.measurement import machine, regress
+from tilegym_db.measurement.regress import Bars
 
 SLOW = (
     "def run(x, weight, factor, out):\n"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.bench.reproduce import reproduce
 from tilegym_db.errors import RecordError
+from tilegym_db.measurement.reproduce import reproduce
 
 CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu")
 

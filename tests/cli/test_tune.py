@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tilegym_db.bench import machine
+from tilegym_db.measurement import machine
 
 BLOCKED = """def run(x, weight, factor, out, *, ROWS=1):
     if ROWS == 7:

@@ -12,7 +12,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.case import Case
-from tilegym_db.verify.inputs import draw_inputs
+from tilegym_db.verification.inputs import draw_inputs
 
 CATALOG = Catalog((shipped_root(),))
 SEED = 1729

@@ -14,11 +14,11 @@ from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.verify.comparison import check_outputs, followed, reference_errors
-from tilegym_db.verify.distributions import DISTRIBUTIONS
-from tilegym_db.verify.gates import check_output
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import name_outputs, oracle, run_reference
+from tilegym_db.verification.comparison import check_outputs, followed, reference_errors
+from tilegym_db.verification.distributions import DISTRIBUTIONS
+from tilegym_db.verification.gates import check_output
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import name_outputs, oracle, run_reference
 
 EAGER = [
     "rms_norm_stock", "rms_norm_aten", "fused_add_rms_norm_stock", "fused_add_rms_norm_fp32_stock",

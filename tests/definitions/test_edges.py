@@ -24,9 +24,9 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import solve_axes, solve_dtypes
 from tilegym_db.records.case import Case
-from tilegym_db.verify.comparison import check_outputs, followed, reference_errors
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import name_outputs, oracle, run_reference
+from tilegym_db.verification.comparison import check_outputs, followed, reference_errors
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import name_outputs, oracle, run_reference
 
 pytestmark = pytest.mark.records("name")  # where a test has one
 

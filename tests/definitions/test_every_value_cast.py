@@ -15,9 +15,9 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.gates import EXACTLY
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.comparison import check_outputs
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.oracle import run_reference
 
 E4M3_FLOOR = float(np.float32(1e-4))
 FP4_FLOOR = 6 * 2.0**-126

@@ -10,9 +10,9 @@ import torch
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
-from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.gates import EXACTLY
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.comparison import check_outputs
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.oracle import run_reference
 
 pytestmark = pytest.mark.records("name")  # where a test has one
 

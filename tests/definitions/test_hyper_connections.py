@@ -13,8 +13,8 @@ from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition_rules import GRADIENT
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import Lifted, load_function, name_outputs, run_lifted, run_reference
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, run_lifted, run_reference
 
 BACKWARDS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",

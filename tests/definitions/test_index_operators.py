@@ -11,8 +11,8 @@ import torch
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.comparison import check_outputs, reference_errors
-from tilegym_db.verify.oracle import name_outputs, oracle, run_reference
+from tilegym_db.verification.comparison import check_outputs, reference_errors
+from tilegym_db.verification.oracle import name_outputs, oracle, run_reference
 
 INF, NAN = math.inf, math.nan
 Run = Callable[..., dict[str, torch.Tensor]]

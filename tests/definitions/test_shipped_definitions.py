@@ -13,9 +13,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.published.trace_set import TraceSet
 from tilegym_db.records import Definition, Workload
-from tilegym_db.verify.comparison import check_lifted, check_outputs, followed, reference_errors
-from tilegym_db.verify.oracle import Lifted, oracle, run_reference
-from tilegym_db.verify.self_test import self_test, tiny_workloads
+from tilegym_db.verification.comparison import check_lifted, check_outputs, followed, reference_errors
+from tilegym_db.verification.oracle import Lifted, oracle, run_reference
+from tilegym_db.verification.self_test import self_test, tiny_workloads
 
 Draw = Callable[[Definition, Workload], dict[str, Any]]
 Tiny = tuple[Definition, Workload]

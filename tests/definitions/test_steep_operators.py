@@ -10,13 +10,13 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
-from tilegym_db.verify.comparison import check_outputs
-from tilegym_db.verify.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
-from tilegym_db.verify.distributions import CONTENTS, DISTRIBUTIONS, RANGES
-from tilegym_db.verify.expected import OracleCase, make_oracle_case
-from tilegym_db.verify.gates import EXACTLY
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.comparison import check_outputs
+from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
+from tilegym_db.verification.distributions import CONTENTS, DISTRIBUTIONS, RANGES
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import run_reference
 
 CATALOG = Catalog((shipped_root(),))
 SEED = 41

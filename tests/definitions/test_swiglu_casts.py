@@ -10,7 +10,7 @@ from swiglu_rows import backward_inputs
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.oracle import run_reference
 
 PER_CHANNEL = ["swiglu_and_per_channel_cast", "swiglu_and_per_channel_cast_transpose"]
 BACKWARD = "swiglu_backward_and_per_token_cast"

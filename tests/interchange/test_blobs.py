@@ -36,7 +36,7 @@ from tilegym_db.interchange.writing import folder_beside, imported_files, write_
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.store.imported import DataSet, data_set
-from tilegym_db.verify.inputs import draw_inputs
+from tilegym_db.verification.inputs import draw_inputs
 
 KIB = 1024
 BLOB = "blob/workloads/scale/scale_n8/scale_n8_w-1.safetensors"
@@ -227,7 +227,7 @@ def test_the_side_file_has_the_digest_and_the_seed_of_every_blob(family: Path) -
 def test_a_definition_that_cannot_be_drawn_leaves_its_workloads_out_and_no_other(
     shipped: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilegym_db.verify import inputs
+    from tilegym_db.verification import inputs
 
     def draw(definition: Definition, *arguments: Any, **keywords: Any) -> Any:
         if definition.name == "ngram_shift":
@@ -317,8 +317,8 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
 @pytest.mark.slow
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
     """A gather out of its table by a drawn id would not, and a cuTile kernel, which is told as Python, runs as one of cuTile."""
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set
+    from tilegym_db.measurement.machine import select_machine
 
     found = import_data_set(family).data_set
     item = first_with_a_blob(found, "engram_hash")

@@ -34,8 +34,8 @@ from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.scaffold import read_definition_file
 from tilegym_db.store.imported import DataSet, object_path
-from tilegym_db.verify.expected import broken_constraint
-from tilegym_db.verify.inputs import draw_inputs
+from tilegym_db.verification.expected import broken_constraint
+from tilegym_db.verification.inputs import draw_inputs
 
 DRAWN = {"op_type": "sampling", "outputs": {"samples": {"shape": ["M"], "dtype": "int64"}}}
 

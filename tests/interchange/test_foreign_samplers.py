@@ -11,11 +11,11 @@ import pytest
 from foreign_sets import Tree, lines, of_workload, solution
 from raising import raises
 
-from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange.drafts import Draft, draft_of
 from tilegym_db.interchange.importing import import_data_set
+from tilegym_db.measurement.benchmark import benchmark
 from tilegym_db.records import Definition
 
 NAME = "filtered_draws_v16"

@@ -51,8 +51,8 @@ def run(x, w, eps):
 @pytest.mark.slow
 def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path) -> None:
     """Python and returning Triton code, on a safetensors input under a constraint on contents, and CUDA that is not run."""
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.measurement.machine import select_machine
 
     constrained = definition(constraints=["M >= 1", "x[0, 0].item() == 2"])
     tree.write("definitions/scale/scale_n8.json", constrained)
@@ -94,8 +94,8 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
 
 
 def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.measurement.machine import select_machine
 
     bad = SOLUTION.replace("scale_torch", "bad")
     tree.write(bad, solution("bad", "def other(x, w, eps):\n    return x\n"))
@@ -136,8 +136,8 @@ SAMPLER = "import torch\n\ndef run(probs, top_k):\n    return torch.multinomial(
 
 
 def test_honest_samplers_are_not_run_rather_than_failed(tree: Tree, home: Path) -> None:
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set
+    from tilegym_db.measurement.machine import select_machine
 
     record = definition(
         name="top_k_sampling_from_probs_v8",

@@ -75,8 +75,8 @@ def fill(tree: Tree, record: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_what_a_solution_gives_is_judged_and_what_it_need_not_give_is_not(tree: Tree, home: Path) -> None:
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
+    from tilegym_db.measurement.machine import select_machine
 
     fill(tree, two_outputs(optional=True))
     found = imported(tree)
@@ -98,8 +98,8 @@ def test_what_a_solution_gives_is_judged_and_what_it_need_not_give_is_not(tree: 
 
 @pytest.mark.slow
 def test_an_output_that_is_not_optional_may_not_be_missing(tree: Tree, home: Path) -> None:
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set
+    from tilegym_db.measurement.machine import select_machine
 
     fill(tree, two_outputs())
     found = {item.solution: item.status for item in judge_data_set(imported(tree), select_machine("cpu"))}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench import machine
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement import machine
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
 

@@ -50,7 +50,7 @@ def test_an_own_reference_or_bench_is_refused_by_name(name: str, task: Task, han
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
-        ("import tilegym_db.bench.timing as b\nb.median = min\n" + GOOD, "scan"),
+        ("import tilegym_db.measurement.timing as b\nb.median = min\n" + GOOD, "scan"),
         ("import time\ntime.perf_counter = lambda: 0.0\n" + GOOD, "scan"),
         ("open('/tmp/edited', 'w')\n" + GOOD, "scan"),
     ],

@@ -14,7 +14,6 @@ import pytest
 from killed_process import killed
 from loop_authors import GOOD
 
-from tilegym_db.bench.machine import cpu_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import submit as submit_module
@@ -22,6 +21,7 @@ from tilegym_db.loop.auto import Trial, auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece
 from tilegym_db.loop.model_state import coverage_of
 from tilegym_db.loop.submit import submit
+from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Promotion, Task
 from tilegym_db.records.model_run import Estimate

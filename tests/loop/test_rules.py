@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.bench.promotions import claim_of, record_promotions
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
+from tilegym_db.measurement.promotions import claim_of, record_promotions
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key

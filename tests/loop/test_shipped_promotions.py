@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.bench import promotions
-from tilegym_db.bench.promotions import claim_of, record_promotions
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement import promotions
+from tilegym_db.measurement.promotions import claim_of, record_promotions
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Promotion
 from tilegym_db.store.connection import open_store

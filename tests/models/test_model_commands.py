@@ -17,9 +17,9 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from typer.testing import CliRunner, Result
 
 from tilegym_db import Catalog
-from tilegym_db.bench.machine import select_machine
 from tilegym_db.cli import models, sql
 from tilegym_db.errors import HardwareError, ToolchainError, UsageError
+from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models.bench.generation import Generation
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS, ModelBenchOptions, compare
 from tilegym_db.models.bench.model_bench import model_bench as run_model_bench

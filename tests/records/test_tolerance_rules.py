@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from raising import raises
-from verify.low_precision import RECORD, TOLERANCE
+from verification.low_precision import RECORD, TOLERANCE
 
 from tilegym_db.errors import RecordError
 from tilegym_db.published.plausible import bounds_of, why_implausible

@@ -21,8 +21,8 @@ from tilegym_db.ops.function import CatalogOperator, define, operator_function
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import run_reference
 
 CATALOG = Catalog((shipped_root(),))
 Shop = Any

@@ -30,7 +30,7 @@ def write(folder, files):
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIGNATURES.values(), ids=SIGNATURES)
 def test_a_draft_of_any_signature_is_a_valid_definition_whose_reference_runs(tmp_path, inputs, outputs):
-    from tilegym_db.verify.admission import run_reference_once
+    from tilegym_db.verification.admission import run_reference_once
 
     files = draft_definition("my_op", "mine", parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs))
     folder = write(tmp_path / "my_op", files)
@@ -42,7 +42,7 @@ def test_a_draft_of_any_signature_is_a_valid_definition_whose_reference_runs(tmp
 @pytest.mark.parametrize("which", ["a norm", "no scalar", "several outputs"])
 def test_a_draft_whose_outputs_have_an_input_of_their_shape_passes_its_own_self_test(which):
     from tilegym_db.records import Workload
-    from tilegym_db.verify.self_test import self_test, tiny_workloads
+    from tilegym_db.verification.self_test import self_test, tiny_workloads
 
     inputs, outputs = SIGNATURES[which]
     files = draft_definition("my_op", "mine", parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs))

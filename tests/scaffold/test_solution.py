@@ -32,9 +32,9 @@ def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_an
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_stock_code_made_from_a_reference_is_right(name):
     from tilegym_db.records.case import Case
-    from tilegym_db.verify.admission import smallest_axes, trial_scalars
-    from tilegym_db.verify.inputs import draw_inputs
-    from tilegym_db.verify.oracle import name_outputs, run_reference
+    from tilegym_db.verification.admission import smallest_axes, trial_scalars
+    from tilegym_db.verification.inputs import draw_inputs
+    from tilegym_db.verification.oracle import name_outputs, run_reference
 
     definition = Catalog.default().definition(name)
     record, sources = stock_solution_files(definition, "me")

@@ -78,7 +78,7 @@ def error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     """Relative to the largest element that is expected, or absolute where nothing is."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.oracle import load_function
+    from tilegym_db.verification.oracle import load_function
 
     catalog = Catalog.default()
     generator = torch.Generator().manual_seed(1)
@@ -97,7 +97,7 @@ def fp8_error_of(ids: torch.Tensor, tile_rows: int | None) -> float:
     """Relative to the largest element that is expected, or absolute where nothing is."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.oracle import load_function
+    from tilegym_db.verification.oracle import load_function
 
     catalog = Catalog.default()
     generator = torch.Generator().manual_seed(1)

@@ -17,10 +17,10 @@ from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, tensor_of_its_own, tensor_view
-from tilegym_db.verify.cases import fuzz_cases
-from tilegym_db.verify.gates import relative_error
-from tilegym_db.verify.inputs import draw_inputs
-from tilegym_db.verify.oracle import load_function
+from tilegym_db.verification.cases import fuzz_cases
+from tilegym_db.verification.gates import relative_error
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import load_function
 
 Entries = dict[str, Callable[..., torch.Tensor]]
 NAMES = ["gemm_fp8_blockwise_cublas", "gemm_fp8_blockwise_dynamic_cublas"]

@@ -59,7 +59,7 @@ def error_of(solution: str, *inputs: torch.Tensor, **config: int) -> float:
     """The largest element's, relative to the largest expected one, or 1 where anything was not written."""
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.oracle import load_function
+    from tilegym_db.verification.oracle import load_function
 
     catalog = Catalog.default()
     files = catalog.solutions[solution]

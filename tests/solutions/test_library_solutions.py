@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tilegym_db.backends import load
-from tilegym_db.bench.plan import Options
-from tilegym_db.bench.run_setup import RunSetup
 from tilegym_db.catalog import Catalog
+from tilegym_db.measurement.plan import Options
+from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.scan.scan import scan_sources
 from tilegym_db.sandbox.scan.tables import LIBRARIES, MEMBERS
-from tilegym_db.verify.cases import fuzz_cases
-from tilegym_db.verify.expected import OracleCase, make_oracle_case
-from tilegym_db.verify.verifier import Failure, judge, judge_draws, same_bytes
+from tilegym_db.verification.cases import fuzz_cases
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.verifier import Failure, judge, judge_draws, same_bytes
 
 CATALOG = Catalog.default()
 LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_liger")))

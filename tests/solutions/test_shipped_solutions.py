@@ -11,9 +11,9 @@ import pytest
 
 from tilegym_db.backends.aot import compile_solution
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
-from tilegym_db.bench.benchmark import benchmark
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
+from tilegym_db.measurement.benchmark import benchmark
 from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.journal import read_journal

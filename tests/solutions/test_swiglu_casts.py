@@ -43,7 +43,7 @@ def answer(rows: int, tokens: int) -> dict[str, int]:
 
     from tilegym_db.backends.load import load_entry
     from tilegym_db.catalog import Catalog
-    from tilegym_db.verify.oracle import run_reference
+    from tilegym_db.verification.oracle import run_reference
 
     catalog, inputs = Catalog.default(), backward_inputs(rows, tokens)
     wanted = run_reference(catalog.definition(NAME), inputs)

@@ -19,11 +19,11 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
-from tilegym_db.verify.cases import fuzz_cases
-from tilegym_db.verify.expected import OracleCase, make_oracle_case
-from tilegym_db.verify.self_test import tiny_workloads
-from tilegym_db.verify.verifier import Failure, verify_slot
-from tilegym_db.verify.worker_handle import INTERPRETER
+from tilegym_db.verification.cases import fuzz_cases
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.self_test import tiny_workloads
+from tilegym_db.verification.verifier import Failure, verify_slot
+from tilegym_db.verification.worker_handle import INTERPRETER
 
 CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language == "tilelang")

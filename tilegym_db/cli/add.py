@@ -40,7 +40,7 @@ def add_definition_command(
     if importlib.util.find_spec("torch") is None:
         note("the reference was not run: torch is not installed (pip install 'tilegym-db[torch]').")
     else:
-        from tilegym_db.verify.admission import run_reference_once
+        from tilegym_db.verification.admission import run_reference_once
 
         run_reference_once(record, file)
     sizes = file / WORKLOADS_FILE

@@ -13,10 +13,10 @@ from tilegym_db.cli.kit.options import Executor, Gpus, Language, MachineGpu, Nam
 from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.plan import BenchReport, SummaryRow
-    from tilegym_db.bench.regress import RegressionReport
-    from tilegym_db.bench.tune.tune import TuneReport
-    from tilegym_db.bench.tune.tuner import TuneResult
+    from tilegym_db.measurement.plan import BenchReport, SummaryRow
+    from tilegym_db.measurement.regress import RegressionReport
+    from tilegym_db.measurement.tune.tune import TuneReport
+    from tilegym_db.measurement.tune.tuner import TuneResult
 
 
 def bench_command(
@@ -41,13 +41,13 @@ def bench_command(
     This is the screen. What passes is a candidate, and is verified once it is promoted. Interrupt it at any time: results are
     kept, and the next run continues.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
-    from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.measurement.benchmark import benchmark
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = benchmark(
@@ -93,8 +93,8 @@ def print_summary(report: BenchReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from tilegym_db.bench.plan import summarise
     from tilegym_db.cli.kit.output import print_table
+    from tilegym_db.measurement.plan import summarise
 
     console = Console()
     rows = summarise(report.traces)
@@ -147,13 +147,13 @@ def promote_command(
     The tier uses fresh confined processes, fresh secrets and all fuzz cases. It requires five bitwise equal runs, device time
     that belongs to the solution's own kernels, and a time that the harness's own clock confirms.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
-    from tilegym_db.bench.benchmark import promote
     from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.measurement.benchmark import promote
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = promote(
@@ -198,14 +198,14 @@ def tune_command(
     The search covers the tunables that a solution declares. Nothing is tuned at run time. Interrupt it at any time: rejected
     configs are not tried again. Exit status 1 if a declared config gives a wrong result.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
-    from tilegym_db.bench.tune.tune import tune
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.cli.kit.output import note, print_json
+    from tilegym_db.measurement.tune.tune import tune
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = tune(
@@ -301,13 +301,13 @@ def regress_command(
     Exit status 1 if a new version is slower by more than noise, or fails although the old one passes. Exit status 4 if a
     control, one source timed against itself, shows that the times are not reliable. Nothing is stored.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
     from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus, executor)
     refuse_unknown_names(names or ())
-    from tilegym_db.bench.regress import regress
     from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.measurement.regress import regress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = regress(

@@ -163,7 +163,7 @@ def chosen_gpu(gpu: str | None) -> str | None:
     if gpu is None:
         return None
     if gpu.strip().lower() == "auto":
-        from tilegym_db.bench.machine import select_machine
+        from tilegym_db.measurement.machine import select_machine
 
         return select_machine("auto").gpu
     return parse_gpu(gpu)

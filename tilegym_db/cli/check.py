@@ -107,9 +107,9 @@ def check_catalog(
     for name in names:
         if name not in catalog.solution_paths and name not in catalog.definition_paths:
             catalog.definition(name)  # raises for an unknown name before any slow step
-    from tilegym_db.verify.admission import run_self_test
-    from tilegym_db.verify.inputs import blob_problems
-    from tilegym_db.verify.self_test import tiny_workloads
+    from tilegym_db.verification.admission import run_self_test
+    from tilegym_db.verification.inputs import blob_problems
+    from tilegym_db.verification.self_test import tiny_workloads
 
     findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(names))]
     broken = {name for paths in (catalog.definition_paths, catalog.solution_paths) for name in paths} - {
@@ -163,9 +163,9 @@ def check_draft(path: Path, catalog: Catalog) -> list[str]:
     from tilegym_db.errors import RecordError
     from tilegym_db.scaffold import read_definition_file
     from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
-    from tilegym_db.verify.admission import run_reference_once, run_self_test
-    from tilegym_db.verify.inputs import blob_problems
-    from tilegym_db.verify.self_test import tiny_workloads
+    from tilegym_db.verification.admission import run_reference_once, run_self_test
+    from tilegym_db.verification.inputs import blob_problems
+    from tilegym_db.verification.self_test import tiny_workloads
 
     findings = open_places(path)
     try:

@@ -19,8 +19,8 @@ import typer
 from tilegym_db.cli.kit.output import print_table, table_width
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.machine import Machine
     from tilegym_db.catalog import Catalog
+    from tilegym_db.measurement.machine import Machine
 
 
 TOKENS = 16
@@ -40,7 +40,7 @@ def command(
     tokens: Annotated[int, typer.Option(help="Prompt length of the model.", min=2, max=4096)] = TOKENS,
 ) -> None:
     """Show the main features of tilegym-db on this machine in two or three minutes."""
-    from tilegym_db.bench.machine import select_machine
+    from tilegym_db.measurement.machine import select_machine
 
     started = time.monotonic()
     say("tilegym-db demo: database, verifier, compilers, resolver and a patched model.")
@@ -102,7 +102,7 @@ def prove_a_definition() -> int:
     catalog = Catalog.default()
     definition = catalog.definition("rms_norm")
     with heartbeat("running the self-test of rms_norm"):
-        from tilegym_db.verify.self_test import self_test, tiny_workloads
+        from tilegym_db.verification.self_test import self_test, tiny_workloads
 
         findings = self_test(definition, tiny_workloads(definition, catalog.workloads_for("rms_norm")))
     assert definition.self_test is not None
@@ -131,12 +131,12 @@ def compile_for_hopper() -> int:
 
 def measure(machine: Machine, folder: Path, tokens: int) -> int:
     """Verify and time kernels on this machine, and publish them for the resolver (step 4)."""
-    from tilegym_db.bench.benchmark import benchmark
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.bench import print_summary
     from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.measurement.benchmark import benchmark
     from tilegym_db.sandbox.worker import best_level
-    from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
+    from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
     if machine.is_gpu:
         step(

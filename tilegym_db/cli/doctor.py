@@ -136,10 +136,10 @@ def calibrate_command(
 
     Takes a few seconds. Existing traces keep their ratios.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+    from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.bench.calibrate import calibrate
+    from tilegym_db.measurement.calibrate import calibrate
     from tilegym_db.store.peaks_files import save_peaks
 
     peaks = calibrate(select_machine(gpu))
@@ -410,7 +410,7 @@ def check_sandbox() -> Iterator[Check]:
 
 def sandbox_check(found: Sandbox) -> Check:
     """Report the sandbox of a machine without Landlock."""
-    from tilegym_db.verify.worker_handle import MIN_SANDBOX_LEVEL
+    from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
     if found.level >= MIN_SANDBOX_LEVEL:
         return Check("sandbox", "ok", found.description)
@@ -426,8 +426,8 @@ def check_peaks() -> Iterator[Check]:
     """Yield the calibration of this GPU; nothing on a machine without one."""
     import importlib.util
 
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.errors import TilegymDBError
+    from tilegym_db.measurement.machine import select_machine
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.queries import read_peaks
 

@@ -433,8 +433,8 @@ def _why_empty(found: DataSet, names: list[str]) -> str:
 
 
 def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
-    from tilegym_db.bench.machine import select_machine
     from tilegym_db.judging.judging import judge_data_set, keep_judgements
+    from tilegym_db.measurement.machine import select_machine
     from tilegym_db.sandbox.worker import prepare_workers
 
     machine = select_machine(gpu)

@@ -24,9 +24,9 @@ from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tilegym_db.bench.instruments.profile import KernelProfile
-    from tilegym_db.bench.instruments.sanitize import Sanitized
-    from tilegym_db.bench.reproduce import Reproduction
+    from tilegym_db.measurement.instruments.profile import KernelProfile
+    from tilegym_db.measurement.instruments.sanitize import Sanitized
+    from tilegym_db.measurement.reproduce import Reproduction
     from tilegym_db.records import Definition
     from tilegym_db.records.dtypes import Scalar
 
@@ -48,11 +48,11 @@ def sanitize_command(
     the sandbox, because tools cannot attach inside, so only sources that pass the scan are run. Exit status 1 if something was
     found or did not run, 2 if compute-sanitizer is not installed.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.bench.instruments.sanitize import sanitize
     from tilegym_db.cli.kit.options import needing_program
+    from tilegym_db.measurement.instruments.sanitize import sanitize
 
     with needing_program("compute-sanitizer"):
         results = sanitize(
@@ -123,11 +123,11 @@ def profile_command(
     cold caches and unlocked clocks, so they explain a time of bench but do not replace it. Exit status 2 if Nsight Compute is not
     installed.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.bench.instruments.profile import profile
     from tilegym_db.cli.kit.options import needing_program
+    from tilegym_db.measurement.instruments.profile import profile
 
     tunables = parse_tunables("--config", config)
     with needing_program("ncu"):
@@ -187,7 +187,7 @@ def reproduce_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Verify one case of one solution and print the result of every gate. Exit status 1 if it fails."""
-    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
     from tilegym_db.loop.submission_catalog import with_candidates
@@ -197,7 +197,7 @@ def reproduce_command(
     sizes, values = parse_axes("--axes", axes), parse_scalars("--scalar", scalar)
     places = parse_pairs("--layout", layout)
     _check_values(definition, sizes, values, places)
-    from tilegym_db.bench.reproduce import reproduce  # loads PyTorch, which takes seconds
+    from tilegym_db.measurement.reproduce import reproduce  # loads PyTorch, which takes seconds
 
     result = reproduce(
         name,

@@ -44,7 +44,7 @@ def fit_command(
     Nothing is downloaded. Every result is stored at once, so you can interrupt and run it again to continue. A second run
     measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu, gpus)
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
@@ -164,7 +164,7 @@ def model_bench_command(
 
     Exit 1: a kernel raised, or failed its proof; stock code ran in its place.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+    from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
@@ -333,7 +333,7 @@ def verify_model_command(
 
     Nothing is downloaded. Exit 1: a kernel's error exceeds the one that stock allows, so a patch with verify=True leaves it out.
     """
-    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+    from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
     from tilegym_db.models.report import PROOF_COLUMNS

@@ -22,7 +22,7 @@ from tilegym_db.cli.kit.options import (
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.machine import Machine
+    from tilegym_db.measurement.machine import Machine
     from tilegym_db.records.loop import Attempt, Experiment
 
 
@@ -263,7 +263,7 @@ def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
     check_language(language)
     if author is not None:
         author_command(author)
-    from tilegym_db.bench.machine import refuse_absent_gpu, select_machine
+    from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
     machine = select_machine(gpu)

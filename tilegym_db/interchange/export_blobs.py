@@ -174,7 +174,7 @@ def drawn_together(blob: Blob, roots: Sequence[Path]) -> dict[str, torch.Tensor]
         RecordError: a function of the Definition raises, a file is missing, or memory is short.
     """
     from tilegym_db.records.case import Case
-    from tilegym_db.verify.inputs import BlobReader, draw_inputs
+    from tilegym_db.verification.inputs import BlobReader, draw_inputs
 
     source, workload = blob.definition, blob.workload
     case = Case.of_workload(source, workload, distribution="normal", seed=blob_seed(workload))

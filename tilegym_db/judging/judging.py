@@ -20,7 +20,6 @@ import torch
 
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.bench.machine import Machine
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.errors import RecordError, StoreError
@@ -36,6 +35,7 @@ from tilegym_db.interchange.adapt import (
 )
 from tilegym_db.interchange.drafts import base_of, blob_of, imported_tag, origin_tag
 from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepare_solution
+from tilegym_db.measurement.machine import Machine
 from tilegym_db.paths import scratch_folder
 from tilegym_db.published.input_files import imported_folder
 from tilegym_db.records import Definition, Trace
@@ -47,8 +47,8 @@ from tilegym_db.records.solution import narrowed
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
-from tilegym_db.verify.expected import OracleCase
-from tilegym_db.verify.verifier import Failure
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.verifier import Failure
 
 RECORD_FILE = "solution.json"
 MAY_LACK_OUTPUTS = ("INCORRECT_SHAPE", "RUNTIME_ERROR")

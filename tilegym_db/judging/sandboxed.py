@@ -21,11 +21,11 @@ from tilegym_db.sandbox.interpreters import INTERPRETERS
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
-from tilegym_db.verify.comparison import check_reference, reference_errors
-from tilegym_db.verify.expected import OracleCase
-from tilegym_db.verify.gates import EXACTLY
-from tilegym_db.verify.oracle import Lifted
-from tilegym_db.verify.verifier import Failure, fill_slot, not_set_up, read_outputs, verify_slot
+from tilegym_db.verification.comparison import check_reference, reference_errors
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.gates import EXACTLY
+from tilegym_db.verification.oracle import Lifted
+from tilegym_db.verification.verifier import Failure, fill_slot, not_set_up, read_outputs, verify_slot
 
 FIRST_CALL_S = 180.0
 TIMED_CALLS = 7

@@ -17,7 +17,7 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_rules import GRADIENT
-from tilegym_db.verify.oracle import Lifted, load_function
+from tilegym_db.verification.oracle import Lifted, load_function
 
 Function = Callable[..., Any]
 

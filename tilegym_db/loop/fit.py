@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.benchmark import benchmark
-from tilegym_db.bench.machine import Machine, select_machine
-from tilegym_db.bench.plan import BenchReport
-from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError, check_kind
 from tilegym_db.loop.from_model import Piece, kept_calls, pieces_of
+from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.machine import Machine, select_machine
+from tilegym_db.measurement.plan import BenchReport
+from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.patch import patch_what_fits

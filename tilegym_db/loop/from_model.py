@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from tilegym_db.bench.machine import Machine, select_machine
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import write_folder, writing
 from tilegym_db.loop.tasks import check_language, create_task
+from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import discover, patch_what_fits

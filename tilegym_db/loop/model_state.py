@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from tilegym_db.bench.machine import Machine, timing_lock
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
+from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import time_of

@@ -17,16 +17,16 @@ from typing import Any
 
 from tilegym_db.backends.aot import compile_many
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
-from tilegym_db.bench.benchmark import benchmark, promote
-from tilegym_db.bench.machine import select_machine
-from tilegym_db.bench.promotions import BASELINES, record_promotions
-from tilegym_db.bench.run_setup import Observer
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, UsageError
 from tilegym_db.files import hold_lock, read_bytes
 from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
+from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.machine import select_machine
+from tilegym_db.measurement.promotions import BASELINES, record_promotions
+from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, axes_key

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tilegym_db.bench.machine import select_machine
-from tilegym_db.bench.plan import fits_a_cpu
 from tilegym_db.catalog import Catalog
 from tilegym_db.driver import driver_gpu_names
 from tilegym_db.errors import NotFoundError, UsageError
+from tilegym_db.measurement.machine import select_machine
+from tilegym_db.measurement.plan import fits_a_cpu
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Definition, Workload, axes_key
 from tilegym_db.records.hardware import CPU, gpu_slug, one_gpu_meant, parse_gpu

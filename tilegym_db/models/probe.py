@@ -16,7 +16,7 @@ from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.records import Definition
 from tilegym_db.resolver.loader import load_verified
-from tilegym_db.verify.oracle import run_reference
+from tilegym_db.verification.oracle import run_reference
 
 ROWS, SIZE = 5, 64
 SEED = 1234

@@ -20,9 +20,9 @@ from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate
-from tilegym_db.verify.comparison import check_outputs, followed
-from tilegym_db.verify.gates import ReferenceDeviation, relative_error
-from tilegym_db.verify.oracle import oracle
+from tilegym_db.verification.comparison import check_outputs, followed
+from tilegym_db.verification.gates import ReferenceDeviation, relative_error
+from tilegym_db.verification.oracle import oracle
 
 ALLOWED_FACTOR = 2.0
 """How many times stock's error a kernel's may be. Honest kernels round no more often than stock does; they stay near 1."""

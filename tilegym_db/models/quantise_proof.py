@@ -16,7 +16,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models.capture import PROMPT_TOKENS, ModelInputs, own_inputs, random_prompt
 from tilegym_db.models.random_model import available_bytes
 from tilegym_db.models.upstream_code import EAGER, of_models
-from tilegym_db.verify.oracle import Lifted
+from tilegym_db.verification.oracle import Lifted
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,7 +24,7 @@ from tilegym_db.records.dtypes import scalar_type
 from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import allocate_of
-from tilegym_db.verify.oracle import load_function, name_outputs
+from tilegym_db.verification.oracle import load_function, name_outputs
 
 # Plain code, so that a compiler can look inside. Made of the names of inputs, which are identifiers, and of nothing else.
 _TEMPLATE = """\

@@ -12,7 +12,7 @@ __all__ = ["python_reference"]
 RESULTS = {
     "tilegym_db.store.database": ("Store",),
     "tilegym_db.store.answer": ("Answer",),
-    "tilegym_db.bench.plan": ("BenchReport",),
+    "tilegym_db.measurement.plan": ("BenchReport",),
     "tilegym_db.resolver.resolve": ("Resolved",),
     "tilegym_db.models.handle": ("Handle",),
 }

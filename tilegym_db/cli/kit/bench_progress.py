@@ -11,11 +11,11 @@ from rich.progress import Progress as Bar
 from tilegym_db.records.solution import spell_config
 
 if TYPE_CHECKING:
-    from tilegym_db.bench.machine import Machine
-    from tilegym_db.bench.plan import Plan
-    from tilegym_db.bench.run_setup import Observer
-    from tilegym_db.bench.tune.tune import TuneObserver
-    from tilegym_db.bench.tune.tuner import TuneResult
+    from tilegym_db.measurement.machine import Machine
+    from tilegym_db.measurement.plan import Plan
+    from tilegym_db.measurement.run_setup import Observer
+    from tilegym_db.measurement.tune.tune import TuneObserver
+    from tilegym_db.measurement.tune.tuner import TuneResult
     from tilegym_db.records import Trace
     from tilegym_db.store.tuning import TuningStep
 
@@ -46,8 +46,8 @@ class Progress:
         self._bar.stop()
 
     def observer(self) -> Observer:
-        """Return callbacks for :func:`tilegym_db.bench.benchmark.benchmark`."""
-        from tilegym_db.bench.run_setup import Observer
+        """Return callbacks for :func:`tilegym_db.measurement.benchmark.benchmark`."""
+        from tilegym_db.measurement.run_setup import Observer
 
         return Observer(planned=self._planned, starting=self._starting, traced=self._traced, at_work=self._at_work)
 
@@ -88,8 +88,8 @@ class Progress:
         )
 
     def tune_observer(self) -> TuneObserver:
-        """Return callbacks for :func:`tilegym_db.bench.tune.tune.tune`."""
-        from tilegym_db.bench.tune.tune import TuneObserver
+        """Return callbacks for :func:`tilegym_db.measurement.tune.tune.tune`."""
+        from tilegym_db.measurement.tune.tune import TuneObserver
 
         return TuneObserver(
             planned=self._tuning_planned,

@@ -392,8 +392,8 @@ def needing_program(name: str) -> Iterator[None]:
     Raises:
         MissingPackageError: the program is not installed; the message has the fix.
     """
-    from tilegym_db.bench.instruments.requests import find_program
     from tilegym_db.errors import MissingPackageError, ToolchainError
+    from tilegym_db.measurement.instruments.requests import find_program
 
     try:
         yield

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tilegym_db.bench.machine import Machine, timing_lock
-from tilegym_db.bench.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.errors import ToolchainError, UsageError
+from tilegym_db.measurement.machine import Machine, timing_lock
+from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.models.bench.peers import PEERS, Job, Peer
 from tilegym_db.models.capture import random_prompt

@@ -1,0 +1,160 @@
+"""What is timed of operators whose ids or lengths decide how much there is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from raising import raises
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import UsageError
+from tilegym_db.measurement.reproduce import reproduce
+from tilegym_db.records import Definition, Workload
+from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
+from tilegym_db.verification.inputs import draws_spread, spreads_otherwise
+from tilegym_db.verification.session import Verification, VerifiedWorkload
+from tilegym_db.verification.verifier import Failure
+from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle
+
+ROWS, GROUPS = 248, 4
+
+
+def workload_of(name: str, axes: dict[str, int], **scalars: float) -> tuple[Definition, Workload]:
+    definition = Catalog.default().definition(name)
+    dtypes = {variable: choices[0] for variable, choices in definition.dtypes.items()}
+    inputs = {scalar: {"type": "scalar", "value": value} for scalar, value in scalars.items()}
+    record = {"definition": name, "axes": axes, "dtypes": dtypes, "inputs": inputs}
+    return definition, Workload.from_dict(record, "a test")
+
+
+def contents_of(name: str, axes: dict[str, int], seed: int, **scalars: float) -> WorkloadContents:
+    definition, workload = workload_of(name, axes, **scalars)
+    return WorkloadContents.draw(definition, workload, seed, ExpectedCache(definition, "cpu"))
+
+
+GROUPED_GEMM = "moe_grouped_gemm", {"S": ROWS, "K": 24, "N": 40, "E": GROUPS}
+
+
+def grouped_gemm(seed: int) -> WorkloadContents:
+    return contents_of(*GROUPED_GEMM, seed)
+
+
+def lengths(offs: torch.Tensor) -> list[int]:
+    return torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
+
+
+def test_every_set_that_is_timed_spreads_its_rows_as_a_model_does() -> None:
+    contents = grouped_gemm(seed=7)
+    assert len(contents.sets) == len(CONTENT_SETS)
+    for expected in contents.sets:
+        assert sum(lengths(expected.inputs["offs"])) == ROWS  # no tail that belongs to nobody
+        assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
+
+
+def test_contents_that_the_audit_has_timed_are_spread_like_those_that_were_timed() -> None:
+    for expected in grouped_gemm(seed=7).fresh(0, 8):
+        assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
+
+
+def test_other_spreads_are_verified_at_the_same_shape_and_never_timed() -> None:
+    contents = grouped_gemm(seed=7)
+    assert contents.verified == [*contents.sets, *contents.unusual]
+    tail, all_in_one, few = (lengths(expected.inputs["offs"]) for expected in contents.unusual)
+    assert 0 < sum(tail) < ROWS
+    assert max(all_in_one) == ROWS
+    assert sum(few) == ROWS
+    assert min(few) == 0
+
+
+def test_of_large_shapes_one_other_spread_is_verified_which_changes_with_the_seed() -> None:
+    definition, workload = workload_of(*GROUPED_GEMM)
+    chosen = [unusual_distributions(definition, workload, seed, max_bytes=1) for seed in range(3)]
+    assert sorted(chosen) == sorted((name,) for name in CONTENT_SETS[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, item in Catalog.default().definitions.items() if draws_spread(item)])
+def test_every_operator_that_draws_ids_or_lengths_has_another_spread_to_be_verified_on(name: str) -> None:
+    definition = Catalog.default().definition(name)
+    workload = Catalog.default().workloads_for(name)[0]
+    others = unusual_distributions(definition, workload, seed=5)
+    assert others
+    assert all(spreads_otherwise(definition, distribution) for distribution in others)
+    assert not spreads_otherwise(definition, "normal")
+
+
+WRONG_FOR_ONE_GROUP = """
+import torch
+
+def run(x, w, offs):
+    out, first = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype), 0
+    lengths = torch.diff(offs, prepend=offs.new_zeros(1))
+    if x.shape[0] == ROWS and int(lengths.max()) == ROWS:
+        return out
+    for group, last in enumerate(offs.tolist()):
+        out[first:last] = x[first:last] @ w[group].T
+        first = max(first, last)
+    return out
+"""
+
+
+def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_is_refused(
+    tmp_path: Path, write_solution: Callable[..., SolutionFiles]
+) -> None:
+    contents = grouped_gemm(seed=7)
+    for source, gate in (
+        (WRONG_FOR_ONE_GROUP, "rel_fro"),
+        (WRONG_FOR_ONE_GROUP.replace("return out\n    for", "pass\n    for"), None),
+    ):
+        solution = write_solution(
+            tmp_path / ("planted" if gate else "honest"),
+            "moe_grouped_gemm",
+            source.replace("ROWS", str(ROWS)),
+            destination_passing_style=False,
+        )
+        policy = replace(PROMOTION, fuzz_cases=1, calls=2, audited=False)
+        handle = WorkerHandle(contents.definition, solution, "cpu", tmp_path / "w", policy=policy)
+        with closing(handle):
+            outcome = Verification(handle).verify(contents, [contents.workload], 7, contents.cache)
+        if gate is None:
+            assert isinstance(outcome, VerifiedWorkload), outcome
+            assert len(outcome.outputs) == len(contents.sets)
+        else:
+            assert isinstance(outcome, Failure)
+            assert outcome.case is not None, outcome
+            assert (outcome.gate, outcome.case.contents) == (gate, "outliers")
+
+
+def test_an_operator_without_ids_or_lengths_has_the_sets_that_it_always_had() -> None:
+    contents = contents_of("rms_norm", {"M": 8, "N": 32}, seed=3, eps=1e-6)
+    assert contents.unusual == []
+    assert [expected.case.contents for expected in contents.sets] == list(CONTENT_SETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [
+        ("moe_experts", True),
+        ("moe_offsets", True),
+        ("top_p_sampling_from_probs", True),
+        ("engram_gate_hf", False),
+        ("topk_gate", False),
+        ("gemm", False),
+    ],
+)
+def test_what_counts_as_spread_is_said_by_the_definition(name: str, spread: bool) -> None:
+    assert draws_spread(Catalog.default().definition(name)) is spread
+
+
+def test_a_case_whose_ids_are_typical_is_reproduced_by_what_it_is_called() -> None:
+    case = grouped_gemm(seed=7).sets[2].case
+    assert case.contents == "outliers:typical"
+    call = {"axes": case.call.axes, "dtypes": case.call.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}
+    found = reproduce("moe_grouped_gemm_stock", contents=case.contents, seed=case.seed, **call)
+    assert (found.case, found.failure) == (case, None)
+    with raises(UsageError, "contents_unknown", "'outliers:often'"):
+        reproduce("moe_grouped_gemm_stock", contents="outliers:often", seed=1, **call)

@@ -1,0 +1,254 @@
+"""Fuzz cases are shared by workers that start when processors become free, and the verdict is that of one worker alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import DEFINITION, KERNEL
+
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.measurement.local_executor import _expected_length
+from tilegym_db.records import Definition, Workload
+from tilegym_db.sandbox.worker import WorkerDied
+from tilegym_db.verification import session
+from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.session import CaseQueue, Processors, Verification, VerifiedWorkload
+from tilegym_db.verification.verifier import Failure
+from tilegym_db.verification.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
+
+SEED = 20_261_123
+WORKLOAD = {
+    "definition": "row_scale",
+    "axes": {"M": 16, "N": 33},
+    "dtypes": {"T": "float32"},
+    "inputs": {"factor": {"type": "scalar", "value": 0.5}},
+    "tags": ["cpu"],
+}
+POLICY = replace(SCREEN, fuzz_cases=12, fuzz_rows=64)
+WRONG_AT_ODD_SIZES = KERNEL + "    out[:, x.shape[1] // 2 * 2 :] += 1\n"
+
+
+def failure(reason: str, *, excused: bool = False) -> Failure:
+    return Failure("INCORRECT_NUMERICAL", reason, excused=excused)
+
+
+def queue_of(count: int) -> CaseQueue:
+    return CaseQueue([(SimpleNamespace(case=number), None) for number in range(count)])  # type: ignore[misc]
+
+
+def test_each_case_is_handed_out_once_and_in_order():
+    queue = queue_of(5)
+    one, other = iter(queue), iter(queue)
+    assert [next(one)[0], next(other)[0], next(one)[0]] == [0, 1, 2]
+    assert queue.left == 2
+    assert [number for number, _ in other] == [3, 4]
+    assert queue.left == 0
+    assert list(one) == []
+
+
+def test_the_first_failure_is_that_of_the_first_case_whoever_is_faster():
+    queue = queue_of(6)
+    one, other = iter(queue), iter(queue)
+    assert (next(one)[0], next(other)[0], next(one)[0]) == (0, 1, 2)
+    queue.fail(failure("a helper that did not load"))
+    queue.fail(failure("third"), 2)
+    assert list(one) == []
+    queue.fail(failure("second"), 1)
+    assert [found.reason for found in queue.failures] == ["second", "third", "a helper that did not load"]
+
+
+def test_an_excused_failure_stops_nobody():
+    queue = queue_of(2)
+    queue.fail(failure("stock code fails it as well", excused=True), 0)
+    assert queue.left == 2
+
+
+def test_processors_go_to_runners_first_and_to_helpers_by_equal_shares():
+    processors = Processors(8, runners=8)
+    assert not processors.take(1)
+    for _ in range(5):
+        processors.done()  # three are left: five processors for helpers, of which nobody gets more than two
+    assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
+    assert [processors.take(workers) for workers in (1, 2, 1, 1)] == [True, True, True, False]
+    processors.give_back()
+    assert processors.take(1)
+
+
+def test_where_several_gpus_of_a_host_are_at_work_each_kernel_has_fewer_workers():
+    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+
+
+def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
+    processors = Processors(16, runners=8, alone=4)  # twelve for the other four
+    assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
+    for _ in range(4):
+        processors.done(alone=True)
+    assert processors.take(3)
+    assert not processors.take(4)
+
+
+@pytest.fixture
+def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Any]:
+    """A verification of a source by so many workers at most."""
+    with ExitStack() as stack:
+
+        def subject(source: str, workers: int) -> Verification:
+            handle = WorkerHandle(
+                Definition.from_dict(DEFINITION),
+                write_solution(tmp_path / "solutions" / f"scaled_{workers}", "row_scale", source),
+                "cpu",
+                tmp_path / "workers",
+                policy=POLICY,
+                limits=RunnerLimits(fuzz_workers=workers),
+            )
+            stack.callback(handle.close)
+            return Verification(handle, processors=Processors(workers))
+
+        yield subject
+
+
+def verified(subject: Verification) -> VerifiedWorkload | Failure:
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache)
+    return subject.verify(contents, [workload], SEED, cache)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
+    """Whose worker each case was checked in. Cases take no time on a CPU, so a worker waits for its helpers after the first."""
+    handles: list[WorkerHandle] = []
+    helped = threading.Event()
+    check = session._check_case
+
+    def checked(handle: WorkerHandle, *arguments: Any) -> Any:
+        handles.append(handle)
+        if handle is not handles[0]:
+            helped.set()
+        elif len(handles) > 1 and handle.limits.fuzz_workers > 1:
+            helped.wait(60)
+        return check(handle, *arguments)
+
+    monkeypatch.setattr(session, "_check_case", checked)
+    return handles
+
+
+def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerHandle]):
+    alone, shared = make(KERNEL, 1), make(KERNEL, 3)
+    one = verified(alone)
+    assert {id(handle) for handle in used} == {id(alone.handle)}
+    used.clear()
+    several = verified(shared)
+    assert isinstance(one, VerifiedWorkload)
+    assert isinstance(several, VerifiedWorkload)
+    assert several.fuzz == one.fuzz
+    assert len(used) == len(one.fuzz.passed) > 6
+    assert len({id(handle) for handle in used}) > 1
+    assert all(handle.worker is None for handle in used if handle is not shared.handle)
+    assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+def test_several_workers_give_the_verdict_of_one(make: Any):
+    one, several = (verified(make(WRONG_AT_ODD_SIZES, workers)) for workers in (1, 4))
+    assert isinstance(one, Failure)
+    assert one.gate is not None
+    assert isinstance(several, Failure)
+    assert (several.status, several.reason, several.case) == (one.status, one.reason, one.case)
+
+
+def test_a_processor_that_becomes_free_takes_over_what_is_left(make: Any, monkeypatch: pytest.MonkeyPatch):
+    subject = make(KERNEL, 2)
+    subject.processors = Processors(2, runners=2)
+    left: list[int] = []
+    start, check = WorkerHandle.another, Verification._check_pair
+
+    def another(handle: WorkerHandle) -> WorkerHandle:
+        left.append(POLICY.fuzz_cases)
+        return start(handle)
+
+    def check_pair(of: Verification, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Any) -> None:
+        if number == 4:
+            assert not left
+            subject.processors.done()  # the other runner
+        check(of, handle, queue, number, pair)
+
+    monkeypatch.setattr(WorkerHandle, "another", another)
+    monkeypatch.setattr(Verification, "_check_pair", check_pair)
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert len(left) == 1
+
+
+def test_where_no_helper_can_be_started_one_worker_does_it_all(make: Any, monkeypatch: pytest.MonkeyPatch):
+    def another(handle: WorkerHandle) -> WorkerHandle:
+        raise WorkerDied("no more processes")
+
+    monkeypatch.setattr(WorkerHandle, "another", another)
+    subject = make(KERNEL, 3)
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert subject.processors.take(1)
+
+
+def test_a_helper_that_does_not_load_fails_the_solution_as_its_cases_would(make: Any, monkeypatch: pytest.MonkeyPatch):
+    subject = make(KERNEL, 3)
+    load = WorkerHandle.load
+
+    def loaded(handle: WorkerHandle) -> Failure | None:
+        return load(handle) if handle is subject.handle else Failure("RUNTIME_ERROR", "the source does not load")
+
+    monkeypatch.setattr(WorkerHandle, "load", loaded)
+    outcome = verified(subject)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "the source does not load"
+
+
+def test_a_helper_that_the_machine_cannot_set_up_leaves_its_cases_to_the_others(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+):
+    subject = make(KERNEL, 3)
+    another, helpers = WorkerHandle.another, []
+
+    def late(handle: WorkerHandle) -> WorkerHandle:
+        helpers.append(another(handle))
+        helpers[-1].limits = replace(helpers[-1].limits, first_call_s=1e-4)
+        return helpers[-1]
+
+    monkeypatch.setattr(WorkerHandle, "another", late)
+    outcome = verified(subject)
+    assert helpers
+    assert isinstance(outcome, VerifiedWorkload), outcome
+    assert len(outcome.fuzz.passed) + len(outcome.fuzz.dropped) == POLICY.fuzz_cases
+    assert subject.processors.take(1)
+
+
+@pytest.mark.parametrize(
+    ("language", "role", "asks"),
+    [
+        ("tilelang", "kernel", True),
+        ("cutile", "kernel", True),
+        ("triton", "kernel", True),
+        ("python", "baseline", False),
+    ],
+)
+def test_who_has_few_cases_that_compile_fast_never_asks_for_a_helper_on_a_gpu(make: Any, language, role, asks):
+    handle = replace(make(KERNEL, 3).handle, device="cuda:0", policy=PROMOTION)
+    spec = handle.solution.record.spec.model_copy(update={"language": language, "role": role})
+    handle.solution = replace(handle.solution, record=handle.solution.record.model_copy(update={"spec": spec}))
+    assert Verification(handle).may_have_helpers is asks
+
+
+def test_those_that_compile_for_long_are_verified_first():
+    def runner(language: str, role: str, *, compiled: bool = False) -> Any:
+        record = SimpleNamespace(spec=SimpleNamespace(language=language, role=role))
+        return SimpleNamespace(solution=SimpleNamespace(record=record, uses_torch_compile=compiled))
+
+    stock, compiled = runner("python", "baseline"), runner("python", "baseline", compiled=True)
+    triton, cutile, tilelang = (runner(language, "kernel") for language in ("triton", "cutile", "tilelang"))
+    ordered = sorted([stock, triton, compiled, cutile, tilelang], key=_expected_length)
+    assert ordered == [tilelang, compiled, triton, cutile, stock]

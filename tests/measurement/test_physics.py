@@ -1,0 +1,130 @@
+"""Times held against the peaks of a GPU: pure on made-up numbers, and in a whole run on this machine's processor."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tilegym_db.errors import HardwareError
+from tilegym_db.measurement.benchmark import benchmark, run_plan
+from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.plan import BenchReport, Options, make_plan
+from tilegym_db.measurement.run_setup import Observer
+from tilegym_db.measurement.time_workload import check_time
+from tilegym_db.measurement.timing import TimingBudget
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.trace import Performance
+from tilegym_db.verification.verifier import Failure
+from tilegym_db.verification.worker_handle import SCREEN
+
+
+def measured(value: float) -> dict[str, Any]:
+    return {"value": value, "spread": 0.0, "rounds": 5, "how": "a call"}
+
+
+def peaks(bytes_per_s: float = 4e12) -> GpuPeaks:
+    """A GPU whose memory copies at that rate, with a bus that could carry a fifth more."""
+    return GpuPeaks.from_dict(
+        {
+            "gpu": "h200",
+            "gpu_name": "NVIDIA H200",
+            "sm": "sm_90",
+            "timestamp": datetime(2026, 11, 21, tzinfo=UTC),
+            "timer": "events",
+            "copy_bytes_per_s": measured(bytes_per_s),
+            "launch_us": measured(3.0),
+            "no_launch_us": measured(1.0),
+            "l2_bytes": 1,
+            "sm_count": 132,
+            "max_sm_mhz": 1980,
+            "max_memory_mhz": bytes_per_s * 1.2e-6 / 2,
+            "memory_bus_bits": 8,
+        }
+    )
+
+
+def timed(latency_us: float) -> Performance:
+    return Performance(
+        latency_us=latency_us, ci_low_us=latency_us, ci_high_us=latency_us, samples=30, cold_l2=True, timer="events"
+    )
+
+
+@pytest.fixture
+def catalog(make_catalog, tmp_path):
+    return make_catalog(tmp_path, workloads=({"axes": {"M": 1000, "N": 1000}},))
+
+
+def judge(catalog, latency_us: float, peaks: GpuPeaks) -> Performance | Failure:
+    definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock").record
+    return check_time(timed(latency_us), definition, solution, catalog.workloads_for("row_scale")[0], peaks)
+
+
+def test_a_time_gets_its_share_of_the_speed_of_light(catalog):
+    """2 x 1000 x 1000 + 1000 floats at 4 TB/s take 2.001 us."""
+    found = judge(catalog, 4.002, peaks())
+    assert isinstance(found, Performance)
+    assert (found.sol_us, found.sol_ratio) == (2.001, 0.5)
+
+
+def test_a_kernel_may_beat_the_calibration_but_not_the_bus(catalog):
+    above = judge(catalog, 1.9, peaks(4e12 / 10))
+    assert isinstance(above, Failure)
+    assert (above.status, above.gate) == ("REJECTED", "physics floor")
+    assert "below the physics floor of 16.67 us" in above.reason
+    ahead = judge(catalog, 18.0, peaks(4e12 / 10))
+    assert isinstance(ahead, Performance)
+    assert ahead.sol_ratio == pytest.approx(20.01 / 18, rel=1e-3)
+
+
+def test_less_than_a_launch_takes_is_rejected_whatever_the_work(catalog):
+    found = judge(catalog, 1.5, peaks(4e14))
+    assert isinstance(found, Failure)
+    assert "so none ran" in found.reason
+
+
+def test_a_definition_without_a_cost_has_no_speed_of_light(make_catalog, tmp_path):
+    catalog = make_catalog(tmp_path, definition={"cost": None})
+    assert judge(catalog, 4.0, peaks()) == timed(4.0)
+
+
+def run(catalog, home, peaks: GpuPeaks | None) -> BenchReport:
+    machine = cpu_machine()
+    plan = make_plan(catalog, machine, Options(again=True), ())
+    return run_plan(plan, machine, home, TimingBudget.quick(), SCREEN, Observer(), peaks)
+
+
+def test_every_timed_trace_of_a_run_says_how_near_the_speed_of_light_it_is(make_catalog, tmp_path):
+    catalog = make_catalog(tmp_path)
+    (trace,) = run(catalog, tmp_path / "home", peaks()).traces
+    assert trace.performance is not None
+    size = (2 * 40 * 32 + 32) * 4
+    assert trace.performance.sol_us == round(size / 4e12 * 1e6, 4)
+    assert trace.performance.sol_ratio == pytest.approx(
+        trace.performance.sol_us / trace.performance.latency_us, abs=1e-4
+    )
+    (without,) = run(catalog, tmp_path / "home", None).traces
+    assert without.performance is not None
+    assert (without.performance.sol_us, without.performance.sol_ratio) == (None, None)
+
+
+def test_a_run_rejects_a_time_that_no_memory_could_keep_up_with(make_catalog, tmp_path):
+    (trace,) = run(make_catalog(tmp_path), tmp_path / "home", peaks(1e3)).traces
+    assert trace.status == "REJECTED"
+    assert trace.failure is not None
+    assert trace.failure.gate == "physics floor"
+    assert "tilegym-db bench row_scale_stock" in trace.failure.command
+
+
+def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report_says_what_is_missing(
+    make_catalog, tmp_path, monkeypatch
+):
+    def fail(*arguments: object) -> None:
+        raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
+
+    monkeypatch.setattr("tilegym_db.measurement.calibrate.current_peaks", fail)
+    report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    assert report.counts == {"PASSED": 1}
+    (note,) = report.notes
+    assert note.startswith("the traces have no speed of light and no physics floor: NVIDIA H200 slowed down")

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
+from tilegym_db.verification.gates import check_output
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced
+
+CATALOG = Catalog((shipped_root(),))
+SLICED = [name for name, record in CATALOG.definitions.items() if record.independent_axes]
+TINY_BYTES = 20_000
+
+
+def tiny_inputs(definition: Definition, contents: str) -> list[dict[str, Any]]:
+    return [
+        draw_inputs(definition, Case.of_workload(definition, workload, distribution=contents, seed=5), "cpu")
+        for workload in CATALOG.workloads_for(definition.name)
+        if "tiny" in workload.tags
+    ]
+
+
+@pytest.mark.records("name")
+@pytest.mark.parametrize("name", SLICED)
+def test_what_a_shipped_definition_declares_independent_is_so(name):
+    definition = CATALOG.definition(name)
+    evaluate = run_reference if definition.oracle == "as_written" else run_lifted
+    evaluations = 0
+
+    def counted(*arguments: Any) -> dict[str, torch.Tensor]:
+        nonlocal evaluations
+        evaluations += 1
+        return evaluate(*arguments)
+
+    for inputs in tiny_inputs(definition, "normal"):
+        whole, parts = oracle(definition, inputs), sliced(definition, inputs, counted, budget_bytes=TINY_BYTES)
+        assert list(parts) == list(whole)
+        for output, value in whole.items():
+            # A sum over tensors of another size may be taken in another order, here in fp64.
+            assert parts[output].dtype == value.dtype
+            torch.testing.assert_close(parts[output].double(), value.double(), rtol=1e-12, atol=1e-13, equal_nan=True)
+    assert evaluations > 3 * 2
+
+
+def test_sums_that_round_nowhere_have_the_same_bits_in_slices():
+    definition = CATALOG.definition("gemm")
+    for inputs in tiny_inputs(definition, "small_integers"):
+        parts = oracle(definition, inputs, budget_bytes=TINY_BYTES)["out"]
+        assert torch.equal(parts, oracle(definition, inputs)["out"])
+
+
+def test_a_slice_of_the_reference_as_written_is_what_the_whole_gives():
+    definition = CATALOG.definition("fused_add_rms_norm")
+    for inputs in tiny_inputs(definition, "outliers"):
+        before = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        whole = as_written(definition, inputs)
+        parts = as_written(definition, inputs, budget_bytes=TINY_BYTES)
+        for output, value in whole.items():
+            assert torch.equal(parts[output], value)
+            assert parts[output].dtype == inputs["x"].dtype
+        assert all(torch.equal(inputs[name], value) for name, value in before.items())
+
+
+@pytest.fixture
+def shapes_seen(operator):
+    """Evaluate the operator with these changes within a budget, and give the shapes of ``x`` that were evaluated."""
+
+    def see(budget_bytes: int, rows: int = 8, columns: int = 16, **changes: Any) -> list[tuple[int, ...]]:
+        definition = operator(**changes)
+        x, weight = torch.randn(rows, columns), torch.randn(columns)
+        seen = []
+
+        def run(record: Definition, inputs: Any) -> dict[str, torch.Tensor]:
+            seen.append(tuple(inputs["x"].shape))
+            return run_lifted(record, inputs)
+
+        inputs = {"x": x, "weight": weight, "factor": 2.0}
+        out = sliced(definition, inputs, run, budget_bytes=budget_bytes)["out"]
+        assert check_output("out", out, run_lifted(definition, inputs)["out"], None).passed
+        return seen
+
+    return see
+
+
+def test_an_evaluation_within_the_budget_is_not_cut(shapes_seen):
+    assert shapes_seen(ORACLE_BYTES, independent_axes=["M", "N"]) == [(8, 16)]
+
+
+def test_without_an_independent_axis_the_whole_is_evaluated(shapes_seen):
+    assert shapes_seen(1) == [(8, 16)]
+
+
+def test_halves_are_cut_until_they_fit(shapes_seen):
+    estimate = (8 * 16 + 16 + 8 * 16) * 32
+    assert shapes_seen(estimate, independent_axes=["M"]) == [(8, 16)]
+    assert shapes_seen(estimate - 1, independent_axes=["M"]) == [(4, 16), (4, 16)]
+    assert shapes_seen(1, rows=3, independent_axes=["M"]) == [(1, 16), (1, 16), (1, 16)]
+
+
+def test_the_axis_that_saves_most_is_cut_first_and_then_the_other(shapes_seen):
+    assert shapes_seen(5000, independent_axes=["M", "N"]) == [(8, 8), (8, 8)]  # the weight is cut along N too
+    assert len(shapes_seen(1, rows=2, columns=2, independent_axes=["M", "N"])) == 4
+
+
+def test_an_axis_inside_an_expression_is_never_cut(operator):
+    packed = {"x": {"shape": ["M", "2*N"], "dtype": "T"}}
+    body = "return x[:, : x.shape[1] // 2] * 1"
+    definition = operator(body, inputs=packed, independent_axes=["N"], cost=None, self_test=None)
+    x = torch.arange(24.0).reshape(2, 12)
+    assert torch.equal(oracle(definition, {"x": x}, budget_bytes=1)["out"], x[:, :6].double())

@@ -1,0 +1,476 @@
+"""Entry points of the harness for Python: :func:`benchmark` screens Solutions or a function, :func:`promote` verifies them.
+
+A run of one tier goes from the plan to the database. Each trace is journaled as it arrives, so a run can be interrupted and
+resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.writers import add_solution
+from tilegym_db.errors import UsageError
+from tilegym_db.measurement.calibrate import peaks_or_reason
+from tilegym_db.measurement.devices.devices import MeasuringDevice
+from tilegym_db.measurement.devices.messages import Peaks, Session
+from tilegym_db.measurement.devices.places import open_pool
+from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
+from tilegym_db.measurement.local_executor import LocalExecutor
+from tilegym_db.measurement.machine import Machine, leaving_processors
+from tilegym_db.measurement.plan import BenchReport, Options, Plan, names_of, refuse_omitting
+from tilegym_db.measurement.promotions import may_lack_confinement, record_promotions, sandbox_note, unpromotable_here
+from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
+from tilegym_db.measurement.timing import TimingBudget
+from tilegym_db.paths import scratch_folder
+from tilegym_db.records import Definition, Solution, Trace
+from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.records.solution import signature_problem
+from tilegym_db.records.trace import new_run_id
+from tilegym_db.sandbox.worker import prepare_workers
+from tilegym_db.scaffold.function_source import function_source, language_of
+from tilegym_db.store.journal import Journal
+from tilegym_db.store.queries import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
+from tilegym_db.verification.inputs import draws_spread
+from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
+
+
+def benchmark(
+    names: str | tuple[str, ...] | Callable[..., Any] = (),
+    *,
+    definition: str | None = None,
+    gpu: str = "auto",
+    language: str | None = None,
+    workload: str | tuple[str, ...] | None = None,
+    quick: bool = False,
+    again: bool = False,
+    promote: bool = False,
+    allow_unsandboxed: bool = False,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
+    catalog: Catalog | None = None,
+    store_home: Path | None = None,
+    observer: Observer | None = None,
+) -> BenchReport:
+    """Screen Solutions: verify and time them, and store a Trace for each (solution, workload) pair.
+
+    Args:
+        names: Definitions or Solutions; empty means all. Or a function, which is screened and never served: see
+            :func:`~tilegym_db.measurement.benchmark.benchmark_function`.
+        definition: the operator that a function implements; for a function only.
+        gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
+        language: only Solutions in this language, with stock code and the verified Solutions that may be the fastest.
+        workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several globs, of which one
+            must match.
+        quick: few workloads and few samples.
+        again: also measure pairs that already have a trace.
+        promote: then run the promotion tier on what passed, as :func:`promote` does; the report contains its traces.
+        allow_unsandboxed: promote every source even if this machine cannot confine a worker; such traces are marked and
+            never published. Without it, such a machine promotes only sources that the package ships, for its own user.
+        gpus: measure on several GPUs of this host, all of one kind, with one process per GPU: ``all``, a number (``2``), or
+            indices (``0,2``). By default one GPU, in this process.
+        executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster instead of this host; ``gpus`` is then the
+            maximum number of devices. ``gpu="cpu"`` uses the processors of its nodes.
+        catalog: the records; the shipped ones and the user's overlay by default.
+        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
+        observer: callbacks for progress.
+
+    Raises:
+        HardwareError: the requested GPU is not the one in this machine, the machine cannot confine a worker, or no cluster
+            answers.
+        MissingPackageError: the executor needs a package that is not installed.
+        NotFoundError: a name that is neither a Definition nor a Solution.
+        StoreError: the store cannot be used.
+        UsageError: a function without ``definition``, or ``definition`` without a function.
+    """
+    with _candidates(names, definition, catalog, promote=promote) as (candidates, records):
+        options = Options(candidates, language, workload, quick, again)
+        places = (gpu, gpus, records, store_home)
+        return run_tiers(
+            options, *places, observer, confined=not allow_unsandboxed, then_promote=promote, executor=executor
+        )
+
+
+def promote(
+    names: str | tuple[str, ...] = (),
+    *,
+    gpu: str = "auto",
+    language: str | None = None,
+    workload: str | tuple[str, ...] | None = None,
+    quick: bool = False,
+    again: bool = False,
+    allow_unsandboxed: bool = False,
+    gpus: str | Sequence[MeasuringDevice] | None = None,
+    executor: str | None = None,
+    catalog: Catalog | None = None,
+    store_home: Path | None = None,
+    observer: Observer | None = None,
+) -> BenchReport:
+    """Verify Solutions: fresh processes, fresh secrets, all fuzz cases and every audit.
+
+    Only Solutions that pass here are verified; ``best``, the resolver and patched models use no others. Pairs whose newest
+    screen failed are left out. Verified Solutions that are nearly the fastest are measured again together with new ones, so
+    that the ranking comes from the same rounds. Arguments and errors are those of :func:`benchmark`.
+    """
+    options = Options(names_of(names), language, workload, quick, again, "promotion")
+    places = (gpu, gpus, catalog, store_home)
+    return run_tiers(options, *places, observer, confined=not allow_unsandboxed, executor=executor)
+
+
+@contextlib.contextmanager
+def _candidates(
+    names: str | tuple[str, ...] | Callable[..., Any],
+    definition: str | None,
+    catalog: Catalog | None,
+    *,
+    promote: bool,
+) -> Iterator[tuple[tuple[str, ...], Catalog | None]]:
+    """Yield the names to screen and their catalog. A function has a name only while it is measured."""
+    if not callable(names):
+        if definition is not None:
+            raise UsageError(
+                "definition= is only for a function; name an operator as the first argument: benchmark('...').",
+                code="definition_without_function",
+            )
+        yield names_of(names), catalog
+        return
+    if definition is None:
+        raise UsageError(
+            "name the operator that the function implements: benchmark(function, definition='...').",
+            code="definition_missing",
+        )
+    if promote:
+        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
+    with catalog_with_function(names, definition, catalog) as (name, records):
+        yield (name,), records
+
+
+# ---- tier run -------------------------------------------------------------------------------------
+# One tier of a run, from the plan to the database.
+
+POLICIES: Mapping[Literal["screen", "promotion"], TierPolicy] = {"screen": SCREEN, "promotion": PROMOTION}
+
+
+def run_tiers(
+    options: Options,
+    gpu: str,
+    gpus: str | Sequence[MeasuringDevice] | None,
+    catalog: Catalog | None,
+    store_home: Path | None,
+    observer: Observer | None,
+    *,
+    confined: bool,
+    then_promote: bool = False,
+    executor: str | None = None,
+) -> BenchReport:
+    """Run the requested tier, then the promotion of what passed if ``then_promote``; return one report.
+
+    With ``confined``, nothing is promoted without a sandbox. Other arguments and errors are those of
+    :func:`~tilegym_db.measurement.benchmark.benchmark`.
+    """
+    watch = observer or Observer()
+    confined = confined and (then_promote or options.tier == "promotion")
+    with open_pool(executor, gpus, gpu, watch.starting) as pool:
+        setup = _prepared(pool, gpu, catalog, store_home)
+        limits = _limits(setup, options, pool) if confined else None
+        confined = confined and limits is None
+        if options.tier == "promotion":
+            refuse_omitting(setup.catalog, options.names)
+        report = _run(setup, options, watch, pool, limits, confined=confined)
+        if then_promote and not report.interrupted:
+            promotion = replace(options, tier="promotion")
+            report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
+    if limits is not None:
+        report.notes.append(sandbox_note(setup.machine, limits))
+    return report
+
+
+def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
+    """Return the Solutions that may not be promoted here because workers cannot be confined, with reasons; None if they can
+    be.
+
+    Supervisors check the sandbox themselves and refuse their work if it fails. Only a kernel without Landlock is known in
+    advance, for this host but not for the nodes of a cluster.
+    """
+    if pool is not None and (setup.site is not None or not may_lack_confinement()):
+        return None
+    return unpromotable_here(setup.machine, setup.catalog, options.names)
+
+
+def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+    """Return the setup of a run. If this process measures, also prepare it to start workers."""
+    setup = RunSetup.on(pool, gpu, catalog, store_home)
+    if pool is None:
+        prepare_workers(setup.machine.device)
+    return setup
+
+
+def _run(
+    setup: RunSetup,
+    options: Options,
+    observer: Observer,
+    pool: DevicePool | None,
+    limits: Mapping[str, str] | None,
+    *,
+    confined: bool,
+) -> BenchReport:
+    """Run one tier: plan it, measure, and ingest the traces."""
+    machine, policy = setup.machine, POLICIES[options.tier]
+    with setup.store() as store:
+        done = done_keys(store, machine.gpu, policy.tier)
+        if policy is SCREEN:
+            done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
+        known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
+        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.again else {}
+        spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
+        tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
+    excluded = {key: _screen_failure(status) for key, status in failed.items()}
+    refused = limits or {} if policy is PROMOTION else {}
+    plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)
+    observer.planned(plan, machine)
+    screening = policy is SCREEN and not options.quick
+    budget = TimingBudget.screening() if screening else timing_budget(options)
+    if pool is not None:
+        report, peaks = _run_on(pool, plan, setup, budget, policy, observer, known, confined)
+    else:
+        if plan.pair_count and machine.is_gpu and known is None:
+            observer.starting(f"calibrating {machine.gpu_name}")
+        peaks, notes = peaks_or_reason(machine, known, setup.home) if plan.pair_count else (None, [])
+        report = run_plan(plan, machine, setup.home, budget, policy, observer, peaks)
+        report.notes += notes
+    if peaks is not None and policy.audited:
+        problem = cross_check(report.traces, peaks).problem
+        if problem is not None:
+            report.notes.append(problem)
+    with setup.store() as store:
+        if policy is PROMOTION:
+            report.promotions, _ = record_promotions(store, report.traces, setup.home)
+    return report
+
+
+def _screen_failure(status: str) -> str:
+    return f"did not pass the screen: {status}"
+
+
+def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Callable[[Trace], None]:
+    """Return a callback that takes each trace.
+
+    It writes to the journal first, so that only traces that are kept are reported.
+    """
+
+    def keep(trace: Trace) -> None:
+        journal.append(trace)
+        report.traces.append(trace)
+        observer.traced(trace)
+
+    return keep
+
+
+def _run_on(
+    pool: DevicePool,
+    plan: Plan,
+    setup: RunSetup,
+    budget: TimingBudget,
+    policy: TierPolicy,
+    observer: Observer,
+    known: GpuPeaks | None,
+    confined: bool,
+) -> tuple[BenchReport, GpuPeaks | None]:
+    """Run a plan on several devices; return the report and their peaks, as known or as the first device measured them."""
+    report = BenchReport(new_run_id(setup.machine.gpu), setup.machine, plan)
+    own = known if pool.site is None else None  # peaks of this host; devices of other hosts are calibrated there
+    peaks = [own] if own is not None else []
+    session = Session(
+        "measure", report.run_id, setup.machine.gpu, secrets.randbits(62), setup.home, budget, policy,
+        peaks=own, calibrate=True, confined=confined and policy is PROMOTION,
+    )  # fmt: skip
+    with Journal(report.run_id, setup.home) as journal:
+
+        def learn(found: Peaks) -> None:
+            peaks.extend([found.peaks] if found.peaks is not None else [])
+            report.notes += found.notes
+
+        callbacks = Callbacks(_kept_by(journal, report, observer), observer.at_work, peaks=learn)
+        outcome = pool.run(session, pool.divided(plan.definitions), callbacks)
+    report.notes += outcome.notes
+    report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
+    report.seconds = outcome.seconds
+    return report, peaks[0] if peaks else None
+
+
+def run_plan(
+    plan: Plan,
+    machine: Machine,
+    store_home: Path,
+    budget: TimingBudget,
+    policy: TierPolicy,
+    observer: Observer,
+    peaks: GpuPeaks | None = None,
+) -> BenchReport:
+    """Run a plan and journal its traces; the caller ingests them. The database is closed while workers run."""
+    run_id = new_run_id(machine.gpu)
+    context = RunContext(run_id, machine, secrets.randbits(62))
+    report = BenchReport(run_id, machine, plan)
+    with Journal(run_id, store_home) as journal, scratch_folder() as scratch, leaving_processors(machine):
+        keep = _kept_by(journal, report, observer)
+        executor = LocalExecutor(context, scratch, budget, policy, keep, observer.starting, peaks)
+        try:
+            executor.run(plan.definitions)
+        except KeyboardInterrupt:
+            report.interrupted = True
+    return report
+
+
+# ---- cross check ----------------------------------------------------------------------------------
+# Compare the two clocks of a promotion: CUDA events, which decide, and CUPTI.
+#
+# Events include the launch: a call of one kernel takes longer by the time of an empty kernel, 3 to 4 us, depending on the
+# host (``docs/decisions/timing.md``, 0022). Calls that launch several kernels are not compared, since events also count the gaps
+# between them.
+
+MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE = 2.0, 0.05
+"""Two clocks agree within the larger of the two. CUPTI sees only two calls of each Solution, at the current clocks."""
+MIN_COMPARED = 10
+"""Minimum number of calls for a statement about a clock."""
+MAX_DISAGREEING_SHARE = 0.2
+"""If a larger share of calls disagrees, a clock is wrong. Single calls disagree if the time of their kernel varies."""
+
+
+@dataclass(frozen=True)
+class TwoClocks:
+    """The number of calls of one kernel that both clocks timed, and the number of those on which they agree."""
+
+    compared: int
+    agree: int
+    launch_us: float
+
+    @property
+    def problem(self) -> str | None:
+        """The reason not to trust the times of the run, or None."""
+        if self.compared < MIN_COMPARED or self.compared - self.agree <= MAX_DISAGREEING_SHARE * self.compared:
+            return None
+        return (
+            f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within "
+            f"{MAX_DIFFERENCE_US:g} us or {MAX_DIFFERENCE_SHARE:.0%}, less the {self.launch_us:.3g} us of an empty kernel), so "
+            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
+        )
+
+
+def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
+    """Compare the time of each promoted call of one kernel by CUDA events with its time by CUPTI.
+
+    Args:
+        traces: those of one run.
+        peaks: those of the device that was measured; its launch must have been timed by the same clock.
+    """
+    compared = agree = 0
+    for trace in traces:
+        measured, audit = trace.performance, trace.audit
+        if trace.status != "PASSED" or measured is None or audit is None or measured.timer != peaks.timer:
+            continue
+        if audit.profiled_us is None or len(audit.kernels) != 1:
+            continue
+        compared += 1
+        difference_us = measured.latency_us - peaks.launch_us.value - audit.profiled_us
+        agree += abs(difference_us) <= max(MAX_DIFFERENCE_US, MAX_DIFFERENCE_SHARE * measured.latency_us)
+    return TwoClocks(compared, agree, peaks.launch_us.value)
+
+
+# ---- A function of a notebook or script -----------------------------------------------------------
+# Screen a function as a temporary Solution.
+
+
+def benchmark_function(
+    function: Callable[..., Any],
+    definition: str,
+    *,
+    dtypes: Mapping[str, Sequence[str]] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    catalog: Catalog | None = None,
+    **options: Any,
+) -> BenchReport:
+    """Verify and time a function against a Definition, together with stock code, without adding it to a catalog.
+
+    The function and the definitions that it uses are written to a file, which runs in a worker like every Solution. Its
+    traces are of the screen tier, so it is never served. To keep it, save the file and run ``tilegym-db add-solution``.
+
+    Args:
+        function: called like the Definition's reference, with or without its outputs as last arguments.
+        definition: the name of the operator.
+        dtypes: dtype variable -> the dtypes that the function supports; by default all of the Definition.
+        layouts: tensor -> the layout that the function needs, if not ``contiguous``.
+        catalog: the records; the shipped ones and the user's by default.
+        options: as for :func:`~tilegym_db.measurement.benchmark.benchmark`, but not ``promote``.
+
+    Raises:
+        UsageError: the function's source is unknown, it uses objects that cannot be written to a file, or its parameters
+            differ from those of the Definition.
+        NotFoundError: no such Definition.
+        RecordError: the Definition has no such ``dtypes`` or ``layouts``.
+    """
+    if "promote" in options:
+        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
+    with catalog_with_function(function, definition, catalog, dtypes, layouts) as (name, records):
+        return benchmark((name,), catalog=records, **options)
+
+
+# ---- function solution ----------------------------------------------------------------------------
+
+FILE = "kernel.py"
+ONLY_SCREENED = "a function can only be screened; promotion needs a named Solution. Try: tilegym-db add-solution FILE"
+
+
+@contextlib.contextmanager
+def catalog_with_function(
+    function: Callable[..., Any],
+    definition: str,
+    catalog: Catalog | None = None,
+    dtypes: Mapping[str, Sequence[str]] | None = None,
+    layouts: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, Catalog]]:
+    """Yield the name of a function as a Solution, and a catalog that contains it while the block runs.
+
+    Arguments and errors are those of :func:`~tilegym_db.measurement.benchmark.benchmark_function`.
+    """
+    catalog = catalog or Catalog.default()
+    record = catalog.definition(definition)
+    source = function_source(function).encode()
+    solution = _solution_of(function, source, record, dtypes or record.dtypes, layouts or {})
+    with scratch_folder() as root:
+        catalog = catalog.reread(root)
+        add_solution(catalog, solution, {FILE: source}, root)
+        yield solution.name, catalog.reread(root)
+
+
+def _solution_of(
+    function: Callable[..., Any],
+    source: bytes,
+    definition: Definition,
+    dtypes: Mapping[str, Sequence[str]],
+    layouts: Mapping[str, str],
+) -> Solution:
+    """Return the record of a function, named after its source. Raise :class:`UsageError` if its parameters do not fit."""
+    language = language_of(source.decode())
+    writes = next(iter(definition.outputs)) in inspect.signature(function).parameters
+    spec = {
+        "language": language,
+        "destination_passing_style": writes or language != "python",
+        "entry_point": f"{FILE}::{function.__name__}",
+        "dtypes": {key: list(values) for key, values in dtypes.items()},
+        "layouts": dict(layouts),
+    }
+    name = f"{definition.name}_function_{length_prefixed_digest([source])[:12]}"
+    solution = Solution.from_dict(
+        {"name": name, "definition": definition.name, "author": "a function", "spec": spec, "sources": [{"path": FILE}]}
+    )
+    problem = signature_problem(solution, source, definition)
+    if problem is not None:
+        raise UsageError(f"'{function.__name__}': {problem}.", code="signature_differs")
+    return solution

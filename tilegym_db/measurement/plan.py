@@ -1,0 +1,546 @@
+"""Plans of bench runs: the options of the user, the plan made from them, and the summary and report of a run."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Literal
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
+from tilegym_db.measurement.machine import Machine
+from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
+from tilegym_db.records.loop import Promotion
+from tilegym_db.records.solution import config_id, name_with_config, why_not_timed
+from tilegym_db.records.trace import UNTIMED_TIERS
+from tilegym_db.sandbox.interpreters import interpreted_here
+from tilegym_db.store.answer import html_table
+from tilegym_db.verification.phases import added
+
+PairKey = tuple[str, str, str]
+"""Solution digest, definition digest, workload uuid."""
+
+DoneKey = tuple[str, str, str, str]
+"""A :data:`PairKey` and the id of a config."""
+
+LikelyFastest = Mapping[tuple[str, str], Sequence[tuple[str, Config]]]
+"""(definition digest, workload uuid) -> the verified Solutions that may be the fastest there, each with its config. The
+first one is the current best.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the user. ``workload`` is one glob over uuid, tags and axes key, or several."""
+
+    names: tuple[str, ...] = ()
+    language: str | None = None
+    workload: str | tuple[str, ...] | None = None
+    quick: bool = False
+    again: bool = False
+    tier: Literal["screen", "promotion"] = "screen"
+
+
+def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the requested names as a tuple; a single name may be a string."""
+    check_kind(names, Iterable, "names are those of solutions or definitions: a text, or several")
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One thing that is not measured, and the reason."""
+
+    solution: str
+    workload: str
+    reason: str
+
+
+@dataclass
+class DefinitionPlan:
+    """The Solutions and Workloads of one Definition, and the pairs to run.
+
+    ``timed`` are measured together, interleaved; ``interpreted`` are only verified, in the interpreters of their languages.
+    ``pairs`` (solution, workload uuid) run under the source's own defaults; ``tuned`` run under the config that tune found.
+    ``likely_fastest`` (workload uuid -> Solutions and configs) are measured again with new candidates, which have to beat
+    the first of them, the current best. ``roots`` are the folders that contain the input files of Workloads.
+    """
+
+    definition: Definition
+    workloads: list[Workload] = field(default_factory=list)
+    timed: list[SolutionFiles] = field(default_factory=list)
+    interpreted: list[SolutionFiles] = field(default_factory=list)
+    pairs: set[tuple[str, str]] = field(default_factory=set)
+    tuned: dict[tuple[str, str], Config] = field(default_factory=dict)
+    likely_fastest: dict[str, list[tuple[str, Config]]] = field(default_factory=dict)
+    roots: tuple[Path, ...] = ()
+
+    def configs_of(self, solution: SolutionFiles) -> list[Config]:
+        """Return all planned configs of the Solution, the source's own defaults first."""
+        planned = [(name, config) for (name, _), config in self.tuned.items()]
+        again = itertools.chain.from_iterable(self.likely_fastest.values())
+        found = [config for name, config in (*planned, *again) if name == solution.name]
+        return list({config_id(config): config for config in ({}, *found)}.values())
+
+    def configured(self, workload: Workload) -> int:
+        """Return the number of candidates of the Workload that run under a config other than their own defaults."""
+        again = self.likely_fastest.get(workload.uuid, ())
+        return len({(name, config_id(config)) for name, config in (*self.tuned_on(workload), *again) if config})
+
+    def tuned_on(self, workload: Workload) -> list[tuple[str, Config]]:
+        """Return the Solutions planned for the Workload under the config that tune found, with that config."""
+        return [(name, config) for (name, uuid), config in self.tuned.items() if uuid == workload.uuid]
+
+    def candidates(self) -> list[tuple[SolutionFiles, Config]]:
+        """Return every Solution that takes part in a Workload, once per planned config."""
+        return [
+            (solution, config)
+            for solution in (*self.timed, *self.interpreted)
+            for config in self.configs_of(solution)
+            if any(self.takes_part(solution, workload, config) for workload in self.workloads)
+        ]
+
+    def is_wanted(self, workload: Workload) -> bool:
+        """Return True if something is planned for the Workload, under any config."""
+        return any(uuid == workload.uuid for _, uuid in (*self.pairs, *self.tuned))
+
+    def restricted_to(self, uuids: Collection[str]) -> DefinitionPlan:
+        """Return the plan for some workloads. It keeps the list of all workloads, since fuzz cases depend on it."""
+        return replace(
+            self,
+            pairs={pair for pair in self.pairs if pair[1] in uuids},
+            tuned={pair: config for pair, config in self.tuned.items() if pair[1] in uuids},
+            likely_fastest={uuid: again for uuid, again in self.likely_fastest.items() if uuid in uuids},
+        )
+
+    def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+        """Return True for the Solution and config to beat on the Workload."""
+        return self.likely_fastest.get(workload.uuid, [])[:1] == [(solution.name, config)]
+
+    def takes_part(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+        """Return True if the Solution is planned here, or if planned Solutions are compared with it.
+
+        These are stock code and the likely fastest.
+        """
+        if (solution.name, config) in self.likely_fastest.get(workload.uuid, ()):
+            return True
+        if config:
+            return self.tuned.get((solution.name, workload.uuid)) == config
+        if solution.record.spec.provides == "stock":
+            return self.is_wanted(workload)
+        return (solution.name, workload.uuid) in self.pairs
+
+
+@dataclass
+class Plan:
+    """The work of one run."""
+
+    definitions: list[DefinitionPlan] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Reasons for Definitions whose reference does not return. Nothing can be measured against such a reference."""
+
+    @property
+    def pair_count(self) -> int:
+        """The number of (solution, workload) pairs that get a trace; each tuned config counts as one more."""
+        return sum(
+            item.takes_part(solution, workload, config)
+            for item in self.definitions
+            for solution in (*item.timed, *item.interpreted)
+            for config in item.configs_of(solution)
+            for workload in item.workloads
+        )
+
+
+# ---- planning -------------------------------------------------------------------------------------
+# Select what a bench run measures. Pure: catalog and options in, a plan with reasons for all omissions out.
+
+# Larger workloads are not run on a CPU: this is about a tenth of a second per call on two cores.
+CPU_MAX_FLOPS = 4e9
+CPU_MAX_BYTES = 64e6
+INTERPRETER_MAX_ELEMENTS = 1 << 15
+QUICK_WORKLOADS = 2
+ALREADY_MEASURED = "already measured (--again repeats it)"
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """Missing requirements on this machine, by language, and by Solution for packages that it declares."""
+
+    languages: Mapping[str, str]
+    solutions: Mapping[str, str]
+
+    def of(self, solution: SolutionFiles, *, its_language: bool = True) -> str | None:
+        """Return the reason why a Solution cannot run here, or None."""
+        language = self.languages.get(solution.record.spec.language) if its_language else None
+        return language or self.solutions.get(solution.name)
+
+
+def make_plan(
+    catalog: Catalog,
+    machine: Machine,
+    options: Options,
+    done: Collection[DoneKey],
+    unusable: Mapping[str, str] | None = None,
+    excluded: Mapping[DoneKey, str] | None = None,
+    tuned: Mapping[PairKey, Config] | None = None,
+    likely_fastest: LikelyFastest | None = None,
+    unmet: Mapping[str, str] | None = None,
+) -> Plan:
+    """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
+
+    Args:
+        catalog: the records.
+        machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
+        options: names (of Definitions or Solutions), language, workload glob, quick, again.
+        done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
+        unusable: language -> what is missing for it here, and the command that installs it.
+        excluded: reasons for pairs that must not run, with keys as in ``done``.
+        tuned: (solution digest, definition digest, workload uuid) -> the config that tune found on this GPU.
+        likely_fastest: verified Solutions that may be the fastest on this GPU. They are always measured again with new
+            candidates, because times of different runs are not comparable. A screen does not change the ranking, so it only
+            measures the current best again; a quick run measures none of them.
+        unmet: name of a Solution -> a declared package that is missing here, and the command that installs it.
+
+    Raises:
+        NotFoundError: a name is neither a Definition nor a Solution.
+        UsageError: the language is unknown, a glob matches no workload, or there is nothing to run.
+    """
+    if options.language is not None and options.language not in LANGUAGES:
+        raise UsageError(
+            f"unknown language {options.language!r}; known: {', '.join(LANGUAGES)}.", code="language_unknown"
+        )
+    plan = Plan()
+    lacks = Unavailable(unusable or {}, unmet or {})
+    matched = False
+    for definition, solutions in _selected(catalog, options):
+        item = DefinitionPlan(definition, roots=catalog.roots)
+        item.workloads = _workloads(catalog, definition, machine, options, plan)
+        for solution in solutions:
+            _place(item, solution, machine, options, lacks, plan)
+        _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
+        if likely_fastest and not options.quick:
+            most = 1 if options.tier == "screen" else None
+            _add_likely_fastest(item, catalog, machine, lacks, excluded or {}, likely_fastest, most, plan)
+        matched = matched or bool(item.workloads)
+        if item.pairs or item.tuned:
+            plan.definitions.append(item)
+    _require_something(plan, options, matched)
+    return plan
+
+
+def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
+    """Raise :class:`UsageError` if a name to promote is a Solution that omits an output."""
+    for name in names:
+        found = catalog.solutions.get(name)
+        reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
+        if reason is not None:
+            raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
+
+
+def _require_something(plan: Plan, options: Options, matched: bool) -> None:
+    if options.workload is not None and not matched:
+        raise UsageError(
+            f"no workload matches {options.workload!r}: it is a glob over tags, axes (M=1,*) and uuid.",
+            code="workload_unmatched",
+        )
+    if not plan.definitions and not plan.skipped:
+        raise UsageError(
+            "nothing matches: no solution or no workload is selected. Try: tilegym-db list --solutions",
+            code="nothing_selected",
+        )
+
+
+def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
+    definitions, solutions = catalog.definitions, catalog.solutions
+    chosen: dict[str, set[str]] = {}
+    for name in options.names or tuple(definitions):
+        if name in definitions:
+            chosen.setdefault(name, set()).update(s.name for s in catalog.solutions_for(name))
+        elif name in solutions:
+            definition = solutions[name].record.definition
+            # Add the stock code: a speedup is relative to it.
+            stock = {s.name for s in catalog.solutions_for(definition) if s.record.spec.provides == "stock"}
+            chosen.setdefault(definition, set()).update({name} | stock)
+        else:
+            catalog.refuse_broken(name)
+            hint = did_you_mean(name, [*definitions, *solutions])
+            raise NotFoundError(
+                f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
+            )
+    selected = []
+    for name, names in sorted(chosen.items()):
+        found = [solutions[s] for s in sorted(names)]
+        if options.language is not None:
+            found = [
+                s for s in found if s.record.spec.language == options.language or s.record.spec.provides == "stock"
+            ]
+        if found:
+            selected.append((definitions[name], found))
+    return selected
+
+
+def _workloads(
+    catalog: Catalog, definition: Definition, machine: Machine, options: Options, plan: Plan
+) -> list[Workload]:
+    chosen = []
+    for workload in catalog.workloads_for(definition.name):
+        if options.workload is not None and not _matches(workload, options.workload):
+            continue
+        if not machine.is_gpu and options.workload is None and not fits_a_cpu(definition, workload):
+            reason = "too large for a CPU (name it with --workload to run it anyway)"
+            plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
+            continue
+        chosen.append(workload)
+    if options.quick:
+        chosen = _quick(chosen, machine)
+    return chosen
+
+
+def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
+    """Return True if a CPU can measure a Workload in reasonable time."""
+    flops, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
+    return flops <= CPU_MAX_FLOPS and size <= CPU_MAX_BYTES
+
+
+def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
+    """Return a few workloads: on a CPU one tiny (for the interpreter) and one modest, on a GPU one decode and one prefill."""
+    kinds = ("stage:decode", "stage:prefill") if machine.is_gpu else ("tiny", "cpu")
+    chosen: list[Workload] = []
+    for kind in kinds:
+        chosen += [workload for workload in workloads if kind in workload.tags][: QUICK_WORKLOADS // 2]
+    return chosen or list(workloads[:QUICK_WORKLOADS])
+
+
+def _matches(workload: Workload, asked: str | tuple[str, ...]) -> bool:
+    names = (workload.uuid, axes_key(workload.axes), *workload.tags)
+    patterns = (asked,) if isinstance(asked, str) else asked
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _place(
+    item: DefinitionPlan,
+    solution: SolutionFiles,
+    machine: Machine,
+    options: Options,
+    lacks: Unavailable,
+    plan: Plan,
+) -> None:
+    language = solution.record.spec.language
+    reason = why_not_timed(solution.name, solution.record.spec.omits) if options.tier == "promotion" else None
+    if reason is not None:
+        plan.skipped.append(Skipped(solution.name, "*", reason))
+        return
+    reason = _why_untimed(solution, machine, lacks)
+    if reason is None:
+        item.timed.append(solution)
+    elif interpreted_here(language, on_gpu=machine.is_gpu) and options.tier == "screen" and not lacks.of(solution):
+        item.interpreted.append(solution)
+    else:
+        plan.skipped.append(Skipped(solution.name, "*", reason))
+
+
+def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) -> str | None:
+    """Return the reason why a Solution cannot be timed on this machine, or None.
+
+    Missing packages come first if installing them would help.
+    """
+    language = solution.record.spec.language
+    if machine.is_gpu or language == "python":
+        return lacks.of(solution, its_language=machine.is_gpu)
+    return lacks.of(solution) or f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
+
+
+def _choose_pairs(
+    item: DefinitionPlan,
+    options: Options,
+    done: Collection[DoneKey],
+    excluded: Mapping[DoneKey, str],
+    tuned: Mapping[PairKey, Config],
+    plan: Plan,
+) -> None:
+    for workload in item.workloads:
+        wanted = []
+        for solution in (*item.timed, *item.interpreted):
+            pair = (solution.digest, item.definition.digest, workload.uuid)
+            found = tuned.get(pair) if solution in item.timed else None
+            for config in ({}, found) if found else ({},):
+                reason = _why_not((*pair, config_id(config)), options, done, excluded)
+                if solution in item.interpreted and _elements(item.definition, workload) > INTERPRETER_MAX_ELEMENTS:
+                    reason = "too large for the interpreter"
+                if reason is not None:
+                    name = name_with_config(solution.name, config)
+                    plan.skipped.append(Skipped(name, axes_key(workload.axes), reason))
+                elif config:
+                    item.tuned[solution.name, workload.uuid] = config
+                else:
+                    wanted.append(solution.name)
+        item.pairs |= {(name, workload.uuid) for name in wanted}
+
+
+def _add_likely_fastest(
+    item: DefinitionPlan,
+    catalog: Catalog,
+    machine: Machine,
+    lacks: Unavailable,
+    excluded: Collection[DoneKey],
+    likely_fastest: LikelyFastest,
+    most: int | None,
+    plan: Plan,
+) -> None:
+    """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
+    for workload in item.workloads:
+        invited = list(likely_fastest.get((item.definition.digest, workload.uuid), ()))[:most]
+        if not invited or all(pair == invited[0] for pair in _new_candidates(item, workload)):
+            continue
+        for name, config in list(invited):
+            solution = catalog.solutions[name]
+            key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
+            if key in excluded or _why_untimed(solution, machine, lacks) is not None:
+                invited.remove((name, config))
+                continue
+            if solution not in item.timed:
+                item.timed.append(solution)
+            skipped = Skipped(name_with_config(name, config), axes_key(workload.axes), ALREADY_MEASURED)
+            if skipped in plan.skipped:
+                plan.skipped.remove(skipped)
+        if invited:
+            item.likely_fastest[workload.uuid] = invited
+
+
+def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str, Config]]:
+    """Return the candidates that are planned to be timed on a Workload, without stock code."""
+    names = {solution.name for solution in item.timed if solution.record.spec.provides != "stock"}
+    pairs: list[tuple[str, Config]] = [(name, {}) for name, uuid in item.pairs if uuid == workload.uuid]
+    return [(name, config) for name, config in pairs + item.tuned_on(workload) if name in names]
+
+
+def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
+    if key in excluded:
+        return excluded[key]
+    return ALREADY_MEASURED if not options.again and key in done else None
+
+
+def _elements(definition: Definition, workload: Workload) -> int:
+    axes = definition.bind_axes(workload.axes)
+    tensors = (*definition.tensor_inputs, *definition.outputs)
+    return sum(math.prod(definition.shape_of(name, axes)) for name in tensors)
+
+
+# ---- summary --------------------------------------------------------------------------------------
+# Summary of a run: one row per Solution. Pure.
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One Solution in one run.
+
+    ``speedup``: geometric mean of the ratios against stock code. ``over_best``: the same against the fastest verified
+    Solution before this run, over the workloads that had one. ``note``: the reason of the first failure, or why nothing
+    ran. ``sol_ratio``: geometric mean of the shares of the speed of light; None if the device's is unknown.
+    """
+
+    solution: str
+    language: str
+    passed: int
+    total: int
+    speedup: float | None
+    note: str
+    sol_ratio: float | None = None
+    over_best: float | None = None
+
+
+def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
+    """Return one row per Solution, in order of first appearance; workloads that a Solution excludes do not count."""
+    grouped: dict[str, list[Trace]] = {}
+    for trace in traces:
+        grouped.setdefault(trace.solution, []).append(trace)
+    return [_row(solution, traces) for solution, traces in grouped.items()]
+
+
+def _row(solution: str, traces: list[Trace]) -> SummaryRow:
+    counted = [trace for trace in traces if trace.status != "UNSUPPORTED"]
+    failures = [trace for trace in counted if trace.status != "PASSED"]
+    timed = [trace.performance for trace in counted if trace.performance is not None]
+    light = [performance.sol_ratio for performance in timed if performance.sol_ratio]
+    ratios: dict[str | None, list[float]] = {}
+    for performance in timed:
+        for comparison in performance.comparisons:
+            ratios.setdefault(comparison.provides, []).append(comparison.ratio)
+    note = ""
+    if not counted:
+        note = f"{traces[0].status}: {traces[0].reason}"
+    elif failures:
+        note = f"{failures[0].status}: {failures[0].reason}"
+    elif all(trace.tier == "interpreter" for trace in counted):
+        note = "verified in the interpreter, not timed"
+    elif all(trace.tier in UNTIMED_TIERS for trace in counted):
+        note = "verified, not timed: it omits an output"
+    passed = len(counted) - len(failures)
+    speedup, over_best = (_mean(ratios.get(provides, ())) for provides in ("stock", "incumbent"))
+    return SummaryRow(solution, traces[0].language, passed, len(counted), speedup, note, _mean(light), over_best)
+
+
+def _mean(ratios: Sequence[float]) -> float | None:
+    """Return the geometric mean, or None for no ratios."""
+    return geometric_mean(ratios) if ratios else None
+
+
+# ---- bench report ---------------------------------------------------------------------------------
+# The report that the caller of a bench run gets.
+
+
+@dataclass
+class BenchReport:
+    """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier measurements are kept."""
+
+    run_id: str
+    machine: Machine
+    plan: Plan
+    traces: list[Trace] = field(default_factory=list)
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    """Gaps in its traces, or reasons to doubt them."""
+    unfinished: list[str] = field(default_factory=list)
+    """Work that was given up because devices were lost, with reasons."""
+    devices: Counter[str] = field(default_factory=Counter)
+    """Number of traces per device, if there are several."""
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds per device and phase; the phases are those of :mod:`tilegym_db.verification.phases`."""
+    promotions: list[Promotion] = field(default_factory=list)
+    """Promotions that its traces earned, and earlier ones of the same sources."""
+
+    def followed_by(self, later: BenchReport) -> BenchReport:
+        """Return one report of this run and a later one on the same machine, named after the later one."""
+        traces = [*self.traces, *later.traces]
+        notes = list(dict.fromkeys([*self.notes, *later.notes]))
+        unfinished = [*self.unfinished, *later.unfinished]
+        return replace(
+            later,
+            traces=traces,
+            notes=notes,
+            unfinished=unfinished,
+            devices=self.devices + later.devices,
+            seconds={device: added(self.seconds.get(device, {}), found) for device, found in later.seconds.items()},
+        )
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of traces per status."""
+        return Counter(trace.status for trace in self.traces)
+
+    def _repr_html_(self) -> str:
+        """Return a table with one row per Solution, as the command prints it; the caption names the device and the tiers."""
+        tiers = " and ".join(dict.fromkeys(trace.tier for trace in self.traces)) or "nothing new"
+        rows = [
+            (row.solution, row.language, f"{row.passed}/{row.total}", row.speedup, row.sol_ratio, row.note)
+            for row in summarise(self.traces)
+        ]
+        columns = ("solution", "language", "passed", "speedup over stock", "of the speed of light", "note")
+        return html_table(columns, rows, f"{self.machine.gpu_name} ({self.machine.gpu}), {tiers}, run {self.run_id}")

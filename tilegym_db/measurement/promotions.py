@@ -1,0 +1,249 @@
+"""Promotions: the rules by which a pass of the promotion tier earns a promotion id, and the records of those that do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import HardwareError
+from tilegym_db.measurement.machine import Machine
+from tilegym_db.published.checked import shipped_keys, source_key, why_not_believed
+from tilegym_db.records import Trace
+from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
+from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Comparison
+from tilegym_db.sandbox.confine import Sandbox
+from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
+from tilegym_db.sandbox.worker import best_level
+from tilegym_db.store.database import Store
+from tilegym_db.store.loop import append, journaled, loop_lock, promotion_rows, verified_baselines
+from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
+
+BASELINES = ("stock", "library", "compile")
+"""Kinds of baselines that count in a comparison. The current best is another kernel and does not count."""
+
+BaselineLatencies = Mapping[str, float]
+"""Verified baseline -> latency in microseconds on the same workload."""
+
+
+@dataclass(frozen=True)
+class PromotionClaim:
+    """The baseline that a trace beats by the minimum speedup, or the reason why it earns nothing."""
+
+    baseline: Comparison | None
+    reason: str = ""
+
+
+def claim_of(
+    trace: Trace, verified: BaselineLatencies, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
+) -> PromotionClaim:
+    """Return the promotion that a trace claims, or the reason why it earns nothing.
+
+    Args:
+        trace: a trace of any tier and status.
+        verified: the baselines that are verified on its workload and GPU. If a fast one took no part in the rounds, the
+            claim is refused until both are measured together.
+        min_speedup: minimum of the lower end of the interval.
+        is_shipped: true if the package ships its source; used only if the worker was not confined.
+    """
+    if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
+        return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
+    if trace.role != "kernel":
+        return PromotionClaim(None, "a baseline cannot be promoted: others are measured against it")
+    unconfined = why_not_believed(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
+    if unconfined is not None:
+        return PromotionClaim(None, unconfined)
+    against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
+    if not against:
+        return PromotionClaim(None, "no baseline took part in its rounds")
+    best = min(against, key=lambda item: (item.ci_low, item.other))
+    if best.ci_low < min_speedup:
+        interval = f"99% interval {best.ci_low:.3f} to {best.ci_high:.3f}"
+        return PromotionClaim(
+            None, f"{best.ratio:.3f}x over {best.other} ({interval}), but the lower end must reach {min_speedup:.2f}x"
+        )
+    taken = {item.other for item in against}
+    for name, latency_us in sorted(verified.items()):
+        if name not in taken and latency_us < min_speedup * trace.performance.latency_us:
+            return PromotionClaim(
+                None,
+                f"{name}, verified here at {latency_us:.4g} us, took no part in its rounds and may be the best baseline. "
+                f"Measure them together: tilegym-db promote {trace.solution} {name} --again",
+            )
+    return PromotionClaim(best)
+
+
+def record_promotions(
+    store: Store, traces: Collection[Trace], home: Path, min_speedup: float = MIN_SPEEDUP
+) -> tuple[list[Promotion], dict[str, str]]:
+    """Write a Promotion for every trace that earns one and whose source has none yet.
+
+    Args:
+        store: the store that contains the traces.
+        traces: those of one run.
+        home: folder of the journals.
+        min_speedup: a minimum above :data:`MIN_SPEEDUP`.
+
+    Returns:
+        The promotions of these traces, including earlier ones; and the reason for each trace of a kernel without one.
+    """
+    promoted: list[Promotion] = []
+    reasons: dict[str, str] = {}
+    shipped = shipped_keys({trace.definition for trace in traces if trace.sandbox_level < PUBLISHED_SANDBOX_LEVEL})
+    with loop_lock(home):
+        rows = promotion_rows(store)
+        known = _known(rows, {trace.definition for trace in traces}, home)
+        standing = {row["id"] for row in rows if row["status"] == "standing"}
+        baselines = verified_baselines(store, {trace.definition_digest for trace in traces})
+        for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
+            verified = baselines.get((trace.definition_digest, trace.workload_uuid, trace.gpu), {})
+            is_shipped = source_key(trace.definition_digest, trace.solution_digest) in shipped
+            claim = claim_of(trace, verified, min_speedup, is_shipped=is_shipped)
+            if claim.baseline is None:
+                if trace.role == "kernel" and trace.tier == "promotion":
+                    reasons[trace.trace_id] = claim.reason
+                continue
+            earlier = [one for one in known if _is_of(one, trace) and one.id in standing]
+            if earlier:
+                promoted.append(earlier[0])
+                continue
+            promotion = _promotion(trace, claim.baseline, known)
+            append(promotion, home)
+            known.append(promotion)
+            standing.add(promotion.id)
+            promoted.append(promotion)
+    return promoted, reasons
+
+
+def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Promotion]:
+    """Return the promotions in the journal, and those that shipped traces of some Definitions have earned."""
+    found = journaled(Promotion, home)
+    ids = {one.id for one in found}
+    earned = [row for row in rows if row["definition"] in definitions and row["id"] not in ids]
+    return found + [Promotion.from_json(row["record"], f"promotion {row['id']}") for row in earned]
+
+
+def _is_of(promotion: Promotion, trace: Trace) -> bool:
+    return (
+        promotion.solution_digest == trace.solution_digest
+        and promotion.definition_digest == trace.definition_digest
+        and (promotion.gpu, promotion.workload_uuid) == (trace.gpu, trace.workload_uuid)
+        and config_id(promotion.config) == config_id(trace.config)
+    )
+
+
+def _promotion(trace: Trace, baseline: Comparison, known: Sequence[Promotion]) -> Promotion:
+    prefix = _prefix(trace)
+    number = 1 + sum(other.prefix == prefix for other in known)
+    content = {
+        name: getattr(trace, name)
+        for name in (
+            "solution", "solution_digest", "definition", "definition_digest", "language", "config", "gpu",
+            "workload_uuid", "axes", "dtypes", "trace_id",
+        )
+    }  # fmt: skip
+    interval = {"ratio": baseline.ratio, "ci_low": baseline.ci_low, "ci_high": baseline.ci_high}
+    record = {
+        "id": f"{prefix}_v{number}",
+        **content,
+        "baseline": baseline.other,
+        **interval,
+        "created": datetime.now(UTC),
+    }
+    return Promotion.from_dict(record, f"promotion of {trace.solution}")
+
+
+def _prefix(trace: Trace) -> str:
+    """Return the start of an id: ``triton_rms_norm_h200_bfloat16_M4096-N4096``."""
+    dtypes = "-".join(dict.fromkeys(trace.dtypes[name] for name in sorted(trace.dtypes))) or "any"
+    shape = "-".join(f"{name}{size}" for name, size in sorted(trace.axes.items())) or "scalar"
+    return "_".join((trace.language, trace.definition, trace.gpu, dtypes, re.sub(r"[^A-Za-z0-9_.-]", "", shape)[:120]))
+
+
+# ---- Missing confinement --------------------------------------------------------------------------
+# Rules for a machine that cannot confine workers: it promotes only sources that the package ships, for its own user.
+
+
+def may_lack_confinement() -> bool:
+    """Return True if the kernel states that it cannot confine a worker. Other obstacles show only in a trial."""
+    return landlock_version() < MINIMAL_VERSION
+
+
+def require_sandbox(machine: Machine) -> None:
+    """Check that workers for this device can be confined as a promotion requires.
+
+    Raises:
+        HardwareError: they cannot; the message states what the kernel refused.
+    """
+    sandbox = best_level(machine.device)
+    if sandbox.level < MIN_SANDBOX_LEVEL:
+        raise _too_weak(sandbox, "")
+
+
+def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
+    """Return the Solutions that may not be promoted on this machine, with reasons; None if workers are confined.
+
+    Args:
+        machine: the machine to measure on.
+        catalog: the records.
+        names: Definitions or Solutions to promote; empty means all.
+
+    Raises:
+        HardwareError: none of them may be promoted; the message states what the kernel of this machine refused.
+    """
+    sandbox = best_level(machine.device)
+    if sandbox.level >= MIN_SANDBOX_LEVEL:
+        return None
+    found = catalog.solutions
+    asked = [files for files in found.values() if not names or {files.name, files.record.definition} & set(names)]
+    definitions = {files.record.definition for files in asked}
+    digests = {name: catalog.definitions[name].digest for name in definitions if name in catalog.definitions}
+    concerned = [files for files in found.values() if files.record.definition in digests]
+    refused = refused_unconfined(sandbox.level, concerned, digests, shipped_keys(definitions))
+    kernels = [files.name for files in asked if files.record.spec.role == "kernel"]
+    if refused and all(name in refused for name in kernels):
+        of = "" if not kernels else f" The package ships no source of {', '.join(sorted(kernels)[:5])}."
+        raise _too_weak(sandbox, of)
+    return refused
+
+
+def refused_unconfined(
+    level: int, solutions: Iterable[SolutionFiles], digests: Mapping[str, str], shipped: Collection[str]
+) -> dict[str, str]:
+    """Return the Solutions that may not be promoted at a sandbox level, with reasons. Pure.
+
+    ``digests`` are those of the Definitions, by name.
+    """
+    reasons = {
+        files.name: why_not_believed(
+            level,
+            is_shipped=source_key(digests[files.record.definition], files.digest) in shipped,
+            audience="this user",
+        )
+        for files in solutions
+    }
+    return {name: f"not promoted: {reason}" for name, reason in reasons.items() if reason is not None}
+
+
+def sandbox_note(machine: Machine, refused: Collection[str]) -> str:
+    """Return the note of a report about a promotion without confinement."""
+    sandbox = best_level(machine.device)
+    left = f" Left out: {len(refused)} sources that it does not ship." if refused else ""
+    return (
+        f"workers cannot be confined here (sandbox level {sandbox.level}: {'; '.join(sandbox.reasons)}). Sources that the "
+        f"package ships are still promoted: they may serve you on this machine, and are not shared.{left}"
+    )
+
+
+def _too_weak(sandbox: Sandbox, of: str) -> HardwareError:
+    return HardwareError(
+        f"promotion needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
+        f"{sandbox.level}: {'; '.join(sandbox.reasons)}. With --allow-unsandboxed the traces are recorded as such "
+        f"and never published.{of}",
+        code="sandbox_too_weak",
+    )

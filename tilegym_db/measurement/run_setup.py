@@ -1,0 +1,385 @@
+"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer.
+
+The second part builds Traces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilegym_db.backends.toolchains import TOOLCHAINS, lacking_dependency, toolchain_status
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import RecordError
+from tilegym_db.measurement.devices.pool import DevicePool
+from tilegym_db.measurement.machine import Machine, Missing, Site, select_machine
+from tilegym_db.measurement.plan import DoneKey, LikelyFastest, Options, PairKey, Plan, make_plan
+from tilegym_db.measurement.timing import TimingBudget
+from tilegym_db.paths import home
+from tilegym_db.records import Config, Definition, Trace, Workload
+from tilegym_db.records.base import canonical_json
+from tilegym_db.records.case import Case
+from tilegym_db.records.trace import (
+    Audit,
+    Correctness,
+    FailurePoint,
+    FuzzCases,
+    Performance,
+    Tier,
+    clip_log,
+    new_run_id,
+    new_trace_id,
+)
+from tilegym_db.store.connection import ingest_journals, open_store
+from tilegym_db.store.database import Store
+from tilegym_db.verification.admission import require_returning_reference
+from tilegym_db.verification.phases import Phases
+from tilegym_db.verification.verifier import Failure
+
+
+@dataclass
+class Observer:
+    """Callbacks for progress: the plan before it starts, each step, each trace."""
+
+    planned: Callable[[Plan, Machine], None] = lambda plan, machine: None
+    starting: Callable[[str], None] = lambda what: None
+    traced: Callable[[Trace], None] = lambda trace: None
+    at_work: Callable[[str, str], None] = lambda device, what: None
+    """Called with a device and its current step, if several devices measure."""
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """Machine, catalog and store of a run. ``home`` is the folder of the store.
+
+    ``site`` describes the devices if they are on other hosts.
+    """
+
+    machine: Machine
+    catalog: Catalog
+    home: Path
+    site: Site | None = None
+
+    @classmethod
+    def of(cls, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+        """Return the setup for the arguments of a public function.
+
+        Raises:
+            HardwareError: the requested GPU is not the one in this machine.
+        """
+        return cls(select_machine(gpu), catalog or Catalog.default(), store_home or home())
+
+    @classmethod
+    def on(cls, pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
+        """Return the setup as :meth:`of` does; with a pool, the machine is its first device, since all are of one kind."""
+        if pool is None:
+            return cls.of(gpu, catalog, store_home)
+        first = pool.devices[0]
+        machine = select_machine(first.gpu, first.index) if pool.site is None else pool.site.machine
+        return cls(machine, catalog or Catalog.default(), store_home or home(), pool.site)
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[Store]:
+        """Yield the store after ingesting the journals. No worker may run while it is open.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        with open_store(self.home, catalog=self.catalog) as store:
+            ingest_journals(store)
+            yield store
+
+    def ingest(self) -> None:
+        """Ingest the journals into the store."""
+        with self.store():
+            pass
+
+    def plan(
+        self,
+        options: Options,
+        done: Collection[DoneKey] = (),
+        excluded: Mapping[DoneKey, str] | None = None,
+        tuned: Mapping[PairKey, Config] | None = None,
+        likely_fastest: LikelyFastest | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """Return the plan for the options, with the languages and packages installed here.
+
+        Arguments and errors are those of :func:`~tilegym_db.measurement.plan.make_plan`. ``refused`` maps the name of a Solution
+        to the reason why it may not run.
+
+        Raises:
+            RecordError: the reference of a Definition requested by name does not return. If no names were given, that
+                Definition is left out.
+        """
+        lacks = self._missing()
+        unmet = {**lacks.solutions, **(refused or {})}
+        plan = make_plan(
+            self.catalog, self.machine, options, done, lacks.languages, excluded, tuned, likely_fastest, unmet
+        )
+        return self._without_failing_references(plan, named=bool(options.names))
+
+    def _missing(self) -> Missing:
+        solutions = self.catalog.solutions.values()
+        if self.site is not None:
+            return self.site.missing(solutions)
+        return Missing(unusable_languages(), unmet_dependencies(solutions))
+
+    def _without_failing_references(self, plan: Plan, *, named: bool) -> Plan:
+        """Return the plan without Definitions whose reference does not return.
+
+        This process computes with the references from here on, and such a reference would end or block it.
+        """
+        kept = []
+        for item in plan.definitions:
+            try:
+                require_returning_reference(self.catalog, item.definition)
+                kept.append(item)
+            except RecordError as error:
+                if named:
+                    raise
+                plan.refused.append(str(error))
+        return replace(plan, definitions=kept)
+
+    def context(self, run_id: str = "", command: str | None = None) -> RunContext:
+        """Return the context of a run with a new secret seed and, by default, a new run id."""
+        return RunContext(run_id or new_run_id(self.machine.gpu), self.machine, secrets.randbits(62), command=command)
+
+
+def timing_budget(options: Options) -> TimingBudget:
+    """Return the timing budget of a verdict; it is small for a quick run."""
+    return TimingBudget.quick() if options.quick else TimingBudget()
+
+
+def unusable_languages() -> dict[str, str]:
+    """Return the languages that cannot be used here, with the reason and the fix.
+
+    Their Solutions are not run, since a failed trace would blame them.
+    """
+    statuses = {language: toolchain_status(language) for language in TOOLCHAINS}
+    return {
+        language: f"{language} cannot be used here: {status.detail}. Fix: {status.fix}"
+        for language, status in statuses.items()
+        if not status.available
+    }
+
+
+def unmet_dependencies(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
+    """Return the Solutions whose declared package is missing or too old here, with the fix, by name."""
+    return lacking_dependencies({files.name: files.record.spec.dependencies for files in solutions})
+
+
+def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return the same as :func:`unmet_dependencies` for declared dependencies by name of a Solution."""
+    lacking = {name: lacking_dependency(dependencies) for name, dependencies in needed.items()}
+    return {name: f"needs {text}" for name, text in lacking.items() if text is not None}
+
+
+# ---- tracing --------------------------------------------------------------------------------------
+# Construction of Traces: the provenance of the run, the verdict on one pair, and its times if there are any.
+
+OWN_CONTENTS = "the workload's own"
+TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "untimed": "bench", "interpreter": "bench"}
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The data that all traces of a run share. ``seed`` is secret until the run's traces state it.
+
+    ``command`` is the subcommand that reproduces a failure of a whole workload, if it is not the tier's own. ``phases``
+    sums up the time of the run.
+    """
+
+    run_id: str
+    machine: Machine
+    seed: int
+    command: str | None = None
+    attempts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
+
+    def failed(
+        self,
+        definition: Definition,
+        solution: SolutionFiles,
+        workload: Workload,
+        tier: Tier,
+        failure: Failure,
+        config: Config,
+        sandbox_level: int,
+    ) -> Trace:
+        """Return the trace of a pair that did not pass."""
+        correctness = failure.correctness if failure.status == "INCORRECT_NUMERICAL" else None
+        verdict = {
+            "status": failure.status,
+            "reason": failure.reason,
+            "log": clip_log(failure.log),
+            "correctness": correctness,
+            "failure": self._failure_point(failure, definition, solution, workload, tier, config),
+        }
+        return self._trace(definition, solution, workload, tier, config, sandbox_level, verdict)
+
+    def _failure_point(
+        self,
+        failure: Failure,
+        definition: Definition,
+        solution: SolutionFiles,
+        workload: Workload,
+        tier: Tier,
+        config: Config,
+    ) -> FailurePoint | None:
+        """Return the point of failure: one case, or the workload as a whole. None if nothing was checked."""
+        words = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
+        command = shlex.join([*words, "--workload", workload.uuid, "--again"])
+        if failure.case is not None:
+            point = _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
+            if not failure.case.files:
+                return point
+            held = f"{failure.case.contents}, and {', '.join(failure.case.files)} as its file has it"
+            return point.model_copy(update={"contents": held, "command": command})
+        if failure.status == "UNSUPPORTED":
+            return None
+        return FailurePoint(
+            gate=failure.gate or failure.status.lower(),
+            axes=definition.bind_axes(workload.axes),
+            dtypes=definition.bind_dtypes(workload.dtypes),
+            layouts=workload.layout_classes(definition),
+            contents=OWN_CONTENTS,
+            seed=str(self.seed),
+            command=command,
+        )
+
+    def passed(
+        self,
+        definition: Definition,
+        solution: SolutionFiles,
+        workload: Workload,
+        tier: Tier,
+        correctness: Correctness,
+        performance: Performance | None,
+        envelope: FuzzCases | None,
+        audit: Audit | None,
+        config: Config,
+        sandbox_level: int,
+    ) -> Trace:
+        """Return the trace of a pair that passed; ``performance`` is None in a tier without timing."""
+        verdict = {
+            "status": "PASSED",
+            "correctness": correctness,
+            "performance": performance,
+            "envelope": envelope,
+            "audit": audit,
+        }
+        return self._trace(definition, solution, workload, tier, config, sandbox_level, verdict)
+
+    def _trace(
+        self,
+        definition: Definition,
+        solution: SolutionFiles,
+        workload: Workload,
+        tier: Tier,
+        config: Config,
+        sandbox_level: int,
+        verdict: Mapping[str, Any],
+    ) -> Trace:
+        key = (solution.digest, workload.uuid, canonical_json(config))
+        attempt = self.attempts.get(key, -1) + 1
+        self.attempts[key] = attempt
+        machine = self.machine
+        return Trace(
+            trace_id=new_trace_id(self.run_id, tier, attempt, solution.digest, config, workload.uuid),
+            run_id=self.run_id,
+            timestamp=datetime.now(UTC),
+            definition=definition.name,
+            definition_version=definition.version,
+            definition_digest=definition.digest,
+            op_type=definition.op_type,
+            solution=solution.name,
+            solution_digest=solution.digest,
+            language=solution.record.spec.language,
+            role=solution.record.spec.role,
+            config=config,
+            workload_uuid=workload.uuid,
+            axes=definition.bind_axes(workload.axes),
+            dtypes=definition.bind_dtypes(workload.dtypes),
+            scalars=workload.scalars(),
+            layouts=workload.layout_classes(definition),
+            blobs={name: spec.sha256 for name, spec in workload.files().items() if spec.sha256 is not None},
+            gpu=machine.gpu,
+            gpu_name=machine.gpu_name,
+            sm=machine.sm,
+            driver=machine.driver,
+            cuda=machine.cuda,
+            libs=machine.libs,
+            gpu_uuid=machine.gpu_uuid,
+            host=machine.host,
+            tier=tier,
+            attempt=attempt,
+            sandbox_level=sandbox_level,
+            **verdict,
+        )
+
+
+def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
+    """Return the highest attempt of each pair of a run so far, as :class:`RunContext` counts them."""
+    found: dict[tuple[str, str, str], int] = {}
+    for trace in traces:
+        key = (trace.solution_digest, trace.workload_uuid, canonical_json(trace.config))
+        found[key] = max(trace.attempt, found.get(key, -1))
+    return found
+
+
+def fuzz_cases_of(
+    cases: list[str], dropped: list[str], seed: int, scalars: Mapping[str, tuple[float, float]] | None = None
+) -> FuzzCases:
+    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions; scalars as
+    ranges.
+    """
+    digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
+    return FuzzCases(
+        cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped), scalars=dict(scalars or {})
+    )
+
+
+def _point_of_case(
+    failure: Failure, case: Case, definition: Definition, solution: SolutionFiles, config: Config, gpu: str
+) -> FailurePoint:
+    verdict = failure.verdict
+    return FailurePoint(
+        gate=failure.gate or failure.status.lower(),
+        axes=dict(case.call.axes),
+        dtypes=dict(case.call.dtypes),
+        layouts=dict(case.call.layouts),
+        contents=case.contents,
+        seed=str(case.seed),
+        offset=case.offset,
+        output=failure.output,
+        index=verdict.index if verdict else (),
+        expected=verdict.expected if verdict else "",
+        got=verdict.got if verdict else "",
+        worst_row=verdict.worst_row if verdict else None,
+        command=reproduce_command(definition, solution.name, case, config, gpu),
+    )
+
+
+def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
+    """Return the command that verifies this one case again. Seeds give other numbers on another kind of device."""
+    variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
+    words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
+    for option, values in (
+        ("--axes", variable),
+        ("--dtype", case.call.dtypes),
+        ("--scalar", case.call.scalars),
+        ("--layout", case.call.layouts),
+        ("--config", config),
+    ):
+        for name, value in values.items():
+            words += [option, f"{name}={value}"]
+    words += ["--contents", case.contents, "--seed", str(case.seed)]
+    return shlex.join(words + (["--offset", str(case.offset)] if case.offset else []))

@@ -1,0 +1,184 @@
+"""Accepts output elements whose error is explained by catastrophic cancellation: small differences of large terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.verification.gates import OutputComparison, relative_error
+from tilegym_db.verification.oracle import LIFTED_DTYPES, in_fp64, lift
+
+Outputs = Mapping[str, torch.Tensor]
+
+STEP = 2.0**-19
+"""Inputs are multiplied by 1 plus or minus at most this. A float32 kernel rounds each term a few times by up to 2**-24; half
+of the moves move an element as far as ten such errors of its terms. Products of bfloat16 parts that leave one part out are
+off by 2**-17, those of TF32 by 2**-11."""
+DRAWS = 4
+SLACK_OF_ONE_DRAW = 16.0
+"""Factor on the move of the first draw, which is a rough estimate. An error beyond it is not checked with more draws."""
+SPREAD = 3.0
+"""Roundings of half precision add up to a normal distribution, and draws show its standard deviation; correct errors are up
+to three times that. ``STEP`` needs no such factor, because it is many roundings of float32."""
+MAX_ASYMMETRY = 0.25
+"""Maximum asymmetry of the moves forth and back, as a share of the way. Above it, the element jumps, and its side is certain."""
+MAX_EXCUSED_SHARE = 0.01
+"""Maximum share of an output's elements that may be excused, at least one; a kernel with more errors is wrong."""
+_GATES = frozenset({"rel_fro", "worst_row", "elementwise"})
+MAX_ELEMENTS = 1 << 27
+"""Maximum numbers in the inputs and an output, so that eight more evaluations of the oracle stay within seconds."""
+SAME_IN_FP64 = 0.01
+"""Maximum relative difference between the reference in fp64 and its oracle; above it, moves in fp64 say nothing."""
+SEED = 20_261_127
+
+
+def excuse_ill_conditioned(
+    definition: Definition,
+    inputs: Mapping[str, Any],
+    truth: Outputs,
+    outputs: Outputs,
+    check: Callable[[Outputs], Mapping[str, OutputComparison]],
+) -> dict[str, OutputComparison]:
+    """Check outputs, and accept failing elements that are ill-conditioned in float32.
+
+    Args:
+        definition: the operator.
+        inputs: of the call.
+        truth: the oracle's outputs.
+        outputs: the call's.
+        check: compares outputs through the gates.
+
+    Returns:
+        A comparison for each output. Its figures exclude the excused elements, so that passing figures are within bounds.
+    """
+    verdicts = dict(check(outputs))
+    refused = [name for name, verdict in verdicts.items() if not verdict.passed]
+    if not refused or not all(
+        _may_be_ill_conditioned(definition, inputs, outputs[name], verdicts[name]) for name in refused
+    ):
+        return verdicts
+    excused, found = verdicts, list[dict[str, _Moved]]()
+    moves = _moves(definition, inputs, truth)
+    for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
+        found.extend(islice(moves, draws - len(found)))
+        if len(found) < draws:
+            return verdicts
+        known = {
+            name: _settled(outputs[name], truth[name], factor * _uncertainty([each[name] for each in found]))
+            for name in refused
+            if name in found[0]
+        }
+        excused = dict(check({**outputs, **known}))
+        if not all(verdict.passed for verdict in excused.values()):
+            return verdicts
+    return excused
+
+
+def _may_be_ill_conditioned(
+    definition: Definition, inputs: Mapping[str, Any], output: torch.Tensor, verdict: OutputComparison
+) -> bool:
+    """Return True if only a few numbers fail and more evaluations of the oracle fit in memory.
+
+    Index outputs, and outputs that follow from them, change with the choice and are never excused.
+    """
+    if definition.gathers or definition.follows or definition.sampled or output.dtype not in LIFTED_DTYPES:
+        return False
+    elements = output.numel()
+    wrong = round((1.0 - verdict.matched_ratio) * elements)
+    moved = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    return (
+        verdict.gate in _GATES
+        and wrong <= max(1, int(MAX_EXCUSED_SHARE * elements))
+        and moved + elements <= MAX_ELEMENTS
+    )
+
+
+class _Moved(NamedTuple):
+    """The effect of a draw on an output: moves of all inputs together, and squares of moves of half-precision inputs."""
+
+    together: torch.Tensor
+    half_precision: torch.Tensor
+
+
+def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> Iterator[dict[str, _Moved]]:
+    """Yield per draw how far each element moves if every input number moves by up to ``STEP`` of itself, or by its rounding.
+
+    The second kind moves each half-precision input alone by the rounding of its dtype, because kernels and the reference
+    round weights to that dtype before they multiply them. Each draw is evaluated in fp64, forth and back. Inputs that the
+    oracle reads one slice at a time stay unchanged.
+
+    Yields:
+        Output name -> absolute distances, in the output's shape. An output is absent if the fp64 reference differs from its
+        oracle: codes, their scales, and results of float32 bits. There are no draws if the reference cannot be evaluated in
+        fp64 or the memory does not suffice.
+    """
+    lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
+    numbers = [name for name in lifted if _is_number_to_move(inputs[name])]
+    try:
+        start = truth if definition.oracle == "lifted" else in_fp64(definition, inputs)
+        judged = [
+            name
+            for name, value in start.items()
+            if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
+        ]
+
+        def distances(names: Sequence[str], step: float, seed: int) -> dict[str, torch.Tensor]:
+            forth, back = (
+                in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}})
+                for way in (1.0, -1.0)
+            )
+            return {name: _distance(start[name], forth[name], back[name]) for name in judged}
+
+        for seed in count(SEED):
+            together = distances(numbers, STEP, seed)
+            squares = {name: torch.zeros_like(value) for name, value in together.items()}
+            for alone, rounds in _half_precision(inputs, numbers):
+                for name, value in distances([alone], rounds, seed).items():
+                    squares[name] += value.square()
+            yield {name: _Moved(together[name], squares[name]) for name in judged}
+    except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
+        return
+
+
+def _uncertainty(draws: Sequence[_Moved]) -> torch.Tensor:
+    """Return the uncertainty of each element: the lower median of the draws plus :data:`SPREAD` times the half-precision rms.
+
+    The lower median ignores a jump in a single draw.
+    """
+    together = torch.stack([each.together for each in draws]).sort(dim=0).values[(len(draws) - 1) // 2]
+    return together + SPREAD * torch.stack([each.half_precision for each in draws]).mean(dim=0).sqrt()
+
+
+def _settled(output: torch.Tensor, truth: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """Return the output with the oracle's value for each element within ``distance`` of it."""
+    near = (output.double() - truth.double()).abs() <= distance
+    return torch.where(near, truth.to(output.dtype), output)
+
+
+def _is_number_to_move(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in LIFTED_DTYPES
+
+
+def _half_precision(inputs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, float]]:
+    """Return the inputs whose dtype rounds by more than ``STEP``, with that rounding."""
+    rounds = {name: torch.finfo(inputs[name].dtype).eps / 2 for name in names}
+    return [(name, step) for name, step in rounds.items() if step > STEP]
+
+
+def _moved(value: torch.Tensor, seed: int, most: float) -> torch.Tensor:
+    generator = torch.Generator(value.device).manual_seed(seed)
+    step = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device) * 2 - 1
+    return value * (1.0 + most * step)
+
+
+def _distance(start: torch.Tensor, forth: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Return half of the way between both ends if the start is about in the middle; else zero."""
+    start, forth, back = start.double(), forth.double(), back.double()
+    way = (forth - back).abs()
+    distance = torch.where((forth + back - 2 * start).abs() <= MAX_ASYMMETRY * way, way / 2, 0.0)
+    return torch.nan_to_num(distance, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,165 @@
+"""The contents of a Workload's calls with their oracle outputs: drawn once and shared by every Solution."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
+from tilegym_db.sandbox.shared_buffers import plan_slot
+from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
+from tilegym_db.verification.phases import ORACLE, Phases
+
+CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
+
+# The seeds of one run are one secret number plus these offsets, so that no two cases share contents.
+_OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
+
+
+UNUSUAL_BYTES = 4 << 30
+"""Maximum bytes of all unusual sets of one workload; above it, one set is used, which differs from run to run."""
+
+
+def unusual_distributions(
+    definition: Definition, workload: Workload, seed: int, max_bytes: int = UNUSUAL_BYTES
+) -> tuple[str, ...]:
+    """Return the content sets that are verified but not timed: those with an unusual spread of ids or lengths.
+
+    Without such inputs there are none; if a file holds timed inputs, there are all.
+    """
+    others = tuple(name for name in CONTENT_SETS if workload.files() or spreads_otherwise(definition, name))
+    if not others:
+        return ()
+    case = Case.of_workload(definition, workload, distribution=others[0], seed=0)
+    if len(others) * plan_slot(definition, case).size <= max_bytes:
+        return others
+    return (others[(seed + int(workload.uuid.replace("-", ""), 16)) % len(others)],)
+
+
+class ExpectedCache:
+    """A cache of oracle cases, computed once per case and shared by every runner; thread-safe."""
+
+    def __init__(
+        self, definition: Definition, device: str, phases: Phases | None = None, *, roots: Sequence[Path] = ()
+    ) -> None:
+        """Create the cache for one Definition on one device; waiting time is added to ``phases``.
+
+        Files with inputs lie below one of ``roots`` and are read once each.
+        """
+        self._definition = definition
+        self._blobs = BlobReader(roots)
+        self._phases = phases or Phases()
+        self.device = device
+        self._lock = threading.Lock()
+        self._known: dict[str, OracleCase | None] = {}
+
+    def get(self, case: Case) -> OracleCase | None:
+        """Return the case with its oracle, or None if the reference itself fails it."""
+        with self._phases(ORACLE), self._lock:
+            key = case.key
+            if key not in self._known:
+                self._known[key] = make_oracle_case(self._definition, case, self.device, self._blobs)
+            return self._known[key]
+
+    def once(self, case: Case) -> OracleCase | None:
+        """Return the case with its oracle without caching it; see :meth:`get`."""
+        return make_oracle_case(self._definition, case, self.device, self._blobs)
+
+    def clear(self) -> None:
+        """Forget everything, so that tensors of large workloads do not pile up."""
+        with self._lock:
+            self._known.clear()
+            self._blobs.clear()
+
+
+@dataclass
+class WorkloadContents:
+    """Contents of one Workload's own shape.
+
+    ``sets`` are verified by every Solution and then reused for timing; ``dropped`` are those that the reference itself fails.
+    ``fresh`` draws further contents, which a Solution sees once.
+
+    If ids or lengths decide the amount of work, all of these spread them as usual in a model, so that every call takes the
+    same time (``docs/decisions/inputs.md``, 0035). ``unusual`` are verified but never timed.
+
+    Inputs from files are the same in all ``sets``, and are drawn in contents that are verified but not timed.
+    """
+
+    definition: Definition
+    workload: Workload
+    seed: int
+    cache: ExpectedCache
+    sets: list[OracleCase] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    unusual: list[OracleCase] = field(default_factory=list)
+    """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
+    other: OracleCase | None = None
+    """A second call of the shape with other ranges and scalars, verified in turn with the first."""
+    _fresh: dict[int, list[OracleCase]] = field(default_factory=dict)
+
+    @classmethod
+    def draw(
+        cls, definition: Definition, workload: Workload, seed: int, cache: ExpectedCache, *, in_turn: bool = False
+    ) -> WorkloadContents:
+        """Return every content set; with ``in_turn``, the second call too.
+
+        Raises:
+            RecordError: this workload has no oracle.
+            torch.OutOfMemoryError: the oracle does not fit in memory here.
+        """
+        contents = cls(definition, workload, seed, cache)
+        others = unusual_distributions(definition, workload, seed)
+        for kept, distributions, typical, offset in (
+            (contents.sets, CONTENT_SETS[:1] if contents.is_fixed else CONTENT_SETS, True, _OWN_SHAPE),
+            (contents.unusual, others, False, _UNUSUAL),
+        ):
+            for number, distribution in enumerate(distributions):
+                case = contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
+                expected = cache.get(case)
+                if expected is None:
+                    contents.dropped.append(str(case))
+                else:
+                    kept.append(expected)
+        if in_turn:
+            case = contents._case(VARIED, _OTHER, typical=False, drawn=True)
+            scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
+            contents.other = cache.get(replace(case, call=replace(case.call, scalars=scalars)))
+        return contents
+
+    @property
+    def verified(self) -> list[OracleCase]:
+        """Every set that is verified at this shape: the timed ones, then the unusual ones."""
+        return [*self.sets, *self.unusual]
+
+    def fresh(self, attempt: int, count: int) -> Sequence[OracleCase]:
+        """Return up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
+        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
+        varies = not draws_noise(self.definition)
+        # Every Solution makes the first attempt, but few make later ones: of those only the newest is kept.
+        self._fresh = {number: found for number, found in self._fresh.items() if number in (0, attempt)}
+        known, tried = self._fresh.setdefault(attempt, []), 0
+        while len(known) < count and tried < 4 * count:
+            ranges = tuple(RANGES)
+            known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
+            distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
+            case = self._case(distribution, _FRESH * (attempt + 1) + tried, drawn=self.is_fixed)
+            drawn = self.cache.once(case)
+            known += [] if drawn is None else [drawn]
+            tried += 1
+        return known[:count]
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if files hold every tensor: there is one content set, and drawn contents may differ in the amount of work."""
+        drawn = {*self.definition.tensor_inputs} - {*self.definition.saved}
+        return bool(drawn) and drawn <= {*self.workload.files()}
+
+    def _case(self, distribution: str, offset: int, *, typical: bool = True, drawn: bool = False) -> Case:
+        case = Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)
+        files = {} if drawn else case.files
+        return replace(case, typical=typical and draws_spread(self.definition), files=files)

@@ -1,0 +1,318 @@
+"""Distributions of floating-point inputs, each of which exposes another kind of mistake, and their choice per case."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tilegym_db.records import Definition
+from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.case import EXACT
+from tilegym_db.records.dtypes import Scalar
+
+Shape = tuple[int, ...]
+Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
+
+PLANTED = "planted_special_values"
+STEPS = "code_steps"
+"""Contents for operators that return codes: group maxima near a code times a power of two, and values between two codes."""
+VARIED = "varied"
+"""A different distribution for every input (:func:`tilegym_db.verification.distributions.styles_of`)."""
+REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
+"""Distributions on which the reference as written may overflow, so that the case is dropped."""
+ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
+"""Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
+EXTREME = frozenset({"large", "channels", "shifted"})
+"""Contents that at most one input of a call has."""
+ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
+
+_SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
+_ROWS_TO_SPARE_ONE = 4
+_ZERO_ROWS = 0.125
+
+
+def _normal(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+def _row_scale(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    # 2**±10 if the dtype has room; half precision ends at 2**16, and products of two such tensors double the exponent.
+    reach = min(10.0, math.log2(torch.finfo(dtype).max) / 4)
+    exponent = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) * (2 * reach) - reach
+    return _normal(generator, shape, dtype) * torch.exp2(exponent)
+
+
+def _outliers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    value = _normal(generator, shape, dtype)
+    rare = torch.rand(shape, generator=generator, device=generator.device) < 1e-3
+    return torch.where(rare, value * 100, value)
+
+
+def _small_integers(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(-4, 5, shape, generator=generator, device=generator.device).float()
+
+
+def _constant_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    row = torch.randn((*shape[:-1], 1), generator=generator, device=generator.device)
+    return row.expand(shape).clone()
+
+
+def _one_hot(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return a single 1 in each row; some rows are all zero, so that a norm divides by its epsilon only."""
+    rows = (*shape[:-1], 1)
+    place = torch.randint(0, shape[-1], rows, generator=generator, device=generator.device)
+    hot = torch.rand(rows, generator=generator, device=generator.device) >= _ZERO_ROWS
+    return torch.zeros(shape, device=generator.device).scatter_(-1, place, hot.float())
+
+
+def _max_quarter(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    sign = torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2 - 1
+    return sign * (torch.finfo(dtype).max / 4)
+
+
+def _subnormals(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows with half of the elements subnormal; in float16 all are, because hardware keeps them in fp32 maths.
+
+    Hardware may flush subnormals of float32 and bfloat16 to zero, which must not matter next to the other half of a row.
+    """
+    small = (torch.rand(shape, generator=generator, device=generator.device) * 2 - 1) * torch.finfo(dtype).tiny
+    if dtype == torch.float16:
+        return small
+    kept = torch.rand(shape, generator=generator, device=generator.device) < 0.5
+    return torch.where(kept, _normal(generator, shape, dtype), small)
+
+
+def _ties(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(3, generator=generator, device=generator.device)
+    return values[torch.randint(0, 3, shape, generator=generator, device=generator.device)]
+
+
+def _decades(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the decades by which a tensor's range may go down and up such that products of two stay normal numbers."""
+    return (2.0, 1.0) if dtype == torch.float16 else (8.0, 3.0)
+
+
+def _between(generator: torch.Generator, low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand(1, generator=generator, device=generator.device))
+
+
+def _tiny(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    down, _ = _decades(dtype)
+    return _normal(generator, shape, dtype) * 10 ** -_between(generator, down / 4, down)
+
+
+def _large(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    _, up = _decades(dtype)
+    return _normal(generator, shape, dtype) * 10 ** _between(generator, up / 3, up)
+
+
+def _shifted(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return values whose mean is many times their deviation, so that E[x**2] is not the variance."""
+    shift = _between(generator, 4.0, 30.0) * (1 if _between(generator, -1.0, 1.0) > 0 else -1)
+    return _normal(generator, shape, dtype) + shift
+
+
+def _channels(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return values with the same few large columns in every row, as in hidden states of language models."""
+    count = max(1, shape[-1] // 256)
+    columns = torch.randint(0, shape[-1], (count,), generator=generator, device=generator.device)
+    factors = torch.ones(shape[-1], device=generator.device)
+    factors[columns] = 10 ** _between(generator, 0.5, _decades(dtype)[1] * 5 / 6)
+    return _normal(generator, shape, dtype) * factors
+
+
+def _sparse(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return values with nine of ten elements zero, and some zero rows."""
+    kept = torch.rand(shape, generator=generator, device=generator.device) < 0.1
+    rows = torch.rand((*shape[:-1], 1), generator=generator, device=generator.device) >= _ZERO_ROWS
+    return _normal(generator, shape, dtype) * (kept & rows)
+
+
+def _sorted_rows(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    descending = _between(generator, -1.0, 1.0) > 0
+    return _normal(generator, shape, dtype).sort(dim=-1, descending=descending).values
+
+
+_LARGEST_CODES = (1.75, 1.5, 1.0)
+"""The largest codes of e4m3 (448), of e5m2 and e2m1 (57344, 6), and a power of two, each divided by a power of two."""
+_NEIGHBOUR_STEPS = (0.0, 1.0, -1.0)
+"""Steps of the dtype between a band's largest value and these; one step above, the scale is the next power of two."""
+_STEP_GROUP = 32
+"""Length of a group that shares a scale, or a divisor of it, along either axis."""
+_STEP_BAND = 128
+"""Number of columns with the same largest value."""
+
+
+def _code_steps(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return values with scales at and next to powers of two, where wrong rounding shows, and ties of all three-bit formats.
+
+    Values have four bits after the point and lie down to 2**-42 below the largest, so some codes are subnormal. The first
+    element of each group of columns, and of rows, is the largest.
+    """
+
+    def whole(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=generator.device).float()
+
+    unit, device = 2.0 ** int(_between(generator, -4, 5)), generator.device
+    band = torch.arange(shape[-1], device=device) // _STEP_BAND + int(_between(generator, 0, 97))
+    largest = torch.tensor(_LARGEST_CODES, device=device)[band % len(_LARGEST_CODES)] * unit
+    steps = torch.tensor(_NEIGHBOUR_STEPS, device=device) * torch.finfo(dtype).eps
+    largest = largest * (1 + steps[band // len(_LARGEST_CODES) % len(_NEIGHBOUR_STEPS)])
+    value = whole(16, 32) / 32 * torch.exp2(whole(-42, 1)) * unit
+    value[..., ::_STEP_GROUP] = largest[::_STEP_GROUP]
+    if len(shape) > 1:
+        if _between(generator, 0, 1) < 0.5:  # otherwise, blocks of several rows would only have the largest of these
+            value[..., ::_STEP_GROUP] *= (
+                1 + steps[torch.arange(shape[-2], device=device) % len(_NEIGHBOUR_STEPS)][:, None]
+            )
+        value[..., ::_STEP_GROUP, :] = largest
+    return value * (2 * whole(0, 2) - 1)
+
+
+def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return 1 + 0.1 * _normal(generator, shape, dtype)
+
+
+def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
+    """Put one of each special value of the operator at a random place, and set one row to -inf.
+
+    The -inf row is like a query that an attention mask excludes completely; it is set only if there are enough rows. In that
+    case the last row gets a NaN, which a kernel reads if it follows an index of -1.
+    """
+    rows = value.reshape(-1, value.shape[-1])  # contiguous, so this is a view
+
+    def somewhere(size: int) -> int:
+        return int(torch.randint(0, size, (1,), generator=generator, device=generator.device))
+
+    if "inf" in specials and rows.shape[0] >= _ROWS_TO_SPARE_ONE:
+        rows[somewhere(rows.shape[0])] = -math.inf
+    if "nan" in specials and rows.shape[0] >= _ROWS_TO_SPARE_ONE:
+        rows[-1, somewhere(rows.shape[1])] = math.nan
+    for special in (number for name in specials for number in _SPECIAL[name]):
+        rows[somewhere(rows.shape[0]), somewhere(rows.shape[1])] = special
+    return value
+
+
+DISTRIBUTIONS: dict[str, Draw] = {
+    "normal": _normal,
+    "row_scale": _row_scale,
+    "outliers": _outliers,
+    EXACT: _small_integers,
+    "constant_rows": _constant_rows,
+    "one_hot": _one_hot,
+    "max_quarter": _max_quarter,
+    "subnormals": _subnormals,
+    "ties": _ties,
+    PLANTED: _normal,  # then plant, which depends on the Definition
+}
+"""Contents of cases, each of which exposes another kind of mistake in the maths."""
+
+RANGES: dict[str, Draw] = {
+    VARIED: _normal,  # for operators without inputs that could vary
+    "tiny": _tiny,
+    "channels": _channels,
+    "shifted": _shifted,
+    "sparse": _sparse,
+    "large": _large,
+    "sorted_rows": _sorted_rows,
+}
+"""Contents that expose wrong assumptions about the range of inputs; the second call of a shape uses one of these."""
+
+CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps}
+STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
+"""Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
+
+
+# ---- variation ------------------------------------------------------------------------------------
+# Values that a model varies from call to call: ranges of inputs, kinds of weights, continuous scalars.
+#
+# All of them depend only on the case's seed, its contents and the input's name, so that a report can reproduce the case.
+
+ScalarRange = tuple[float, float]
+
+DECADES_DOWN, DECADES_UP = 3.0, 2.0
+"""Decades by which a continuous scalar is varied around the Workload's value."""
+KEEPS_ITS_SCALARS = 0.2
+_WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
+_PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
+"""Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
+
+EXTREME_SHARE = 0.6
+_MATRIX = 2
+"""Minimum dimensions of data; a tensor with fewer is a weight."""
+
+
+def _drawn(seed: int, what: str) -> random.Random:
+    return random.Random(hashlib.sha256(f"{seed}:{what}".encode()).digest())
+
+
+def vary_scalars(
+    definition: Definition, scalars: Mapping[str, Scalar], distribution: str, seed: int
+) -> dict[str, Scalar]:
+    """Return the scalars of one fuzz case: continuous ones vary over decades around their value, others stay.
+
+    A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
+    """
+    drawn = _drawn(seed, "scalars")
+    keeps = distribution == EXACT or drawn.random() < KEEPS_ITS_SCALARS
+    varied: dict[str, Scalar] = {}
+    for name, value in scalars.items():
+        if name not in definition.inputs:
+            continue
+        exponent = drawn.uniform(-DECADES_DOWN, 0.0 if distribution in ILL_CONDITIONED | EXTREME else DECADES_UP)
+        continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
+        varied[name] = float(f"{value * 10**exponent:.6g}") if continuous and not keeps else value  # type: ignore[operator]
+    return varied
+
+
+def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, ScalarRange]:
+    """Return continuous scalar -> its smallest and largest value among the verified calls."""
+    found: dict[str, ScalarRange] = {}
+    for name, spec in definition.inputs.items():
+        if spec.is_scalar and name not in definition.size_scalars and not is_code_selecting(definition, name):
+            values = [float(call[name]) for call in calls if isinstance(call.get(name), int | float)]  # type: ignore[arg-type]
+            if values:
+                found[name] = min(values), max(values)
+    return found
+
+
+def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str, str]:
+    """Return input -> the distribution of its contents.
+
+    Inputs that the Definition draws as ``normal``, because other contents make its maths ill-conditioned, only change their
+    range. At most one input of a case has extreme contents, because otherwise products and exponentials lose all information.
+    """
+    drawn = _drawn(seed, "styles")
+    names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
+    matrices = [name for name in names if len(definition.inputs[name].shape or ()) >= _MATRIX]
+    extreme = drawn.choice(matrices or names or [""])
+    styles = {}
+    for name in definition.tensor_inputs:
+        ordinary, weight = drawn.choice(ORDINARY), drawn.choice(_WEIGHTS)
+        if name not in names:
+            continue
+        if name not in matrices:
+            generated = name in definition.input_generators
+            style = EXACT if distribution == EXACT and not generated else "normal" if distribution in _PLAIN else weight
+        elif distribution == VARIED:
+            style = drawn.choice(sorted(EXTREME)) if name == extreme and drawn.random() < EXTREME_SHARE else ordinary
+        elif distribution in EXTREME:
+            style = distribution if name == extreme else "normal"
+        elif name in definition.input_generators and distribution not in ORDINARY:
+            style = "normal"
+        else:
+            style = distribution
+        styles[name] = style
+    return styles
+
+
+def _is_drawn(definition: Definition, name: str) -> bool:
+    """Return True for an input without a generator, or with a ``normal`` one."""
+    if definition.joint_inputs is not None and name in definition.joint_inputs.inputs:
+        return False
+    generator = definition.input_generators.get(name)
+    return generator is None or generator.kind == "normal"

@@ -1,0 +1,138 @@
+"""Oracle cases: drawn inputs, the oracle's outputs, and the error of the reference itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegym_db.backends.torch_dtypes import storage_dtype
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition
+from tilegym_db.records.case import Case
+from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
+from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
+from tilegym_db.verification.gates import ReferenceDeviation
+from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
+from tilegym_db.verification.oracle import as_written, oracle
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """A case with its inputs, the oracle's outputs and the error of the reference per output."""
+
+    case: Case
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor]
+    e_base: Mapping[str, ReferenceDeviation]
+    exact: frozenset[str] = frozenset()
+    """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
+    conditioned: frozenset[str] = frozenset()
+    """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
+
+
+def make_oracle_case(
+    definition: Definition,
+    case: Case,
+    device: str,
+    blobs: BlobReader | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> OracleCase | None:
+    """Draw a case and evaluate the oracle.
+
+    Returns:
+        None if the case proves nothing: its contents break a rule of the operator, or the reference as written fails it.
+
+    Args:
+        definition: the operator.
+        case: sizes and contents.
+        device: where inputs are drawn and the oracle runs.
+        blobs: reads inputs from files.
+        inputs: replace drawn inputs, by name.
+
+    Raises:
+        RecordError: the reference raises or returns another shape or dtype than declared; or contents from files cannot be
+            read or break a rule of the operator.
+    """
+    if inputs is None:
+        inputs = draw_inputs(definition, case, device, blobs=blobs)
+    broken = broken_constraint(definition, case.call.axes, inputs)
+    if broken is not None:
+        if case.files:
+            raise RecordError(
+                f"{definition.name} requires {broken}, which the contents break at {case}.",
+                code="content_constraint_broken",
+            )
+        return None
+    written = as_written(definition, inputs)
+    _check_declared(definition, case, written)
+    truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
+    # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
+    own = followed(definition, inputs, truth, written)
+    e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
+    verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
+    if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
+        return None
+    exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
+    return OracleCase(case, inputs, truth, e_base, exact, conditioned)
+
+
+def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:
+    """Return the first content constraint of the Definition that these inputs break, or None.
+
+    Raises:
+        RecordError: a constraint cannot be evaluated.
+    """
+    for text in definition.content_constraints:
+        try:
+            if not holds(text, {**axes, **inputs}):
+                return text
+        except Unknown as error:
+            raise RecordError(
+                f"{definition.name}: content_constraints: {error}.", code="content_constraint_failed"
+            ) from None
+    return None
+
+
+def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
+    """Return True if another order of operations may overflow, for contents near the end of a dtype's range.
+
+    A reference that is its own oracle shows this itself. For others, a sum is known to stay in range only in its own order,
+    unless it also does with all terms of one sign.
+    """
+    if case.distribution not in REFERENCE_MAY_FAIL or not all(map(_is_finite, inputs.values())):
+        return False
+    if definition.oracle == "as_written":
+        return not all(map(_is_finite, written.values()))
+    of_one_sign = {name: value.abs() if _has_signs(value) else value for name, value in inputs.items()}
+    sums = as_written(definition, of_one_sign)
+    return any(
+        bool((value.isfinite() & ~sums[name].isfinite()).any()) for name, value in written.items() if _has_signs(value)
+    )
+
+
+def _has_signs(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not value.is_floating_point() or bool(value.float().isfinite().all())
+
+
+def _check_declared(definition: Definition, case: Case, outputs: Mapping[str, torch.Tensor]) -> None:
+    for name, value in outputs.items():
+        found = (tuple(value.shape), value.dtype)
+        declared = (
+            definition.shape_of(name, case.call.axes),
+            storage_dtype(definition.dtype_of(name, case.call.dtypes)),
+        )
+        if found != declared:
+            raise RecordError(
+                f"{definition.name}: reference: '{name}' has shape {found[0]} and dtype {found[1]} at {case}, "
+                f"but outputs.{name} declares {declared[0]} and {declared[1]}.",
+                code="output_differs",
+            )

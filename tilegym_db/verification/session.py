@@ -1,0 +1,591 @@
+"""Verification session of one Solution: fuzz cases once per dtype binding, then each Workload's own shape.
+
+Its parts are the own shape, the outcome and queue of fuzz cases, the share of processors, and the check of stock code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+
+from tilegym_db.records import Workload
+from tilegym_db.records.base import canonical_json
+from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.case import Case
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.hardware import CPU
+from tilegym_db.sandbox.limits import available_processors
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
+from tilegym_db.verification.cases import fuzz_cases, sibling_of
+from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
+from tilegym_db.verification.worker_handle import WorkerHandle
+
+# ---- own shape ------------------------------------------------------------------------------------
+# Verifies the workload's exact shape with every content set, early if helpers are busy with fuzz cases.
+
+IN_MODEL_CALL = 3
+"""Index of the call on a workload's first contents that is made as in a model; screens make fewer calls."""
+
+
+@dataclass(frozen=True)
+class ShapeResult:
+    """A pass at one workload's shape: the figures, and the outputs for each timed content set."""
+
+    verdict: WorstErrors
+    outputs: list[Mapping[str, torch.Tensor]]
+
+
+def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> ShapeResult | Failure:
+    """Check every gate with every content set, in a worker that has the source loaded.
+
+    Raises:
+        Exception: one of :data:`CANNOT_VERIFY`.
+    """
+    verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
+    outputs: list[Mapping[str, torch.Tensor]] = []
+    case = contents.sets[0].case
+    with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
+        failure = handle.attach(buffers, case)
+        for number, expected in enumerate(contents.verified):
+            if failure is not None:
+                break
+            calls = handle.policy.calls if number == 0 else 2
+            outcome = handle.verify_slot(buffers, expected, calls, in_model=IN_MODEL_CALL)
+            if isinstance(outcome, Failure):
+                failure = outcome
+            else:
+                verdict.add(outcome[0])
+                outputs += [outcome[1]] if number < len(contents.sets) else []
+        if failure is None and contents.other is not None:
+            failure = handle.call_in_turn(buffers, contents.sets[0], contents.other, outputs[0])
+        handle.detach()
+    if failure is None and handle.policy.in_turn:
+        failure = handle.check_state()
+    return ShapeResult(verdict, outputs) if failure is None else failure
+
+
+@dataclass
+class ShapesAhead:
+    """The next workloads of one Solution, in order, with their contents as far as these are drawn.
+
+    A new shape mostly needs compilation. The worker of a Solution does that while helpers run its fuzz cases.
+    """
+
+    waiting: deque[Future[WorkloadContents | Failure]] = field(default_factory=deque)
+    _found: dict[str, tuple[WorkerProcess | None, ShapeResult | Failure]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, contents: Iterable[Future[WorkloadContents | Failure] | None]) -> ShapesAhead:
+        """Return the shapes of these workloads."""
+        return cls(deque(future for future in contents if future is not None))
+
+    def check_next(self, handle: WorkerHandle) -> bool:
+        """Verify the next workload early; return False if there is none or it fails.
+
+        A failing workload is verified again in its turn, where a lost worker gets a second chance, and no other is verified early
+        after it. Only a timeout is final, because a repetition would wait again.
+        """
+        if not self.waiting or not self.waiting[0].done():
+            return False
+        contents = self.waiting.popleft().result()
+        if isinstance(contents, Failure):
+            return True
+        try:
+            outcome = check_own_shape(handle, contents)
+        except CANNOT_VERIFY as error:
+            outcome = cannot_verify(error)
+        if isinstance(outcome, ShapeResult) or outcome.status == "TIMEOUT":
+            self._found[contents.workload.uuid] = handle.worker, outcome
+        if isinstance(outcome, ShapeResult):
+            return True
+        self.waiting.clear()
+        return False
+
+    def take(self, handle: WorkerHandle, contents: WorkloadContents) -> ShapeResult | Failure | None:
+        """Return and forget the early result of a workload; None if there is none, or if it is of another worker."""
+        self.waiting = deque(future for future in self.waiting if not _is_of(future, contents))
+        worker, outcome = self._found.pop(contents.workload.uuid, (None, None))
+        return None if isinstance(outcome, ShapeResult) and worker is not handle.worker else outcome
+
+
+def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContents) -> bool:
+    return future.done() and future.result() is contents
+
+
+# ---- fuzz outcome ---------------------------------------------------------------------------------
+
+
+@dataclass
+class FuzzOutcome:
+    """The fuzz cases that a Solution passed, and those that were dropped."""
+
+    passed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    scalars: list[Mapping[str, Scalar]] = field(default_factory=list)
+    """The scalars of each passed case."""
+
+
+def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
+    """Return the passed cases, or the first failure at a case that stock code passes."""
+    excused = [failure for failure in failures if failure.excused]
+    refuted = [failure for failure in failures if not failure.excused]
+    if refuted or len(excused) > max(1, MAX_DROPPED_SHARE * len(proving)):
+        return (refuted or excused)[0]
+    lost = {str(failure.case) for failure in excused}
+    fuzz.dropped += [f"{failure.case}: stock code fails it as well" for failure in excused]
+    for pair in proving:
+        cases = [expected.case for expected in pair if expected is not None and str(expected.case) not in lost]
+        fuzz.passed += [str(case) for case in cases]
+        fuzz.scalars += [case.call.scalars for case in cases]
+    return fuzz
+
+
+# ---- case queue -----------------------------------------------------------------------------------
+# A free worker takes the next fuzz case of its Solution.
+
+Pair = tuple[OracleCase, OracleCase | None]
+"""A fuzz case, and another call of its shape that follows it."""
+
+
+class CaseQueue:
+    """A queue that hands out cases in order until one has failed for good; thread-safe.
+
+    All cases before the failed one have been handed out and are checked to the end. The first failure in the order of the cases
+    therefore does not depend on the number and speed of workers.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        """Start with every case in the queue."""
+        self._pairs, self._next = pairs, 0
+        self._failures: list[tuple[int, Failure]] = []
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[int, Pair]]:
+        """Yield the remaining cases with their numbers."""
+        while True:
+            with self._lock:
+                if self._next >= len(self._pairs):
+                    return
+                number = self._next
+                self._next += 1
+            yield number, self._pairs[number]
+
+    @property
+    def left(self) -> int:
+        """The number of remaining cases."""
+        with self._lock:
+            return len(self._pairs) - self._next
+
+    def close(self) -> None:
+        """Stop handing out cases."""
+        with self._lock:
+            self._next = len(self._pairs)
+
+    def fail(self, failure: Failure, number: int | None = None) -> None:
+        """Record the failure of a case, or without a number, of a worker that has not taken a case."""
+        with self._lock:
+            self._failures.append((len(self._pairs) if number is None else number, failure))
+        if not failure.excused:
+            self.close()
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The failures so far, in the order of their cases."""
+        with self._lock:
+            return [failure for _, failure in sorted(self._failures, key=itemgetter(0))]
+
+
+# ---- processors -----------------------------------------------------------------------------------
+# Processors of a machine are shared by Solutions that are verified in parallel, and by their helpers.
+
+
+class Processors:
+    """Budget of processes. Each runner has a processor until it is done; helpers use the rest.
+
+    Thread-safe.
+    """
+
+    def __init__(self, total: int, runners: int = 1, alone: int = 0) -> None:
+        """Start with ``runners``, running or waiting; ``alone`` of them never ask for a helper."""
+        self._total, self._runners, self._alone, self._helpers = total, runners, alone, 0
+        self._lock = threading.Lock()
+
+    def take(self, workers: int) -> bool:
+        """Take a processor for one more worker of a runner that has ``workers``; return False if there is none.
+
+        A runner cannot take more than its share, so that later ones find processors too. Give the processor back with
+        :meth:`give_back`.
+        """
+        with self._lock:
+            share = -(-(self._total - self._alone) // max(self._runners - self._alone, 1))
+            if self._runners + self._helpers >= self._total or workers >= share:
+                return False
+            self._helpers += 1
+            return True
+
+    def give_back(self) -> None:
+        """Give back the processor of a helper that has ended."""
+        with self._lock:
+            self._helpers -= 1
+
+    def done(self, *, alone: bool = False) -> None:
+        """Release the processor of a runner that is done."""
+        with self._lock:
+            self._runners -= 1
+            self._alone -= alone
+
+
+MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
+"""Statuses that the machine may have caused: fuzz cases that ended so are tried again with the next workload."""
+MAX_FUZZ_WORKERS = 6
+SHARED_HOST_WORKERS = 4
+"""Additional workers per kernel, divided by the number of GPUs at work: a host creates one CUDA context after the other,
+0.3 s each, whichever GPU it is for."""
+CASES_PER_WORKER = {"tilelang": 1, "cutile": 2}
+"""Fuzz cases that take about as long as the start of another worker: half a second on an H100, and two seconds more to
+import TileLang."""
+OTHER_CASES_PER_WORKER = 6
+
+
+@dataclass(frozen=True)
+class VerifiedWorkload(ShapeResult):
+    """A pass of one workload: its own shape, and the fuzz cases."""
+
+    fuzz: FuzzOutcome
+
+
+@dataclass
+class Verification:
+    """Verification of one Solution, in the worker of its handle and in helpers that share its fuzz cases.
+
+    ``baseline_check`` finds the cases that the stock code fails as well; without it, no case is excused. ``processors``
+    limits the helpers of all verifications that run at the same time.
+    """
+
+    handle: WorkerHandle
+    baseline_check: BaselineCheck | None = None
+    fuzz_outcomes: dict[str, FuzzOutcome | Failure] = field(default_factory=dict)
+    processors: Processors = field(default_factory=lambda: Processors(available_processors()))
+    ahead: ShapesAhead = field(default_factory=ShapesAhead)
+    """Other shapes that this Solution is verified at; the handle's worker begins with them while helpers run fuzz cases."""
+    _helpers: list[WorkerHandle] = field(default_factory=list)
+
+    def verify(
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> VerifiedWorkload | Failure:
+        """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
+
+        If the worker is lost, something else than the Solution may be the cause, so the Solution gets a second chance in a new
+        worker. After a timeout it does not, because a repetition would wait again.
+        """
+        outcome = self._attempt(contents, anchors, seed, cache)
+        handle = self.handle
+        if (
+            isinstance(outcome, Failure)
+            and outcome.status == "RUNTIME_ERROR"
+            and handle.broken is None
+            and not handle.usable
+            and not handle.aborted
+        ):
+            handle.close()
+            again = self._attempt(contents, anchors, seed, cache)
+            if isinstance(again, Failure) and again.status == outcome.status:
+                return replace(again, reason=f"{again.reason} (twice, the second time in a fresh process)")
+            return again
+        return outcome
+
+    def case_alone(self, expected: OracleCase) -> WorstErrors | Failure:
+        """Check every gate on one case, and nothing else."""
+        return self.handle.load() or _check_case(self.handle, expected, self.handle.policy.calls)
+
+    def outputs_of(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | Failure:
+        """Return the outputs of one call on these contents without checking them."""
+        failure = self.handle.load()
+        if failure is not None:
+            return failure
+        with SharedBuffers(plan_slot(self.handle.definition, expected.case), 1, self.handle.device) as buffers:
+            try:
+                return self.handle.attach(buffers, expected.case) or self.handle.one_call(buffers, expected)
+            finally:
+                self.handle.detach()
+
+    def own_shape(self, contents: WorkloadContents) -> VerifiedWorkload | Failure:
+        """Check every content set at the workload's own shape without fuzz cases: enough to time it, not to trust it."""
+        failure = self.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            return self._check_shape(contents, FuzzOutcome())
+        except CANNOT_VERIFY as error:
+            return cannot_verify(error)
+
+    def abort(self) -> None:
+        """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
+        for handle in (self.handle, *self._helpers):
+            handle.abort()
+
+    def _attempt(
+        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> VerifiedWorkload | Failure:
+        if self.handle.broken is not None:
+            return self.handle.broken
+        failure = self.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            fuzz = self._fuzz(contents.workload, anchors, seed, cache)
+            return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
+        except CANNOT_VERIFY as error:
+            return cannot_verify(error)
+
+    # -- fuzz cases ---------------------------------------------------------------------------------------------------
+
+    def _fuzz(
+        self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> FuzzOutcome | Failure:
+        definition, record, policy = self.handle.definition, self.handle.solution.record, self.handle.policy
+        dtypes, scalars = definition.bind_dtypes(workload.dtypes), workload.scalars()
+        # A continuous scalar such as eps does not select code, so one set of fuzz cases serves all its values.
+        selecting = {n: v for n, v in scalars.items() if is_code_selecting(definition, n)}
+        key = canonical_json([dtypes, selecting, self.handle.config])
+        if key not in self.fuzz_outcomes:
+            cases = fuzz_cases(
+                definition,
+                record,
+                [anchor.axes for anchor in anchors],
+                dtypes,
+                scalars,
+                count=policy.fuzz_cases_of(record),
+                seed=seed,
+                max_rows=policy.fuzz_rows,
+            )
+            outcome = self._check_fuzz_cases(cases, cache, scalars)
+            if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
+                return outcome
+            self.fuzz_outcomes[key] = outcome
+        return self.fuzz_outcomes[key]
+
+    def _check_fuzz_cases(
+        self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
+    ) -> FuzzOutcome | Failure:
+        """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
+        definition, in_turn = self.handle.definition, self.handle.policy.in_turn
+        fuzz = FuzzOutcome()
+        proving: list[Pair] = []
+        for number, case in enumerate(cases):
+            expected = cache.get(case)
+            if expected is None:
+                fuzz.dropped.append(str(case))
+                continue
+            proving.append((expected, cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None))
+        if not proving:
+            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
+            return Failure("UNSUPPORTED", reason, gate="envelope")
+        queue, helping = CaseQueue(proving), list[Future[None]]()
+        own = iter(queue)
+        try:
+            with ThreadPoolExecutor(max_workers=max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+                while queue.left:
+                    self._start_helpers(queue, pool, helping)
+                    if _at_work(helping) and self._check_ahead(queue):
+                        continue
+                    taken = next(own, None)
+                    if taken is not None:
+                        self._check_pair(self.handle, queue, *taken)
+            for help_given in helping:
+                help_given.result()
+        finally:
+            self._helpers = []
+        return conclude_fuzz(fuzz, proving, queue.failures)
+
+    def _check_ahead(self, queue: CaseQueue) -> bool:
+        """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""
+        checked = self.ahead.check_next(self.handle)
+        if not checked and not self.handle.usable:
+            not_loaded = self.handle.load()
+            if not_loaded is not None:
+                queue.fail(not_loaded)
+        return checked
+
+    def _check_pair(self, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Pair) -> None:
+        outcome = _check_case(handle, pair[0], 2, pair[1])
+        if isinstance(outcome, Failure):
+            queue.fail(self._excused(outcome, *pair), number)
+
+    def _excused(self, failure: Failure, expected: OracleCase, other: OracleCase | None) -> Failure:
+        """Return the failure, marked as excused if stock code fails the comparison with the oracle at its case too."""
+        if failure.verdict is None:
+            return failure
+        if self.handle.solution.record.spec.provides == "stock":
+            return replace(failure, excused=True)
+        at = expected if other is None or failure.case == expected.case else other
+        return replace(failure, excused=self.baseline_check is not None and self.baseline_check.fails(at))
+
+    def _start_helpers(self, queue: CaseQueue, pool: ThreadPoolExecutor, helping: list[Future[None]]) -> None:
+        """Start as many helpers as there are cases and processors for; ended helpers do not count."""
+        while True:
+            workers = 1 + _at_work(helping)
+            if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_per_worker():
+                return
+            if not self.processors.take(workers):
+                return
+            try:
+                helper = self.handle.another()
+            except WorkerDied:  # run with the helpers that could start
+                self.processors.give_back()
+                return
+            self._helpers.append(helper)
+            if self.handle.aborted:
+                helper.abort()
+            helping.append(pool.submit(self._help, helper, queue))
+
+    def _help(self, helper: WorkerHandle, queue: CaseQueue) -> None:
+        """Take cases in a separate worker until none is left."""
+        try:
+            with closing(helper):
+                not_loaded = helper.load()
+                if not_loaded is not None and not_loaded.status == "UNSUPPORTED":
+                    return  # run with the helpers that could start
+                if not_loaded is not None:
+                    queue.fail(not_loaded)
+                with closing(queue):
+                    for number, pair in queue:
+                        self._check_pair(helper, queue, number, pair)
+        finally:
+            self.processors.give_back()
+
+    @property
+    def may_have_helpers(self) -> bool:
+        """True if its worker would finish the fuzz cases later than another worker starts."""
+        cases = self.handle.policy.fuzz_cases_of(self.handle.solution.record)
+        return self.handle.limits.fuzz_workers > 1 and cases >= self._cases_per_worker()
+
+    def _cases_per_worker(self) -> int:
+        if self.handle.device == CPU:
+            return 1  # a worker starts quickly there
+        return CASES_PER_WORKER.get(self.handle.solution.record.spec.language, OTHER_CASES_PER_WORKER)
+
+    # -- the workload's own shape -------------------------------------------------------------------------------------
+
+    def _check_shape(self, contents: WorkloadContents, fuzz: FuzzOutcome) -> VerifiedWorkload | Failure:
+        found = self.ahead.take(self.handle, contents) or check_own_shape(self.handle, contents)
+        if isinstance(found, Failure):
+            return found
+        found.verdict.cases += len(fuzz.passed)
+        return VerifiedWorkload(found.verdict, found.outputs, fuzz)
+
+
+def max_fuzz_workers(host_share: int) -> int:
+    """Return the maximum number of workers per kernel if this many GPUs of a host are at work."""
+    return MAX_FUZZ_WORKERS - SHARED_HOST_WORKERS + SHARED_HOST_WORKERS // host_share
+
+
+def _at_work(helping: Sequence[Future[None]]) -> int:
+    """Return the number of helpers that have not ended."""
+    return sum(not help_given.done() for help_given in helping)
+
+
+def _check_case(
+    handle: WorkerHandle, expected: OracleCase, calls: int, other: OracleCase | None = None
+) -> WorstErrors | Failure:
+    """Check one case by every gate; with ``other``, call that too, and then the first case again."""
+    verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
+    with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
+        outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
+        if other is not None and not isinstance(outcome, Failure):
+            outcome = handle.call_in_turn(buffers, expected, other, outcome[1]) or outcome
+        handle.detach()
+    if isinstance(outcome, Failure):
+        return outcome
+    verdict.add(outcome[0])
+    return verdict
+
+
+# ---- check of stock code --------------------------------------------------------------------------
+# Drops fuzz cases that the stock implementation in the same dtype also fails.
+#
+# For example, PyTorch's matrix product in bfloat16 on a CPU gives NaN for a row of -inf at some sizes. A Solution that
+# does the same is not worse than the code that it replaces.
+
+MAX_DROPPED_SHARE = 0.25
+"""Maximum share of the cases that may be dropped; a Solution that fails more is wrong, whatever stock code does."""
+
+
+class CaseVerifier(Protocol):
+    """Protocol for the verification of the stock code (:class:`tilegym_db.verification.session.Verification`)."""
+
+    handle: WorkerHandle
+
+    def case_alone(self, expected: OracleCase) -> WorstErrors | Failure:
+        """Check every gate on one case, and nothing else."""
+        ...
+
+    def outputs_of(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | Failure:
+        """Return the outputs of one call on these contents without checking them."""
+        ...
+
+
+@dataclass
+class BaselineCheck:
+    """Runner of the Definition's stock code at cases that a Solution failed; it starts on first use.
+
+    Args:
+        make: makes a verification of the stock code in a separate worker, or returns None if the catalog has none.
+    """
+
+    make: Callable[[], CaseVerifier | None]
+    _stock: CaseVerifier | None = None
+    _asked: dict[str, bool] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fails(self, expected: OracleCase) -> bool:
+        """Return True if the comparison with the oracle rejects the stock code's result too."""
+        with self._lock:
+            key = expected.case.key
+            if key not in self._asked:
+                self._asked[key] = self._run(expected)
+            return self._asked[key]
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        with self._lock:
+            if self._stock is not None:
+                self._stock.handle.close()
+                self._stock = None
+
+    def outputs(self, expected: OracleCase) -> Mapping[str, torch.Tensor] | None:
+        """Return the stock code's outputs on these contents; None if there is no stock code, or no memory for it."""
+        with self._lock:
+            stock = self._started(expected)
+            if stock is None:
+                return None
+            try:
+                found = stock.outputs_of(expected)
+            except torch.OutOfMemoryError:
+                return None
+            return None if isinstance(found, Failure) else found
+
+    def _run(self, expected: OracleCase) -> bool:
+        stock = self._started(expected)
+        if stock is None:
+            return False
+        outcome = stock.case_alone(expected)
+        return isinstance(outcome, Failure) and outcome.verdict is not None
+
+    def _started(self, expected: OracleCase) -> CaseVerifier | None:
+        """Return the verification of the stock code, or None if the stock code does not support such calls."""
+        self._stock = self._stock or self.make()
+        if self._stock is None or self._stock.handle.excludes(expected.case) is not None:
+            return None
+        return self._stock

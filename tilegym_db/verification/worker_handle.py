@@ -1,0 +1,343 @@
+"""The harness's handle of a worker process with one Solution: starts it, loads the source, and sends requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tilegym_db.backends.compile_cache import compile_cache_folder
+from tilegym_db.catalog import SolutionFiles
+from tilegym_db.records import Config, Definition, Solution
+from tilegym_db.records.case import Case
+from tilegym_db.records.hardware import CPU
+from tilegym_db.records.layouts import layout_class
+from tilegym_db.records.solution import narrowed
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
+from tilegym_db.sandbox.interpreters import INTERPRETERS
+from tilegym_db.sandbox.protocol import Reply, load_request
+from tilegym_db.sandbox.shared_buffers import SharedBuffers
+from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
+from tilegym_db.verification.cases import MAX_ROWS
+from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.gates import OutputComparison
+from tilegym_db.verification.verifier import Failure, call_again, not_set_up, one_call, verify_slot
+
+# ---- tier policy ----------------------------------------------------------------------------------
+
+MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
+"""Minimum sandbox level of a promotion; below it, a Solution could have changed its verifier."""
+
+
+@dataclass(frozen=True)
+class TierPolicy:
+    """The checks of one tier.
+
+    ``fuzz_cases``: number of shapes, layouts and contents beyond the workload's own. ``baseline_fuzz_cases``: the same for
+    baselines, which are never resolved to; a few cases suffice, because compiled stock code compiles anew for each.
+    ``fuzz_rows``: rows of the largest tensor of such a case. ``calls``: number of calls on the same inputs, whose bytes must
+    agree. ``audited``: also check the ownership of the device time, and time calls on new contents by the harness's clock.
+    ``in_turn``: follow each fuzz case by another call of its shape with other ranges and scalars, and by the first case again.
+    ``draws``: draws per case that are checked together, for operators that draw at random.
+    """
+
+    tier: Tier
+    fuzz_cases: int
+    baseline_fuzz_cases: int
+    calls: int
+    audited: bool
+    fuzz_rows: int = MAX_ROWS
+    in_turn: bool = False
+    draws: int = 1024
+
+    def fuzz_cases_of(self, solution: Solution) -> int:
+        """Return the number of fuzz cases for a Solution."""
+        return self.fuzz_cases if solution.spec.role == "kernel" else self.baseline_fuzz_cases
+
+
+# An interpreted program takes 10 ms, and there is one per few rows; 160 rows are enough for two tiles.
+INTERPRETER = TierPolicy(
+    "interpreter", fuzz_cases=4, baseline_fuzz_cases=4, calls=2, audited=False, fuzz_rows=160, draws=64
+)
+SCREEN = TierPolicy("screen", fuzz_cases=4, baseline_fuzz_cases=2, calls=2, audited=False)
+UNTIMED = replace(SCREEN, tier="untimed")
+"""Policy for a Solution that omits an output: a screen without times, because no other Solution's time is comparable."""
+
+PROMOTION = TierPolicy(
+    "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
+)
+
+
+MAX_DEATHS = 3
+_WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """Deadlines in seconds and memory in bytes for one runner."""
+
+    first_call_s: float = 180.0
+    call_s: float = 60.0
+    buffer_bytes: int = 6 << 30
+    fuzz_workers: int = 1
+    """Maximum number of worker processes that share one set of fuzz cases; each may have to compile them."""
+
+
+@dataclass
+class WorkerHandle:
+    """One Solution under one config, and the process that runs it: not started, alive or lost.
+
+    ``broken`` is the reason why the Solution is given up on. ``spoilt``: later CUDA calls of the process would fail.
+    ``profiled``: the profiler will record its calls; setting it up takes four seconds, before a source is loaded.
+    """
+
+    definition: Definition
+    solution: SolutionFiles
+    device: str
+    folder: Path
+    policy: TierPolicy = SCREEN
+    config: Config = field(default_factory=dict)
+    interpret: bool = False
+    profiled: bool = True
+    limits: RunnerLimits = field(default_factory=RunnerLimits)
+    worker: WorkerProcess | None = None
+    broken: Failure | None = None
+    deaths: int = 0
+    spoilt: bool = False
+    aborted: bool = False
+    _loaded: bool = False
+    _load_failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Remove the outputs that the Solution omits from the definition."""
+        self.definition = narrowed(self.definition, self.solution.record.spec.omits)
+
+    @property
+    def usable(self) -> bool:
+        """True while the worker lives and its CUDA context works."""
+        return self.worker is not None and self.worker.alive and not self.spoilt
+
+    @property
+    def sandbox_level(self) -> int:
+        """The worker's sandbox level; 0 without a worker, or if it ended before it could report its level."""
+        try:
+            return 0 if self.worker is None else self.worker.sandbox_level
+        except (WorkerDied, WorkerTimeout):
+            return 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """True after the last death that is allowed."""
+        return self.broken is not None and self.deaths >= MAX_DEATHS
+
+    def excludes(self, case: Case) -> str | None:
+        """Return the reason why the Solution does not support the sizes and layouts of a case, or None."""
+        shapes = {name: self.definition.shape_of(name, case.call.axes) for name in case.call.layouts}
+        classes = {name: layout_class(shape, case.strides(self.definition, name)) for name, shape in shapes.items()}
+        return self.solution.record.unsupported(case.call.axes, case.call.dtypes, classes)
+
+    def another(self) -> WorkerHandle:
+        """Return a handle of the same Solution with a separate, started worker, for verifying cases only.
+
+        Raises:
+            WorkerDied: no worker could be started.
+        """
+        other = replace(
+            self, worker=None, broken=None, deaths=0, spoilt=False, profiled=False, _loaded=False, _load_failed=False
+        )
+        other.worker = other.start()
+        return other
+
+    def start(self) -> WorkerProcess:
+        """Start a process in a separate folder, with nothing loaded."""
+        environment = INTERPRETERS[self.solution.record.spec.language].environment if self.interpret else {}
+        folder = self.folder / f"{self.solution.name}-{next(_WORKERS)}"
+        compiles = self.device == CPU and self.solution.uses_torch_compile
+        worker = WorkerProcess(
+            self.device,
+            folder,
+            environment,
+            readable=(self.solution.folder,),
+            compile_cache=compile_cache_folder() if compiles else None,
+        )
+        if self.aborted:
+            worker.kill()
+        return worker
+
+    def abort(self) -> None:
+        """Kill the worker for good; every thread that waits for an answer gets an error that it died."""
+        self.aborted = True
+        worker = self.worker  # a helper that has ended has none
+        if worker is not None:
+            worker.kill()
+
+    def close(self) -> None:
+        """End the worker."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def after_failure(self, failure: Failure) -> bool:
+        """End a worker that did not survive, and return True if so. The Solution is given up on after the third death."""
+        if self.worker is None or self.usable:
+            return False
+        self.close()
+        if failure.no_memory:
+            return False  # it never began: neither the Solution nor the device is the cause
+        self.deaths += 1
+        if self.deaths >= MAX_DEATHS:
+            reason = f"its worker died {self.deaths} times; last: {failure.reason}"
+            self.broken = replace(failure, reason=reason)
+        return True
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self) -> Failure | None:
+        """Ensure a worker with the source loaded; start a new one if it was lost. Nothing is called yet."""
+        if self.worker is not None and (not self.usable or self._load_failed):
+            self.close()  # a failed source may have changed the process
+        if self.worker is None:
+            try:
+                self.worker = self.start()
+            except (WorkerDied, WorkerTimeout) as error:
+                return not_set_up(Failure("RUNTIME_ERROR", "no process could be started", str(error)))
+            self._loaded = self._load_failed = False
+        if self._loaded:
+            return None
+        self.spoilt = False
+        failure = self._load(self.worker)
+        self._loaded, self._load_failed = failure is None, failure is not None
+        if failure is not None and not failure.no_memory:
+            self.broken = self.broken or failure
+        return failure
+
+    def _load(self, worker: WorkerProcess) -> Failure | None:
+        """Prepare the worker and load the source, which may run code at import."""
+        timeout_s = self.limits.first_call_s
+        failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
+        if failure is not None:
+            return not_set_up(failure)
+        try:
+            request = load_request(self.definition, self.solution, interpret=self.interpret)
+            reply = worker.request("load", timeout_s=timeout_s, **request)
+        except WorkerTimeout as error:
+            return Failure("TIMEOUT", "loading the source did not finish", str(error))
+        except WorkerDied as error:
+            return Failure("RUNTIME_ERROR", "the worker died while loading the source", str(error))
+        if reply.ok:
+            return None
+        return Failure(reply.failed_as, "the source does not load", reply.error)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def attach(self, buffers: SharedBuffers, case: Case) -> Failure | None:
+        """Map memory for the next calls in the worker, under the current config."""
+        return self.order(
+            "attach",
+            self.limits.call_s,
+            descriptors=(buffers.descriptor,),
+            buffers=buffers.to_message(),
+            config=self.config,
+            scalars=case.call.scalars,
+        )
+
+    def detach(self) -> None:
+        """Unmap that memory in a live worker."""
+        if self.worker is not None and self.worker.alive:
+            self.order("detach", self.limits.call_s)
+
+    def verify_slot(
+        self, buffers: SharedBuffers, expected: OracleCase, calls: int, in_model: int | None = None
+    ) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
+        """Check every gate on the first slot of attached memory; see :func:`tilegym_db.verification.verifier.verify_slot`."""
+        assert self.worker is not None
+        outcome = verify_slot(
+            self.worker,
+            buffers,
+            0,
+            self.definition,
+            self.solution.record,
+            expected,
+            calls=calls,
+            in_model=in_model,
+            draws=self.policy.draws,
+            timeout_s=self.limits.first_call_s,  # a new shape may have to compile
+        )
+        if isinstance(outcome, Failure):
+            self._note_spoilt(outcome.log)
+        return outcome
+
+    def one_call(self, buffers: SharedBuffers, expected: OracleCase) -> dict[str, torch.Tensor] | Failure:
+        """Return the outputs of one call on the first slot of attached memory without comparing them."""
+        assert self.worker is not None
+        timeout_s = self.limits.first_call_s
+        return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
+
+    def call_in_turn(
+        self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]
+    ) -> Failure | None:
+        """Call on ``other`` at the same addresses, then on ``expected`` again.
+
+        The calls on ``other`` are also made as in a model, if the alignment is that of a model. ``first`` has the outputs of the
+        earlier calls on ``expected``.
+        """
+        assert self.worker is not None
+        failure = self.order("scalars", self.limits.call_s, scalars=other.case.call.scalars)
+        if failure is None:
+            found = self.verify_slot(buffers, other, calls=1 if other.case.offset else 2, in_model=1)
+            failure = found if isinstance(found, Failure) else None
+        failure = failure or self.order("scalars", self.limits.call_s, scalars=expected.case.call.scalars)
+        return failure or call_again(
+            self.worker,
+            buffers,
+            self.definition,
+            self.solution.record,
+            expected,
+            first,
+            timeout_s=self.limits.first_call_s,
+        )
+
+    def check_state(self) -> Failure | None:
+        """Return a failure if the calls changed the process beyond their outputs, which must not happen in a model's process."""
+        reply = self.ask("state", self.limits.call_s)
+        if isinstance(reply, Failure):
+            return reply
+        found = reply.content.get("changes")
+        if not isinstance(found, list):
+            return Failure("REJECTED", "the worker's report of its state is not a list", gate="state")
+        what = "; ".join(map(str, found))[:600]
+        return Failure("REJECTED", f"it changes its process: {what}", gate="state") if found else None
+
+    def repeat_calls(self, slots: Sequence[int], count: int) -> Failure | None:
+        """Make ``count`` more calls on these slots, as in a process that has run for a while."""
+        return self.order("repeat", self.limits.call_s, slots=list(slots), count=count)
+
+    def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
+        """Send a request whose answer only says that it is done."""
+        reply = self.ask(op, timeout_s, descriptors, **content)
+        return reply if isinstance(reply, Failure) else None
+
+    def ask(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Reply | Failure:
+        """Return the worker's answer; a failure if the worker was lost or could not do it."""
+        assert self.worker is not None
+        try:
+            reply = self.worker.request(op, timeout_s=timeout_s, descriptors=descriptors, **content)
+        except WorkerTimeout as error:
+            return Failure("TIMEOUT", f"'{op}' did not finish", str(error))
+        except WorkerHasNoMemory as error:
+            return Failure("UNSUPPORTED", str(error), no_memory=True)
+        except WorkerDied as error:
+            return Failure("RUNTIME_ERROR", f"the worker was lost during '{op}'", str(error))
+        if reply.ok:
+            return reply
+        self._note_spoilt(reply.error)
+        reason = f"'{op}' failed in the worker: {reply.summary}"
+        return Failure(reply.failed_as, reason, reply.error, no_memory=reply.no_memory)
+
+    def _note_spoilt(self, text: str) -> None:
+        """Note that the CUDA context is broken: after an illegal access, every later CUDA call of that process fails."""
+        if "CUDA error" in text or "CUDA_ERROR" in text or "cudaError" in text:
+            self.spoilt = True
