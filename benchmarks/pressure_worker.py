@@ -32,7 +32,7 @@ from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.program import copy_returned
 from tilegym_db.sandbox.protocol import Channel
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
-from tilegym_db.verification.expected import Expected, expect
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.verifier import (
     POISON_NAN,
     Failure,
@@ -97,7 +97,7 @@ class Job:
 
     definition: Definition
     files: SolutionFiles
-    expected: Expected
+    expected: OracleCase
     device: str
     cold: bool = False
     left: list[Left] = field(default_factory=list)
@@ -305,7 +305,7 @@ class Program:
         for index, asked in enumerate(request["jobs"]):
             definition, files = self.catalog.definition(asked["definition"]), self.catalog.solution(asked["solution"])
             try:
-                expected = expect(
+                expected = make_oracle_case(
                     definition, Case(**{**asked["case"], "call": Call(**asked["case"]["call"])}), self.device
                 )
                 if expected is None:

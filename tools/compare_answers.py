@@ -1,7 +1,7 @@
 """Asks two checkouts of the repository the same questions about the shipped traces, and says where the answers differ.
 
 ``python tools/compare_answers.py OLD NEW``: every column of the views that both have, best, leaderboard, explanations, what
-would be publishable, and what the searches found. Digits that a trace set does not keep (errors beyond three, times below a
+would be publishable, and what the searches found. Digits that a published trace does not keep (errors beyond three, times below a
 nanosecond, an envelope's digest beyond eight) are left out of the comparison. Exit status 1 where an answer differs.
 """
 

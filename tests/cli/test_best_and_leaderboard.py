@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.published.trace_set import TraceSet
+from tilegym_db.published.trace_file import read_traces
 
 
 @pytest.fixture
@@ -126,9 +126,10 @@ def test_publish_writes_traces_and_the_resolver_table(cli, measured, row_scale):
     assert result.code == 0
     folder = row_scale / "traces" / "h200"
     lock = folder / "traces.lock.json"
-    assert set(result.out.split()) == {str(lock), str(folder / "elementwise" / "row_scale.jsonl")}
-    (trace,) = TraceSet.parse((folder / "elementwise" / "row_scale.jsonl").read_bytes()).traces()
-    assert trace["performance"]["latency_us"] == 10.0
+    assert set(result.out.split()) == {str(lock), str(folder / "elementwise" / "row_scale.jsonl.gz")}
+    path = folder / "elementwise" / "row_scale.jsonl.gz"
+    (trace,) = read_traces(path.read_bytes(), path)
+    assert trace.performance.latency_us == 10.0
     assert cli("publish", "--gpu", "h200").out == ""
 
 
@@ -161,7 +162,7 @@ def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_sc
     query = "SELECT gpu_family, count(*) AS n FROM traces GROUP BY ALL"
     assert cli("sql", query, "--csv").out == "gpu_family,n\nh100,1\n"
     assert cli("publish", "--gpu", "h100").code == 0
-    assert (row_scale / "traces" / "h100-sxm" / "elementwise" / "row_scale.jsonl").is_file()
+    assert (row_scale / "traces" / "h100-sxm" / "elementwise" / "row_scale.jsonl.gz").is_file()
 
     asked = ("explain", "row_scale", "--axes", "M=4,N=8", "--dtype", "T=float32", "--json", "--gpu")
     assert cli(*asked, "h100").json()["evidence"]["gpu"] == "h100-sxm"

@@ -12,6 +12,7 @@ import pytest
 from loop_authors import GOOD
 from writing import trace_of
 
+from tilegym_db.published.trace_file import unpacked
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import auto as trial_module
@@ -181,7 +182,8 @@ def test_a_trial_keeps_published_what_the_user_published_after_the_discard(
             publish(store, "h200", root=None if by_himself == "for the user" else row_scale, own="user" in by_himself)
     with Journal("run", home) as journal:
         journal.append(newer)
-    table = home / "published" / "h200" / "elementwise" / "row_scale.jsonl"
+    table = home / "published" / "h200" / "elementwise" / "row_scale.jsonl.gz"
     for _ in range(2):  # also where a loop that was killed goes on
         Trial("t", "h200", home).begin(coverage_of([0.0], "gpu"), {newer.solution_digest, "f" * 64})
-        assert (table.is_file() and newer.solution_digest in table.read_text()) == (by_himself is not None)
+        there = table.is_file() and newer.solution_digest.encode() in unpacked(table.read_bytes(), table)
+        assert there == (by_himself is not None)

@@ -9,8 +9,8 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import trace_files
-from tilegym_db.published.trace_set import TraceSet
+from tilegym_db.published.input_files import definition_of, trace_files
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records import Definition
 from tilegym_db.records.roofline import GpuPeaks, Measured, below_floor, product_ceiling, sol_ratio, speed_of_light
 
@@ -267,11 +267,11 @@ def test_an_unknown_architecture_has_no_ceiling_for_products(operator):
 
 
 @pytest.mark.records("path")
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRACES, ids=definition_of)
 def test_no_published_time_is_below_the_floor(path):
     catalog = Catalog.default()
     refused = []
-    for trace in TraceSet.parse(path.read_bytes(), path).traces():
+    for trace in read_lines(path.read_bytes(), path):
         if not (performance := trace.get("performance")):
             continue
         sol = speed_of_light(catalog.definition(trace["definition"]), trace["axes"], trace.get("dtypes", {}), h200())

@@ -6,22 +6,23 @@ on ``cpu`` over a range of sizes: whatever a model calls is served, and the bits
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from published_tables import write_table
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
 from tilegym_db.records.call import is_code_selecting
 
@@ -227,7 +228,7 @@ def _source(solution: SolutionFiles) -> bytes:
     return source if entry == "run" else source + f"\n\nrun = {entry}\n".encode()
 
 
-OFFERED: dict[tuple[Any, ...], tuple[dict[str, bytes], str]] = {}
+OFFERED: dict[tuple[Any, ...], tuple[dict[str, bytes], list[dict[str, Any]]]] = {}
 """The files and the table of what was offered before, by what was asked for: hundreds of tests ask for the same."""
 
 
@@ -237,6 +238,10 @@ class Shop:
 
     root: Path
     home: Path
+    gpu: str = "cpu"
+    sm: str = "cpu"
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """What is published; a test may change it and call :meth:`republish`."""
 
     def offer(
         self,
@@ -266,44 +271,35 @@ class Shop:
         asked = (body, rounding, without, ops, returning, device, smallest, smallest_of)
         is_first = not self.root.exists()
         if is_first and asked in OFFERED:
-            files, table = OFFERED[asked]
+            files, entries = OFFERED[asked]
             for place, content in files.items():
                 (self.root / place).parent.mkdir(parents=True, exist_ok=True)
                 (self.root / place).write_bytes(content)
         else:
             for op in (op for op in ops if op not in without):
                 self._write(op, body, rounding, returns=op in returning)
-            table = self._table(without, device, smallest, dict(smallest_of))
+            entries = self._table(without, device, smallest, dict(smallest_of))
         if is_first and asked not in OFFERED:
             written = [file for file in self.root.rglob("*") if file.is_file()]
-            OFFERED[asked] = {str(file.relative_to(self.root)): file.read_bytes() for file in written}, table
-        path = self.home / "published" / device[0] / "resolver.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.republish(path, table)
+            OFFERED[asked] = {str(file.relative_to(self.root)): file.read_bytes() for file in written}, entries
+        self.gpu, self.sm = device
+        self.entries = copy.deepcopy(entries)  # a test may change them
+        self.republish()
         return Catalog((shipped_root(), self.root))
 
     def _table(
         self, without: tuple[str, ...], device: tuple[str, str], smallest: int, smallest_of: Mapping[str, int]
-    ) -> str:
-        """What is published of every kernel that was written, as JSON."""
+    ) -> list[dict[str, Any]]:
+        """What is published of every kernel that was written: the entries of a table."""
         entries: list[dict[str, Any]] = []
         catalog = Catalog((shipped_root(), self.root))
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
             entries += self._entries(catalog, op, smallest_of.get(op, smallest))
-        table = {
-            "schema_version": 1,
-            "gpu": device[0],
-            "sm": device[1],
-            "published": "2026-11-20T10:00:00Z",
-            "entries": entries,
-        }
-        return json.dumps(table)
+        return entries
 
-    def republish(self, path: Path, text: str) -> None:
-        """Write a table as this installation would, which vouches for it."""
-        table = json.loads(text)
-        path.write_text(text)
-        lock_folder(path.parent, self.home, gpu=table["gpu"], sm=table["sm"], published=table["published"])
+    def republish(self) -> None:
+        """Publish the entries as they are now."""
+        write_table(self.home / "published" / self.gpu, self.entries, self.home, sm=self.sm)
 
     def _folder(self, op: str) -> Path:
         return self.root / "solutions" / SHIPPED.definition(op).op_type / op / f"{op}_cpu"

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from published_tables import write_table
 
 import tilegym_db
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models import parts
 from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
 from tilegym_db.resolver import resolve
 
@@ -207,17 +207,7 @@ class Desk:
             for dtype in DTYPES["T"]
             for size in (1, 4096)
         ]
-        path = self.home / "published" / "cpu" / "resolver.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table = {
-            "schema_version": 1,
-            "gpu": "cpu",
-            "sm": "cpu",
-            "published": "2026-11-22T10:00:00Z",
-            "entries": entries,
-        }
-        path.write_text(json.dumps(table))
-        lock_folder(path.parent, self.home, gpu="cpu", sm="cpu", published="2026-11-22T10:00:00Z")
+        write_table(self.home / "published" / "cpu", entries, self.home, sm="cpu")
 
 
 @pytest.fixture

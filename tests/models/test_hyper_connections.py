@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -167,10 +166,8 @@ def test_weights_in_float32_do_not_say_what_the_streams_are(shop: Any) -> None:
     """A table of bf16 alone serves a model in bf16, whose hyper-connections keep their weights in float32."""
     module = connection()
     catalog = shop.offer(ops=OPS)
-    path = shop.home / "published" / "cpu" / "resolver.json"
-    table = json.loads(path.read_text())
-    table["entries"] = [entry for entry in table["entries"] if entry["dtypes"] == {"T": "bfloat16"}]
-    shop.republish(path, json.dumps(table))
+    shop.entries = [entry for entry in shop.entries if entry["dtypes"] == {"T": "bfloat16"}]
+    shop.republish()
     with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         call(module)
     assert handle.report().hits() == {"mhc_pre_fused": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -54,10 +53,8 @@ def test_where_nothing_is_published_every_module_keeps_its_class_and_forward(nam
 
 def test_a_dtype_that_nothing_was_measured_in_is_left_alone(shop: Any, build: Any) -> None:
     catalog = shop.offer()
-    path = shop.home / "published" / "cpu" / "resolver.json"
-    table = json.loads(path.read_text())
-    table["entries"] = [entry for entry in table["entries"] if entry["dtypes"].get("T") == "bfloat16"]
-    shop.republish(path, json.dumps(table))
+    shop.entries = [entry for entry in shop.entries if entry["dtypes"].get("T") == "bfloat16"]
+    shop.republish()
     precise, rounded = build(), build(dtype=torch.bfloat16)
     reasons = {site.reason for site in patch(precise, catalog=catalog).report().sites}
     assert not wrapped(precise)
@@ -68,8 +65,9 @@ def test_a_dtype_that_nothing_was_measured_in_is_left_alone(shop: Any, build: An
 
 def test_kernels_that_are_nowhere_faster_are_no_reason_to_stand_in_the_way(shop: Any, build: Any) -> None:
     catalog = shop.offer()
-    path = shop.home / "published" / "cpu" / "resolver.json"
-    shop.republish(path, path.read_text().replace('"speedup_ci_low": 1.9', '"speedup_ci_low": 0.9'))
+    for candidate in (one for entry in shop.entries for one in entry["candidates"]):
+        candidate["speedup_ci_low"] = 0.9
+    shop.republish()
     model = build()
     reasons = {site.reason for site in patch(model, catalog=catalog).report().sites}
     assert not wrapped(model)
@@ -123,11 +121,9 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
 def test_a_call_site_that_was_served_once_stays(shop: Any, build: Any, prompt: Any) -> None:
     model = build("llama")
     catalog = shop.offer(ops=("swiglu",))
-    path = shop.home / "published" / "cpu" / "resolver.json"
-    table = json.loads(path.read_text())
-    for entry in table["entries"]:
+    for entry in shop.entries:
         entry["axes"]["M"] = min(entry["axes"]["M"], 9)
-    shop.republish(path, json.dumps(table))
+    shop.republish()
     with patched(model, catalog=catalog) as handle:
         run(model, prompt(1, 9))
         run(model, prompt(1, 12), 3 * patch_handle.PATIENCE)

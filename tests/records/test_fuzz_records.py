@@ -22,7 +22,7 @@ from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.tuning_set import decode_steps
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
@@ -40,12 +40,12 @@ TRACES = shipped_root() / "traces" / "h200"
 
 
 def first_trace() -> dict[str, Any]:
-    return read_journal(TRACES / "norm" / "rms_norm.jsonl").traces[0].to_dict()
+    return read_journal(TRACES / "norm" / "rms_norm.jsonl.gz").traces[0].to_dict()
 
 
 def first_step() -> dict[str, Any]:
-    path = TRACES / "softmax" / "softmax.tuning.jsonl"
-    return next(decode_steps(path.read_bytes(), path))
+    path = TRACES / "softmax" / "tuning" / "softmax.jsonl.gz"
+    return read_lines(path.read_bytes(), path)[0]
 
 
 ESTIMATE = {"median": 2.0, "ci_low": 1.9, "ci_high": 2.1}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.trace_set import TraceSet
+from tilegym_db.published.trace_file import read_traces
 from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
 from tilegym_db.records.expressions import evaluate, names_in
@@ -66,8 +66,8 @@ def _valid_records() -> list[tuple[type[Record], dict[str, Any]]]:
     definition = json.loads((root / "definitions/norm/rms_norm.json").read_text())
     solution = root / "solutions/norm/rms_norm_triton/rms_norm_triton.json"
     workload = json.loads((root / "workloads/norm/rms_norm.jsonl").read_text().splitlines()[0])
-    path = root / "traces/h200/norm/rms_norm.jsonl"
-    passed = next(TraceSet.parse(path.read_bytes(), path).traces()) | {
+    path = root / "traces/h200/norm/rms_norm.jsonl.gz"
+    passed = read_traces(path.read_bytes(), path)[0].to_dict() | {
         "audit": {"wall_us": 1.5, "owned_share": 1.0, "profiled_us": 12.5, "kernels": ["k"], "notes": ["n"]},
         "layouts": {"x": "row_contiguous"},
         "config": {"BLOCK_M": 4, "fast": True},

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_tables import write_table
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records import Definition
 
 SOURCE_LINE = "# Source: https://example.org/op.py#L1\n"
@@ -128,17 +128,9 @@ class Shop:
 
     def publish(self, entries: list[dict[str, Any]], *, gpu: str = "cpu", **changes: Any) -> Path:
         """Write the table of a GPU where ``publish`` writes it on a machine without a writable checkout."""
-        path = self.home / "published" / gpu / "resolver.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"schema_version": 1, "gpu": gpu, "sm": "sm_90", "published": "2026-11-20T10:00:00Z"}
-        content |= {"entries": entries, **changes}
-        path.write_text(json.dumps(content))
-        self.sign(path)
-        return path
-
-    def sign(self, table: Path) -> None:
-        """Vouch for a table as this installation does for what it publishes."""
-        lock_folder(table.parent, self.home, gpu=table.parent.name, sm="sm_90", published="2026")
+        folder = self.home / "published" / gpu
+        write_table(folder, entries, self.home, **changes)
+        return folder
 
 
 @pytest.fixture

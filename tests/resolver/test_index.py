@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from published_tables import table_of as published_table
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
@@ -161,10 +162,7 @@ def is_outside(call: dict[str, Any], table: ResolverTable) -> bool:
 def test_a_look_up_is_the_long_way_made_short(data: st.DataObject) -> None:
     unavailable = data.draw(st.sampled_from([{}, {"triton": "triton cannot run here"}]))
     tables = {
-        gpu: ResolverTable.from_entries(
-            gpu, "sm_90", "2026-11-21", data.draw(st.lists(entries(), min_size=1, max_size=8)), gpu
-        )
-        for gpu in ("h100", "h200")
+        gpu: published_table(gpu, data.draw(st.lists(entries(), min_size=1, max_size=8))) for gpu in ("h100", "h200")
     }
     for table in tables.values():
         index = index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable=unavailable)
@@ -196,7 +194,7 @@ ENTRY: dict[str, Any] = {
 
 
 def table_of(*found: dict[str, Any]) -> ResolverTable:
-    return ResolverTable.from_entries("h200", "sm_90", "2026-11-21", [{**ENTRY, "candidates": list(found)}], "a table")
+    return published_table("h200", [{**ENTRY, "candidates": list(found)}])
 
 
 def verified(name: str, **changes: Any) -> dict[str, Any]:
@@ -255,7 +253,7 @@ def test_of_points_that_differ_in_a_continuous_scalar_the_equal_one_decides() ->
         {**ENTRY, "scalars": {"swap": False, "eps": eps}, "candidates": [verified(name)]}
         for eps, name in ((1e-6, "any"), (1e-5, "plain"))
     ]
-    table = ResolverTable.from_entries("h200", "sm_90", "2026-11-21", found, "a table")
+    table = published_table("h200", found)
     index = PointIndex(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={})
     for eps, name in ((1e-6, "any"), (1e-5, "plain"), (5e-6, "any")):
         decision = index.find(Call(DEFINITION.name, **{**CALL, "scalars": {"swap": False, "eps": eps}}))

@@ -7,13 +7,16 @@ import shutil
 from typing import Any
 
 import pytest
+from published_tables import write_table
 from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.input_files import LOCK_NAME
+from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import load_table
+from tilegym_db.published.trace_file import packed
 from tilegym_db.records.call import Call
 
 
@@ -35,10 +38,7 @@ def test_entries_are_found_by_definition_and_dtypes(shop: Any, kernel: Any) -> N
 
 
 def test_a_table_published_here_wins_over_the_shipped_one(shop: Any) -> None:
-    shipped = shop.root / "traces" / "h200" / "resolver.json"
-    shipped.parent.mkdir(parents=True)
-    shipped.write_bytes(shop.publish([], gpu="h200", published="2020").read_bytes())
-    shop.sign(shipped)
+    write_table(shop.root / "traces" / "h200", [], shop.home, published="2020")
     shop.publish([], gpu="h200", published="2026")
     local = load_table("h200")
     assert local is not None
@@ -58,8 +58,7 @@ def test_a_family_means_any_of_its_gpus(shop: Any) -> None:
 
 
 def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
-    path = shop.publish([], gpu="h200", published="one")
-    lock = path.with_name(LOCK_NAME)
+    lock = shop.publish([], gpu="h200", published="one") / LOCK_NAME
     first = load_table("h200")
     assert first is load_table("h200")
     shop.publish([], gpu="h200", published="two")
@@ -70,27 +69,25 @@ def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "name"),
+    ("content", "code"),
     [
-        ("{", "table_unreadable", ""),
-        ("[]", "table_invalid", ""),
-        ('{"schema_version": 1}', "table_invalid", "'gpu'"),
-        ('{"schema_version": 3}', "version_newer", "Upgrade tilegym-db"),
+        (b"{}", "trace_file_damaged"),
+        (packed(b'{"status": "PASSED"\n'), "trace_file_damaged"),
+        (packed(b"[]\n"), "trace_file_damaged"),
+        (packed(b'{"status": "PASSED", "performance": {}}\n'), "trace_file_damaged"),
+        (packed(b'{"status": "PASSED", "performance": []}\n'), "trace_file_damaged"),
+        (packed(b"{}\n")[:-9], "trace_file_damaged"),
     ],
 )
-def test_a_file_that_is_no_table_is_named(shop: Any, text: str, code: str, name: str) -> None:
-    path = shop.publish([], gpu="h200")
-    path.write_text(text)
-    shop.sign(path)
-    with raises(RecordError, code, str(path), name):
-        load_table("h200")
-
-
-def test_an_entry_with_an_unknown_key_is_refused(shop: Any) -> None:
-    shop.publish([shop.entry("halves", {"M": 1, "I": 1}, [], surprise=1)], gpu="h200")
+def test_a_damaged_trace_file_is_named(shop: Any, content: bytes, code: str) -> None:
+    folder = shop.publish([], gpu="h200")
+    path = folder / "toy" / "halves.jsonl.gz"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    lock_folder(folder, shop.home, gpu="h200", sm="sm_90", published="2026")
     table = load_table("h200")
     assert table is not None
-    with raises(RecordError, "table_entry_invalid", "halves", "surprise"):
+    with raises(RecordError, code, str(path)):
         table.entries("halves", {})
 
 

@@ -15,6 +15,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
+from tilegym_db.published.trace_file import packed, trace_lines
 from tilegym_db.store import database
 from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.database import ROW_GROUP_SIZE
@@ -63,7 +64,7 @@ def names(store, view: str) -> list[str]:
 def test_a_fresh_store_holds_the_catalog_the_shipped_traces_and_the_journals(opened, home, root, trace):
     shipped = root / "traces" / "h200" / "norm"
     shipped.mkdir(parents=True)
-    (shipped / "scale.jsonl").write_text(trace().to_json() + "\n")
+    (shipped / "scale.jsonl.gz").write_bytes(packed(trace_lines([trace().to_dict()], {})))
     with Journal("run-1", home) as journal:
         journal.append(trace())
     with opened() as store:

@@ -375,13 +375,15 @@ def test_what_is_no_trace_is_not_called_a_foreign_one(opened, tmp_path, trace):
         assert ingest(store, [junk]).notes == ()
 
 
-def test_a_trace_set_that_is_cut_off_is_rejected(opened, tmp_path):
-    file = tmp_path / "rms_norm.jsonl"
-    shipped = Path(__file__).parents[2] / "traces" / "h200" / "norm" / "rms_norm.jsonl"
+def test_a_published_file_that_is_cut_off_is_rejected(opened, tmp_path):
+    file = tmp_path / "rms_norm.jsonl.gz"
+    shipped = Path(__file__).parents[2] / "traces" / "h200" / "norm" / "rms_norm.jsonl.gz"
     file.write_bytes(shipped.read_bytes()[:200])
     with opened() as store:
         report = ingest(store, [file])
-    assert [str(line).startswith(f"{file}:1: not a valid trace set") for line in report.rejected] == [True]
+    assert [str(line).startswith(f"{file}:1: not a valid file of published traces") for line in report.rejected] == [
+        True
+    ]
 
 
 def test_a_journal_whose_name_is_no_utf_8_is_named_and_stops_nothing(opened, home, catalog, trace):

@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
-from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX, OLD_MODELS_NAME
+from tilegym_db.published.input_files import LOCK_NAME, MODELS_SUFFIX
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.records.loop import Experiment
 from tilegym_db.records.model_run import ModelRun
@@ -199,20 +199,12 @@ def test_the_newest_run_of_each_model_and_call_is_published(published: Any, home
     assert TINY in json.loads((report.folder / LOCK_NAME).read_text())["files"]
 
 
-def test_each_model_has_a_file_and_the_one_of_all_models_is_still_read(
-    published: Any, opened: Any, home: Path, tmp_path: Path
-) -> None:
+def test_each_model_has_a_file(published: Any, home: Path) -> None:
     report = published(model_run(), model_run(run_id="two", model="Some One/Model-8B", batch=2), home=home)
     assert {path.name for path in report.folder.glob(f"*{MODELS_SUFFIX}")} == {
         TINY,
         f"Some-One-Model-8B{MODELS_SUFFIX}",
     }
-    (report.folder / TINY).rename(report.folder / OLD_MODELS_NAME)
-    assert report.folder / OLD_MODELS_NAME in published(home=home).leftover
-    (report.folder / TINY).unlink()
-    lock_folder(report.folder, home, gpu="h200", sm="sm_90", published="2026")
-    home.rename(tmp_path / "elsewhere")
-    assert sorted(row["run_id"] for row in rows(opened, ORIGINS)) == ["one", "two"]
 
 
 def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, home: Path) -> None:

@@ -43,9 +43,9 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
         "passed a screen only (tilegym-db promote)": 1,
     }
     assert sorted(report.written) == sorted(path for path in folder.rglob("*") if path.is_file())
-    scale = read_journal(folder / "norm" / "scale.jsonl").traces
+    scale = read_journal(folder / "norm" / "scale.jsonl.gz").traces
     assert scale == (traces["decode"], traces["prefill stock"], traces["prefill"])
-    assert read_journal(folder / "activation" / "shift.jsonl").traces == (traces["shift"],)
+    assert read_journal(folder / "activation" / "shift.jsonl.gz").traces == (traces["shift"],)
 
 
 def test_what_is_named_is_left_out_and_published_again_when_it_is_not(opened, write_traces, traces, tmp_path):
@@ -53,10 +53,10 @@ def test_what_is_named_is_left_out_and_published_again_when_it_is_not(opened, wr
         ingest(store, [write_traces(*traces.values())])
         without = {traces["prefill"].solution_digest}
         folder = publish(store, "h200", tmp_path / "out", without=without).folder
-        left = read_journal(folder / "norm" / "scale.jsonl").traces
+        left = read_journal(folder / "norm" / "scale.jsonl.gz").traces
         publish(store, "h200", tmp_path / "out")
     assert left == (traces["prefill stock"],)
-    assert traces["prefill"] in read_journal(folder / "norm" / "scale.jsonl").traces
+    assert traces["prefill"] in read_journal(folder / "norm" / "scale.jsonl.gz").traces
 
 
 def table_of(root: Path, ship) -> ResolverTable:
@@ -138,7 +138,7 @@ def test_publishing_again_changes_nothing_and_a_new_result_only_what_it_touches(
         assert publish(store, "h200", tmp_path).written == ()
         ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
         written = publish(store, "h200", tmp_path).written
-    assert [path.name for path in written] == ["shift.jsonl", LOCK_NAME]
+    assert [path.name for path in written] == ["shift.jsonl.gz", LOCK_NAME]
 
 
 def test_what_was_published_fills_a_fresh_store(opened, write_traces, traces, root):
@@ -161,7 +161,7 @@ def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, writ
     with opened() as store:
         report = publish(store, "h200", tmp_path)
     (leftover,) = report.leftover
-    assert leftover.name == "shift.jsonl"
+    assert leftover.name == "shift.jsonl.gz"
     assert leftover.is_file()
 
 
@@ -176,7 +176,7 @@ def test_what_a_later_failure_took_back_is_published_no_more(opened, write_trace
     assert report.left_out["a later failure took the pass back"] == 1
     assert (report.entries, report.revocations, report.leftover) == (2, 1, ())
     assert {entry.call.definition for entry in table_of(tmp_path, ship)} == {"scale"}
-    assert read_journal(folder / "activation" / "shift.jsonl").traces == (failure,)
+    assert read_journal(folder / "activation" / "shift.jsonl.gz").traces == (failure,)
 
 
 def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
@@ -253,7 +253,7 @@ def test_a_failed_publish_keeps_the_table_that_was_there(
         table = tmp_path / "traces" / "h200" / LOCK_NAME
         before = table.read_bytes()
         ingest(store, [write_traces(trace("shift", kind="tilelang", latency_us=1.0))])
-        with file_size_limit(200), raises(StoreError, "write_failed", "shift.jsonl"):
+        with file_size_limit(200), raises(StoreError, "write_failed", "shift.jsonl.gz"):
             publish(store, "h200", tmp_path)
     assert table.read_bytes() == before
     assert not [path for path in tmp_path.glob("traces/**/.*") if path.is_file()]

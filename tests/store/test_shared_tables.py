@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tilegym_db.published.shared_place import SharedPlace
 from tilegym_db.published.shared_tables import tables_in
 from tilegym_db.published.snapshot import sha256
 from tilegym_db.published.table import ResolverTable, load_table
+from tilegym_db.published.trace_file import packed, unpacked
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.publish import publish
@@ -165,7 +167,7 @@ def test_only_what_was_measured_here_is_in_a_table(team, on):
     team.sync("bob", trust=True)
     team.share("bob", on())
     (path,) = files_of(team, f"by={tables_in(team.home('bob'))[0].writer}")
-    assert list(json.loads(path.read_text())["files"]) == ["norm/scale.jsonl"]
+    assert list(json.loads(path.read_text())["files"]) == ["norm/scale.jsonl.gz"]
     team.share("carl", on(sandbox_level=1))
     assert len(files_of(team, "/by=")) == 2
 
@@ -247,7 +249,7 @@ def test_a_writer_that_dies_at_any_moment_leaves_the_table_of_before(team, on, m
     ("damage", "reason"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-40]), "is not what the lock says"),
-        (lambda path: path.write_text(path.read_text().replace("10000", "10001")), "is not what the lock says"),
+        (lambda path: rewrite_lines(path, lambda text: text.replace("10.0", "11.0")), "is not what the lock says"),
         (lambda path: path.unlink(), "is not there"),
     ],
 )
@@ -271,7 +273,7 @@ def test_a_set_that_is_not_whole_is_named_and_the_table_before_counts(team, on, 
             "pip install --upgrade tilegym-db",
         ),
         (lambda lock: lock.update(gpu="h200"), "resolver table of l4"),
-        (lambda lock: lock.update(files={"../../../x/evil.jsonl": "0" * 64}), "'../../../x/evil.jsonl'"),
+        (lambda lock: lock.update(files={"../../../x/evil.jsonl.gz": "0" * 64}), "'../../../x/evil.jsonl.gz'"),
         (lambda lock: lock.update(files={}), "resolver table"),
         (lambda lock: lock.update(published="tomorrow"), "when it was written"),
         (lambda lock: lock.pop("published"), "'published'"),
@@ -298,19 +300,27 @@ def test_a_lock_under_another_name_than_its_digest_was_changed(team, on):
     assert "it was changed after it was written" in found.problems[0]
 
 
+def rewrite_lines(path: Path, edit: Callable[[str], str]) -> None:
+    """Edit the lines of a packed file."""
+    content = packed(edit(unpacked(path.read_bytes(), path).decode()).encode())
+    assert content != path.read_bytes()
+    path.write_bytes(content)
+
+
 def with_set(team: Team, edit: Callable[[str], str]) -> None:
     """Edit the set of ``scale``, its name, the lock and its name, so that every digest fits again."""
     (path,) = files_of(team, "/sets/norm/scale")
-    content = edit(path.read_text()).encode()
-    path.with_name(f"{sha256(content)}.jsonl").write_bytes(content)
-    rewritten(team, lambda lock: lock["files"].update({"norm/scale.jsonl": sha256(content)}))
+    content = packed(edit(unpacked(path.read_bytes(), path).decode()).encode())
+    path.with_name(f"{sha256(content)}.jsonl.gz").write_bytes(content)
+    rewritten(team, lambda lock: lock["files"].update({"norm/scale.jsonl.gz": sha256(content)}))
 
 
-def test_a_set_of_a_newer_version_is_named(team, on):
+def test_a_set_with_a_wrong_type_is_named(team, on):
     team.share("ada", on())
-    with_set(team, lambda text: text.replace('{"schema_version":3', '{"schema_version":4', 1))
+    with_set(team, lambda text: text.replace('"op_type":"norm"', '"op_type":4'))
     (problem,) = team.sync("bob", trust=True).problems
-    assert "norm/scale.jsonl: schema_version 4 was written by a newer tilegym-db" in problem
+    assert "norm/scale.jsonl.gz" in problem
+    assert "op_type" in problem
 
 
 def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judged(team, root, trace):
@@ -320,8 +330,7 @@ def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judge
     team.share(
         "ada", trace(latency_us=50.0, speedup=2.0), trace(kind="tilelang", latency_us=60.0, speedup=2.0), gpu="h200"
     )
-    edited = "50000"
-    with_set(team, lambda text: text.replace(edited, "50"))
+    with_set(team, lambda text: re.sub(r'"(latency|ci_low|ci_high)_us":(49|50)\.', r'"\1_us":0.05', text))
     team.sync("ada")
     assert team.served("ada", gpu="h200") == {}
     team.sync("bob", trust=True)
@@ -330,7 +339,7 @@ def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judge
 
 def test_errors_that_no_gate_lets_pass_serve_nobody(team, on):
     team.share("ada", on(m=1))
-    with_set(team, lambda text: text.replace(",1e-3,", ",0.5,"))
+    with_set(team, lambda text: text.replace('"rel_fro":0.001', '"rel_fro":0.5'))
     team.sync("bob", trust=True)
     assert team.served("bob") == {1: []}
 
@@ -339,8 +348,8 @@ def test_a_set_that_was_edited_here_is_passed_over_and_fetched_again(team, on, c
     team.share("ada", on())
     team.sync("bob", trust=True)
     (table,) = tables_in(team.home("bob"))
-    path = table.snapshot.folder / "norm" / "scale.jsonl"
-    path.write_text(path.read_text().replace("10000", "10001"))
+    path = table.snapshot.folder / "norm" / "scale.jsonl.gz"
+    rewrite_lines(path, lambda text: text.replace("10.0", "11.0"))
     with caplog.at_level(logging.WARNING):
         assert team.served("bob") == {}
     assert "a table of a team is passed over" in caplog.text
@@ -394,7 +403,7 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
     from tilegym_db.cli.app import app
     from tilegym_db.store.journal import Journal, read_journal
 
-    path = next(iter(sorted((Path(__file__).parents[2] / "traces").glob("*/norm/rms_norm.jsonl"))))
+    path = next(iter(sorted((Path(__file__).parents[2] / "traces").glob("*/norm/rms_norm.jsonl.gz"))))
     with Journal("run-1", anywhere.home("ada")) as journal:
         for trace in read_journal(path).traces[:5]:
             changes = {"gpu": GPU, "run_id": "run-1", "trace_id": f"{trace.trace_id}-{GPU}"}

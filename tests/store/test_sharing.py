@@ -387,7 +387,7 @@ def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch,
     from tilegym_db.store.journal import Journal
 
     shipped = Catalog.default()
-    path = next(iter(sorted((Path(__file__).parents[2] / "traces").glob("*/norm/rms_norm.jsonl"))))
+    path = next(iter(sorted((Path(__file__).parents[2] / "traces").glob("*/norm/rms_norm.jsonl.gz"))))
     from tilegym_db.store.journal import read_journal
 
     with Journal("run-1", home) as journal:

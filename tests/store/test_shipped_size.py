@@ -14,7 +14,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root, use_root
 from tilegym_db.published import table as tables
-from tilegym_db.published.input_files import TUNING_SUFFIX, shipped_traces, trace_files
+from tilegym_db.published.input_files import TUNING_FOLDER, definition_of, shipped_traces, trace_files
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import load_table
 
@@ -25,7 +25,7 @@ TRACES_A_WHEEL_HOLDS = ("definitions", "solutions", "workloads", "traces", "sche
 
 
 def size_with_steps(path: Path) -> int:
-    steps = path.with_name(path.stem + TUNING_SUFFIX)
+    steps = path.parent / TUNING_FOLDER / path.name
     return path.stat().st_size + (steps.stat().st_size if steps.is_file() else 0)
 
 
@@ -36,7 +36,9 @@ def shipped_bytes(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.records("path")
-@pytest.mark.parametrize("path", shipped_traces(Catalog((ROOT,))), ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+@pytest.mark.parametrize(
+    "path", shipped_traces(Catalog((ROOT,))), ids=lambda path: f"{path.parts[-3]}-{definition_of(path)}"
+)
 def test_a_definition_on_a_gpu_takes_40_kb_at_most(path: Path) -> None:
     assert size_with_steps(path) <= 40 * KB
 
@@ -79,7 +81,7 @@ def test_loading_one_definition_takes_as_long_however_many_there_are(tmp_path) -
         folder.mkdir(parents=True)
         for number in range(count):
             name = "rms_norm" if number == 0 else f"rms_norm_{number}"
-            (folder / f"{name}.jsonl").write_bytes((shipped / "norm" / "rms_norm.jsonl").read_bytes())
+            (folder / f"{name}.jsonl.gz").write_bytes((shipped / "norm" / "rms_norm.jsonl.gz").read_bytes())
         with use_root(tmp_path / str(count)):
             lock_folder(folder.parent, tmp_path, gpu="h200", sm="sm_90", published="2026")
 

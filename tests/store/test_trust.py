@@ -19,7 +19,6 @@ from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.journal import Journal, read_journal
-from tilegym_db.store.migrate import migrate_folder
 from tilegym_db.store.publish import publish
 from tilegym_db.store.queries import best_rows, publishable_rows
 
@@ -112,7 +111,7 @@ def test_journals_of_older_versions_are_trusted_once_and_stay_so(opened, home, r
 
 
 def test_one_byte_of_a_shipped_set_is_noticed_and_the_set_not_used(published, opened, caplog):
-    path = published / "norm" / "scale.jsonl"
+    path = published / "norm" / "scale.jsonl.gz"
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
@@ -129,8 +128,8 @@ def test_a_damaged_lock_is_named_once_for_all_its_files(published, opened, caplo
 
 
 def test_a_set_that_no_lock_lists_is_not_used(published, opened, caplog):
-    path = published / "norm" / "other.jsonl"
-    shutil.copy(published / "norm" / "scale.jsonl", path)
+    path = published / "norm" / "other.jsonl.gz"
+    shutil.copy(published / "norm" / "scale.jsonl.gz", path)
     with opened() as store:
         assert store.rows(ORIGINS) == [{"origin": "shipped", "trusted": False, "n": 2}]
     assert f"{path} is not used" in caplog.text
@@ -141,7 +140,7 @@ def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_
 ):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "empty"))
     ship(published.parent.parent)
-    (published / "activation" / "shift.jsonl").write_text("{}")
+    (published / "activation" / "shift.jsonl.gz").write_text("{}")
     table = load_table("h200")
     assert table is not None
     (entry,) = table.entries("scale", {"T": "bfloat16"})
@@ -206,18 +205,3 @@ def calibrated(root, home):
     path = root / "definitions" / "norm" / "scale.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"cost": {"flops": "M*N", "bytes": "4*M*N"}}))
-
-
-def test_a_folder_of_the_old_layout_is_migrated_without_loss(shipped, root, home, trace, opened):
-    folder = root / "traces" / "h200"
-    one, two = trace(), trace("shift", status="TIMEOUT")
-    by_hand(folder / "norm" / "scale.jsonl", one)
-    by_hand(folder / "activation" / "shift.jsonl", two)
-    (folder / "resolver.json").write_text('{"gpu": "h200", "sm": "sm_90", "published": "2026", "entries": []}')
-    written = migrate_folder(folder, Catalog((root,)), home)
-    assert folder / LOCK_NAME in written
-    assert migrate_folder(folder, Catalog((root,)), home) == []
-    assert read_journal(folder / "norm" / "scale.jsonl").traces == (one,)
-    assert read_journal(folder / "activation" / "shift.jsonl").traces == (two,)
-    with opened() as store:
-        assert store.rows(ORIGINS) == [{"origin": "shipped", "trusted": False, "n": 2}]

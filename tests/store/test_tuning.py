@@ -11,8 +11,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError, UsageError
-from tilegym_db.published.snapshot import lock_folder
-from tilegym_db.published.tuning_set import decode_steps
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.store.connection import ingest
 from tilegym_db.store.publish import publish
 from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
@@ -112,8 +111,8 @@ def published(opened, root, trace, write_traces):
             ingest(store)
             ingest(store, [write_traces(trace())])
             publish(store, "h200", root)
-        path = root / "traces" / "h200" / "norm" / "scale.tuning.jsonl"
-        return [TuningStep.from_dict(item) for item in decode_steps(path.read_bytes(), path)]
+        path = root / "traces" / "h200" / "norm" / "tuning" / "scale.jsonl.gz"
+        return [TuningStep.from_dict(item) for item in read_lines(path.read_bytes(), path)]
 
     return now
 
@@ -218,16 +217,4 @@ def test_steps_of_a_source_that_changed_leave_the_view_and_the_file(
         ingest(store, [write_traces(trace(kind="tilelang"))])
         assert store.rows("FROM searches") == []
         publish(store, "h200", root)
-    assert not (root / "traces" / "h200" / "norm" / "scale.tuning.jsonl").exists()
-
-
-def test_steps_of_before_there_were_sets_are_read_and_one_without_a_time_zone_is_none(
-    shipped, searched, tmp_path, root
-):
-    made = searched(1)
-    path = root / "traces" / "h200" / "tuning.jsonl"
-    path.parent.mkdir(parents=True)
-    naive = made.to_json().replace(made.to_dict()["timestamp"], "2026-01-01T00:00:09")
-    path.write_text(f"{made.to_json()}\n{naive}\n")
-    lock_folder(path.parent, tmp_path, gpu="h200", sm="sm_90", published="2026")
-    assert read_tuning_steps(tmp_path / "elsewhere", "h200", Catalog((root,))) == [made]
+    assert not (root / "traces" / "h200" / "norm" / "tuning" / "scale.jsonl.gz").exists()

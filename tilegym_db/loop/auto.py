@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError, TilegymDBError, UsageError
+from tilegym_db.errors import ConflictError, NotFoundError, RecordError, TilegymDBError, UsageError
 from tilegym_db.files import regular_files, write_atomically, write_folder, writing
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece
 from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
@@ -32,11 +32,11 @@ from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, trace_files
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.connection import ingest_journals, open_store
-from tilegym_db.store.journal import read_journal
 from tilegym_db.store.loop import append, journaled, loop_lock
 from tilegym_db.store.model_runs import save_model_run
 from tilegym_db.store.publish import publish, published_folder
@@ -406,10 +406,11 @@ class Trial:
         folders = {self.folder / "published", published_folder(self.gpu)} - {self.published}
         found: set[str] = set()
         for path in [path for folder in folders for path in trace_files(folder)]:
-            content = path.read_bytes()
-            if any(digest.encode() in content for digest in digests):
-                with suppress(StoreError, RecordError):  # a damaged file is not served
-                    found |= {trace.solution_digest for trace in read_journal(path).traces if trace.status == "PASSED"}
+            with suppress(RecordError):  # a damaged file is not served
+                traces = read_lines(path.read_bytes(), path)
+                found |= {trace["solution_digest"] for trace in traces if trace.get("status") == "PASSED"} & set(
+                    digests
+                )
         return found
 
     def _publish(self, without: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import PEAKS_NAME, published_folders, trace_files
+from tilegym_db.published.input_files import PEAKS_NAME, definition_of, published_folders, trace_files
 from tilegym_db.published.snapshot import open_snapshot
 from tilegym_db.records import Solution
 from tilegym_db.records.base import length_prefixed_digest
@@ -131,7 +131,8 @@ class Checked:
         for folder, files in locks.items():
             for path in trace_files(folder):
                 locked = files.get(path.relative_to(folder).as_posix(), "").encode()
-                found.setdefault(path.stem, {})[path] = self._of_definition(path.stem, locked, peaks)
+                name = definition_of(path)
+                found.setdefault(name, {})[path] = self._of_definition(name, locked, peaks)
         return found
 
     def _of_definition(self, name: str, *parts: bytes) -> str:

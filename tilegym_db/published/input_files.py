@@ -9,28 +9,20 @@ from typing import TYPE_CHECKING
 from tilegym_db.catalog.record_files import solution_folders
 from tilegym_db.files import regular_files
 from tilegym_db.paths import home as default_home
+from tilegym_db.published.trace_file import SUFFIX
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
 
 LOCK_NAME = "traces.lock.json"
-OLD_TABLE_NAME = "resolver.json"
-"""Name of the former single table for all Definitions of a GPU."""
-
 PEAKS_NAME = "peaks.json"
 """Name of the file of a GPU's published peaks, beside its resolver table."""
 
 MODELS_SUFFIX = ".models.jsonl"
 """Suffix of the published runs of a whole model on a GPU, one run per line: ``<model>.models.jsonl``."""
 
-OLD_MODELS_NAME = "models.jsonl"
-"""Name of the former single file for all models; still read."""
-
-TUNING_SUFFIX = ".tuning.jsonl"
-"""Suffix of published search steps, beside the traces of their Definition: ``<definition>.tuning.jsonl``."""
-
-OLD_TUNING_NAME = "tuning.jsonl"
-"""Name of the former single file of steps for all Definitions of a GPU; still read."""
+TUNING_FOLDER = "tuning"
+"""Folder of published search steps, in the folder of an op_type: ``<op_type>/tuning/<definition>.jsonl.gz``."""
 
 _RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
 
@@ -55,13 +47,18 @@ def published_folders(catalog: Catalog) -> list[Path]:
 
 
 def is_trace_file(name: str) -> bool:
-    """Return True for a trace file (``<op_type>/<definition>.jsonl``), by its path in one GPU's published folder."""
-    return "/" in name and name.endswith(".jsonl") and not name.endswith(TUNING_SUFFIX)
+    """Return True for ``<op_type>/<definition>.jsonl.gz``, the path of a trace file in one GPU's published folder."""
+    return name.count("/") == 1 and name.endswith(SUFFIX)
+
+
+def definition_of(path: Path) -> str:
+    """Return the Definition of a trace file, by its name."""
+    return path.name.removesuffix(SUFFIX)
 
 
 def trace_files(folder: Path) -> list[Path]:
     """Return the trace files of one GPU's published folder."""
-    return [path for path in regular_files(folder, "*/*.jsonl") if is_trace_file(path.relative_to(folder).as_posix())]
+    return regular_files(folder, f"*/*{SUFFIX}")
 
 
 def shipped_traces(catalog: Catalog) -> list[Path]:
@@ -86,13 +83,17 @@ def published_model_files(catalog: Catalog) -> list[Path]:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files of model runs in one GPU's published folder."""
-    return [path for name in (OLD_MODELS_NAME, f"*{MODELS_SUFFIX}") for path in regular_files(folder, name)]
+    return regular_files(folder, f"*{MODELS_SUFFIX}")
+
+
+def tuning_files(folder: Path) -> list[Path]:
+    """Return the files of search steps in one GPU's published folder."""
+    return sorted(folder.glob(f"*/{TUNING_FOLDER}/*{SUFFIX}"))
 
 
 def published_tuning_files(catalog: Catalog) -> list[Path]:
     """Return the files of search steps that come with a catalog, one per Definition and GPU."""
-    names = (f"*/*{TUNING_SUFFIX}", OLD_TUNING_NAME)
-    return sorted(path for folder in published_folders(catalog) for name in names for path in folder.glob(name))
+    return [path for folder in published_folders(catalog) for path in tuning_files(folder)]
 
 
 def pattern_files(catalog: Catalog) -> list[Path]:

@@ -19,7 +19,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from tilegym_db.files import write_atomically
-from tilegym_db.published.trace_set import TraceSetHeader
 from tilegym_db.records.base import Record, RecordPart
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.loop import Attempt, Experiment, Pattern, Promotion, Task
@@ -30,7 +29,7 @@ from tilegym_db.records.trace import Trace
 from tilegym_db.records.workload import Workload
 
 RECORDS: tuple[type[Record], ...] = (
-    *(Definition, Solution, Workload, Trace, TraceSetHeader, GpuPeaks, ModelRun),
+    *(Definition, Solution, Workload, Trace, GpuPeaks, ModelRun),
     *(Task, Attempt, Promotion, Experiment, Pattern),
 )
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -103,7 +103,7 @@ class SharedPlace:
             StoreError: it cannot be read.
         """
         try:
-            with self.files.open_input_stream(f"{self.root}/{name}") as stream:
+            with self.files.open_input_stream(f"{self.root}/{name}", compression=None) as stream:
                 return bytes(stream.read(limit))
         except FileNotFoundError:
             return None
@@ -127,7 +127,7 @@ class SharedPlace:
     def _write(self, path: str, save: Callable[[Any], Any]) -> None:
         if not self.is_local:
             # An object appears when its upload is complete. A writer that stops before that leaves nothing listed.
-            with self.files.open_output_stream(path) as stream:
+            with self.files.open_output_stream(path, compression=None) as stream:
                 save(stream)
             return
         folder = os.path.dirname(path)

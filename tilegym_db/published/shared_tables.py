@@ -1,6 +1,6 @@
 """Resolver tables from a shared data set: ``<home>/shared/tables/<gpu>/<writer>-<lock>-<address>``.
 
-Each folder has the layout of a published one (:mod:`tilegym_db.published.snapshot`): trace sets by Definition, and the
+Each folder has the layout of a published one (:mod:`tilegym_db.published.snapshot`): trace files by Definition, and the
 lock with their digests and the writer's signature. A folder never changes; a newer table of the same writer is another
 folder. The table of another installation is foreign. It serves if ``sync --trust`` trusted exactly this lock, which
 this installation's key records. It also serves one command or call that trusts foreign traces.

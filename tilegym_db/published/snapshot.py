@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
+from pydantic_core import from_json
 
 from tilegym_db.catalog import read_bytes, write_atomically
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import LOCK_NAME, OLD_TABLE_NAME, trace_files
+from tilegym_db.published.input_files import LOCK_NAME, trace_files
 from tilegym_db.published.installation import Origin, RejectedLine, is_signed, signature, split_line
-from tilegym_db.published.trace_set import TraceSet, is_trace_set
+from tilegym_db.published.trace_file import is_packed, unpacked
 from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json
 
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -93,7 +92,7 @@ class Snapshot:
         why = "its lock is not signed by this installation" if self.files else f"it has no {LOCK_NAME}"
         return (
             f"{self.folder} is foreign: {why}. If you trust where it came from, bring it in with: "
-            f"tilegym-db ingest --trust {self.folder}/*/*.jsonl, and publish again"
+            f"tilegym-db ingest --trust {self.folder}/*/*.jsonl.gz, and publish again"
         )
 
 
@@ -105,8 +104,7 @@ def open_snapshot(folder: Path, home: Path) -> Snapshot:
     """
     path = folder / LOCK_NAME
     if not path.is_file():
-        old = _old_table_head(folder / OLD_TABLE_NAME)
-        return Snapshot(folder, old.get("gpu", folder.name), old.get("sm", ""), old.get("published", ""), "foreign")
+        return Snapshot(folder, folder.name, "", "", "foreign")
     lock = TraceLock.from_json(read_bytes(path, "trace lock"), path)
     return Snapshot(folder, lock.gpu, lock.sm, lock.published, _origin(folder, lock, home), lock.files)
 
@@ -160,15 +158,6 @@ def lock_folder(folder: Path, home: Path, *, gpu: str, sm: str, published: str) 
         if path.name != LOCK_NAME
     }
     write_atomically(folder / LOCK_NAME, lock_text(folder, gpu, sm, published, files, home).encode())
-
-
-def _old_table_head(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    known = content if isinstance(content, dict) else {}
-    return {key: known[key] for key in ("gpu", "sm", "published") if isinstance(known.get(key), str)}
 
 
 # ---- trace origins --------------------------------------------------------------------------------
@@ -234,7 +223,7 @@ class _Sorter:
 def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
     """Sort journals and other files given by the user, by the signature of every line.
 
-    If this installation or the package published a trace set, its lock decides the origin. Any other set is foreign.
+    The lock of a published file decides its origin. A published file without a lock that counts is foreign.
 
     Raises:
         StoreError: a file cannot be read.
@@ -246,8 +235,8 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
             raise StoreError(f"cannot read {path}: it is no regular file. Nothing was ingested.", code="file_irregular")
         try:
             with path.open("rb") as file:
-                if is_trace_set(file.read(64)):
-                    problems = _add_sets(sorter, [path], path.parent.parent)
+                if is_packed(file.read(2)):
+                    problems = _add_published(sorter, [path], path.parent.parent)
                     rejected += [RejectedLine(path, 1, text.removeprefix(f"{path}: ")) for text in problems]
                     continue
                 file.seek(0)
@@ -274,11 +263,11 @@ def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trus
     sorter = _Sorter(home, scratch, trust)
     refused: list[str] = []
     for folder in folders:
-        refused += _add_sets(sorter, trace_files(folder), folder)
+        refused += _add_published(sorter, trace_files(folder), folder)
     return Sorted(sorter.batches(), refused=tuple(refused))
 
 
-def _add_sets(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]:
+def _add_published(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]:
     """Add files of a published folder; return the reasons for those left out."""
     if not paths:
         return []
@@ -288,28 +277,31 @@ def _add_sets(sorter: _Sorter, paths: Sequence[Path], folder: Path) -> list[str]
         return [str(error)]
     if sorter.trust and snapshot.origin == "foreign":
         snapshot = Snapshot(folder, snapshot.gpu, snapshot.sm, snapshot.published, "foreign")
-    return [problem for path in paths for problem in _add_set(sorter, path, snapshot)]
+    return [problem for path in paths for problem in _add_file(sorter, path, snapshot)]
 
 
-def _add_set(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
+def _add_file(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
     try:
-        content = snapshot.read(path, "trace set")
-        if not is_trace_set(content):
-            sorter.add(path, snapshot.origin, sum(not line.isspace() for line in content.splitlines()))
-            return []
-        parsed = TraceSet.parse(content, path)
-        traces = list(parsed.traces())
+        lines = unpacked(snapshot.read(path, "trace file"), path).splitlines(keepends=True)
     except RecordError as error:
         return [str(error)]
-    # This installation published it without measuring it, because the user had trusted it.
-    borrowed = parsed.foreign_runs if snapshot.origin == "local" else frozenset()
-    sorter.write((_line(trace) for trace in traces if trace["run_id"] not in borrowed), snapshot.origin, path)
-    sorter.write((_line(trace) for trace in traces if trace["run_id"] in borrowed), "foreign", path, trusted=True)
+    # This installation published these without measuring them, because the user had trusted them.
+    borrowed = [snapshot.origin == "local" and _is_foreign(line) for line in lines]
+    own = (b"\n" if is_borrowed else line for line, is_borrowed in zip(lines, borrowed, strict=True))
+    others = (line if is_borrowed else b"\n" for line, is_borrowed in zip(lines, borrowed, strict=True))
+    sorter.write(own, snapshot.origin, path)
+    sorter.write(others, "foreign", path, trusted=True)
     return []
 
 
-def _line(trace: dict[str, object]) -> bytes:
-    return to_json(trace) + b"\n"
+def _is_foreign(line: bytes) -> bool:
+    if b'"foreign"' not in line:
+        return False
+    try:
+        record = from_json(line)
+    except ValueError:
+        return True  # reported as a line that is no trace
+    return isinstance(record, dict) and record.get("origin") == "foreign"
 
 
 def _is_own(line: bytes, home: Path) -> bool:

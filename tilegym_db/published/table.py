@@ -1,14 +1,15 @@
 """The resolver's table: for each GPU, the latency of each verified solution at each measured point.
 
-``tilegym-db publish`` writes a snapshot as a folder: one trace set per Definition, and a lock with the digest of each.
+``tilegym-db publish`` writes a snapshot as a folder: one file of traces per Definition, and a lock with the digest of each.
 Serving reads these files and not the live database: they do not change under a running model and need no database
-engine. A Definition's set is read on first use, so loading costs the same for any number of Definitions. A snapshot
+engine. A Definition's file is read on first use, so loading costs the same for any number of Definitions. A snapshot
 that neither the package nor this installation published is not read unless the caller trusts it. Trusted tables from a
 shared data set (:mod:`tilegym_db.published.shared_tables`) add to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -17,9 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic_core import from_json
+from typing import Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import home, shipped_root
@@ -30,15 +29,13 @@ from tilegym_db.published.entries import (
     MeasuredEntries,
     dtypes_key,
     entries_of,
-    scalar_hull,
 )
-from tilegym_db.published.input_files import LOCK_NAME, OLD_TABLE_NAME, PEAKS_NAME, is_trace_file, trace_files
+from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME, definition_of, is_trace_file, trace_files
 from tilegym_db.published.plausible import bounds_of, why_implausible
 from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
 from tilegym_db.published.snapshot import Snapshot, open_snapshot
-from tilegym_db.published.trace_set import TraceSet, is_trace_set
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records import Definition
-from tilegym_db.records.call import Call
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import config_id
@@ -70,20 +67,6 @@ class ResolverTable:
         self.indexes: dict[Any, Any] = {}
         """Indexes that :mod:`tilegym_db.resolver.resolve` derives from the entries, kept as long as the table."""
 
-    @classmethod
-    def from_entries(
-        cls, gpu: str, sm: str, published: str, entries: list[dict[str, Any]], source: str, origin: str = "local"
-    ) -> Self:
-        """Return a table of parsed JSON ``entries`` in the layout of ``resolver.json``; error messages name ``source``."""
-        grouped: dict[str, list[dict[str, Any]]] = {}
-        for raw in entries:
-            grouped.setdefault(raw["definition"], []).append(raw)
-
-        def loader(raws: list[dict[str, Any]]) -> Callable[[], MeasuredEntries]:
-            return lambda: measured_of_old(raws, source, origin)
-
-        return cls(gpu, sm, published, {name: loader(raws) for name, raws in grouped.items()}, source)
-
     @property
     def size(self) -> int:
         """Return the number of entries, after reading all of them."""
@@ -91,7 +74,7 @@ class ResolverTable:
 
     @property
     def definitions(self) -> tuple[str, ...]:
-        """Return the Definitions that have a set of traces."""
+        """Return the Definitions that have a trace file."""
         return tuple(sorted(self._loaders))
 
     def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
@@ -186,7 +169,7 @@ def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
 
 
 def _is_published(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (LOCK_NAME, OLD_TABLE_NAME)) or bool(trace_files(folder))
+    return (folder / LOCK_NAME).is_file() or bool(trace_files(folder))
 
 
 def _is_vouched_for(folder: Path) -> bool:
@@ -208,7 +191,7 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
     """
     folder = table_folder(gpu, trust=trust)
     shared = _shared_tables(gpu if folder is None else folder.name, trust)
-    stamps = () if folder is None else tuple(_stamp(folder / name) for name in (LOCK_NAME, OLD_TABLE_NAME))
+    stamps = () if folder is None else (_stamp(folder / LOCK_NAME),)
     if not shared:
         return None if folder is None else _cached_table(folder, trust, stamps)
     places = tuple(table.snapshot.folder for table in shared)
@@ -249,9 +232,9 @@ def _cached_with_shared(
 ) -> ResolverTable:
     """Return the published table of a folder, extended by the team's tables, which never change."""
     base = None if folder is None else read_folder(folder, trust=trust)
-    own = {} if folder is None else _set_files(_snapshot_of(folder, trust))
+    own = {} if folder is None else _trace_files(_snapshot_of(folder, trust))
     snapshots = [open_snapshot(path, home()) for path in shared]
-    sets = [_set_files(snapshot) for snapshot in snapshots]
+    sets = [_trace_files(snapshot) for snapshot in snapshots]
     loaders = {name: base.loader_of(name) for name in base.definitions} if base is not None else {}
     for name in {name for one in sets for name in one}:
         added = [one[name] for one in sets if name in one]
@@ -269,12 +252,7 @@ def _cached_with_shared(
 
 def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
     """Return the table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
-    snapshot = _snapshot_of(folder, trust)
-    old = folder / OLD_TABLE_NAME
-    if old.is_file() and (OLD_TABLE_NAME in snapshot.files or not trace_files(folder)):
-        parts = parts_of_old(snapshot.read(old, "resolver table"), old)
-        return ResolverTable.from_entries(*parts, str(old), snapshot.origin)
-    return _table_of_sets(snapshot)
+    return _table_of_files(_snapshot_of(folder, trust))
 
 
 def _snapshot_of(folder: Path, trust: bool) -> Snapshot:
@@ -282,18 +260,18 @@ def _snapshot_of(folder: Path, trust: bool) -> Snapshot:
     return replace(snapshot, files={}) if trust and snapshot.origin == "foreign" else snapshot
 
 
-def _table_of_sets(snapshot: Snapshot) -> ResolverTable:
-    loaders = {name: file.entries for name, file in _set_files(snapshot).items()}
+def _table_of_files(snapshot: Snapshot) -> ResolverTable:
+    loaders = {name: file.entries for name, file in _trace_files(snapshot).items()}
     return ResolverTable(
         snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), lambda: _peaks_of(snapshot)
     )
 
 
-def _set_files(snapshot: Snapshot) -> dict[str, SetFile]:
-    """Return the trace sets of a folder, by Definition."""
+def _trace_files(snapshot: Snapshot) -> dict[str, TraceFile]:
+    """Return the trace files of a folder, by Definition."""
     names = snapshot.files or [path.relative_to(snapshot.folder).as_posix() for path in trace_files(snapshot.folder)]
     paths = [snapshot.folder / name for name in names if is_trace_file(name)]
-    return {path.stem: SetFile(snapshot, path) for path in paths}
+    return {definition_of(path): TraceFile(snapshot, path) for path in paths}
 
 
 def _peaks_of(snapshot: Snapshot) -> GpuPeaks | None:
@@ -317,8 +295,8 @@ def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
 
 
 @dataclass(frozen=True)
-class SetFile:
-    """The trace set of a Definition in a published folder or a team's folder."""
+class TraceFile:
+    """The trace file of a Definition in a published folder or a team's folder."""
 
     snapshot: Snapshot
     path: Path
@@ -329,15 +307,15 @@ class SetFile:
         Raises:
             RecordError: it differs from its lock.
         """
-        return self.snapshot.read(self.path, "trace set")
+        return self.snapshot.read(self.path, "trace file")
 
     def entries(self) -> MeasuredEntries:
-        """Return its entries, with the origin of the folder; raises as :meth:`content`, and for an invalid trace set."""
+        """Return its entries, with the origin of the folder; raises as :meth:`content`, and for an invalid file."""
         return entries_of(self.content(), self.path, self.snapshot.origin)
 
 
 def merged_entries(
-    published: Callable[[], MeasuredEntries] | None, own: SetFile | None, shared: Sequence[SetFile]
+    published: Callable[[], MeasuredEntries] | None, own: TraceFile | None, shared: Sequence[TraceFile]
 ) -> MeasuredEntries:
     """Return the entries of one Definition from the published table and those of a team.
 
@@ -346,38 +324,35 @@ def merged_entries(
 
     Args:
         published: entries of the published table, if it has the Definition.
-        own: the file of these entries; None for a table of the old layout.
+        own: the file of these entries.
         shared: files of the tables that may serve, newest first.
     """
     first = [published()] if published is not None else []
-    sets = [TraceSet.parse(own.content(), own.path)] if own is not None and is_trace_set(own.content()) else []
+    files = [read_lines(own.content(), own.path)] if own is not None else []
     added = []
     for file in shared:
         try:
-            measured, parsed = file.entries(), TraceSet.parse(file.content(), file.path)
+            measured, traces = file.entries(), read_lines(file.content(), file.path)
         except RecordError as error:
             _log.warning("a table of a team is passed over: %s", error)
             continue
         added.append(measured)
-        sets.append(parsed)
-    lost = taken_back(sets)
+        files.append(traces)
+    lost = revoked_passes(itertools.chain.from_iterable(files))
     groups = first + added
     keys = dict.fromkeys(key for measured in groups for key in measured.by_dtypes)
     by_dtypes = {key: partial(_joined, groups, key, lost) for key in keys}
     return MeasuredEntries(by_dtypes, groups[0].scalars if groups else {})
 
 
-def taken_back(sets: Iterable[TraceSet]) -> frozenset[str]:
+def revoked_passes(traces: Iterable[dict[str, Any]]) -> frozenset[str]:
     """Return the ids of passes revoked by a later failure of the same source, as in the view ``revocations``."""
-    sets = list(sets)
-    if not any(_revokes(facts) for one in sets for facts in one.header.facts):
-        return frozenset()
-    traces = [trace for one in sets for trace in one.traces()]
+    traces = list(traces)
     failures = [trace for trace in traces if _revokes(trace)]
     return frozenset(
         trace["trace_id"]
         for trace in traces
-        if trace["status"] == "PASSED" and any(_takes_back(failure, trace) for failure in failures)
+        if trace.get("status") == "PASSED" and any(_takes_back(failure, trace) for failure in failures)
     )
 
 
@@ -427,68 +402,3 @@ def _source(candidate: Candidate) -> tuple[str, str, str]:
 def _point(entry: Entry) -> str:
     parts = entry.call.axes, entry.call.scalars, entry.call.layouts
     return json.dumps([entry.definition_digest, *(sorted(part.items()) for part in parts)], default=str)
-
-
-# ---- old entries ----------------------------------------------------------------------------------
-# Reads ``resolver.json``, the former single table for all Definitions of a GPU.
-
-VERSION = 2
-
-WRITE_ANEW = "Write it anew: tilegym-db publish --gpu GPU"
-
-
-def parts_of_old(text: bytes, path: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
-    """Return GPU, target, date and entries of a file.
-
-    Raises:
-        RecordError: it is not such a table, or was written by a newer version.
-    """
-    try:
-        content = from_json(text, cache_strings="all")
-    except ValueError as error:
-        raise RecordError(
-            f"{path}: cannot read this resolver table: {error}. {WRITE_ANEW}", code="table_unreadable"
-        ) from None
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > VERSION:
-        raise RecordError(
-            f"{path}: schema_version {version} was written by a newer tilegym-db (this one reads {VERSION}). "
-            "Upgrade tilegym-db, or publish again with this version.",
-            code="version_newer",
-        )
-    try:
-        return content["gpu"], content["sm"], content["published"], content["entries"]
-    except (TypeError, KeyError) as error:
-        raise RecordError(
-            f"{path}: not a resolver table: {error} is missing or wrong. {WRITE_ANEW}", code="table_invalid"
-        ) from None
-
-
-def measured_of_old(raws: list[dict[str, Any]], source: str, origin: str) -> MeasuredEntries:
-    """Return the entries of one Definition; error messages name ``source``, the file.
-
-    Raises:
-        RecordError: an entry is not valid.
-    """
-    return _old_entries([_old_entry(raw, source, origin) for raw in raws])
-
-
-def _old_entries(entries: list[Entry]) -> MeasuredEntries:
-    grouped: dict[DtypesKey, list[Entry]] = {}
-    for entry in entries:
-        grouped.setdefault(dtypes_key(entry.call.dtypes), []).append(entry)
-    by_dtypes = {key: partial(tuple, found) for key, found in grouped.items()}
-    return MeasuredEntries(by_dtypes, scalar_hull(entry.call.scalars for entry in entries))
-
-
-def _old_entry(raw: dict[str, Any], source: str, origin: str) -> Entry:
-    try:
-        candidates = tuple(
-            Candidate(**{"origin": origin, **candidate, "shipped_source": False}) for candidate in raw["candidates"]
-        )
-        known = {name: raw[name] for name in ("definition", "axes", "dtypes", "layouts", "scalars") if name in raw}
-        about = {name: value for name, value in raw.items() if name not in known}
-        return Entry(Call(**known), **{**about, "candidates": candidates})
-    except (TypeError, KeyError) as error:
-        what = f"an entry of {raw.get('definition')} is not valid: {error}"
-        raise RecordError(f"{source}: {what}. {WRITE_ANEW}", code="table_entry_invalid") from None

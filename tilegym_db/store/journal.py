@@ -23,7 +23,7 @@ from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.installation import RejectedLine, signed_line, split_line
-from tilegym_db.published.trace_set import TraceSet, is_trace_set
+from tilegym_db.published.trace_file import is_packed, read_traces
 from tilegym_db.records import Trace
 
 CUT_OFF = "cut off in mid write"
@@ -188,8 +188,8 @@ def read_journal(path: Path) -> JournalContent:
         content = read_bytes(path, "journal", limit=None)
     except RecordError as error:
         raise StoreError(str(error), code=error.code) from None
-    if is_trace_set(content):
-        return JournalContent(tuple(Trace.from_dict(trace, path) for trace in TraceSet.parse(content, path).traces()))
+    if is_packed(content):
+        return JournalContent(tuple(read_traces(content, path)))
     traces: list[Trace] = []
     rejected: list[RejectedLine] = []
     torn = False

@@ -1,11 +1,11 @@
 """Publishes the snapshot of a GPU: the resolver's input, which also ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` is a trace set with the best promoted trace per solution and shape.
-``<definition>.tuning.jsonl`` beside it has the search steps that found its configs, or found no better ones.
+``traces/<gpu>/<op_type>/<definition>.jsonl.gz`` has the best promoted trace per solution and shape, one per line.
+``<op_type>/tuning/<definition>.jsonl.gz`` has the search steps that found its configs, or found no better ones.
 ``traces/<gpu>/peaks.json`` has the calibrated peaks behind the speed-of-light ratios.
 ``traces/<gpu>/<model>.models.jsonl`` has the newest runs of a model.
 
-A trace set also has the failures that revoked passes, since a store with an older snapshot would still count those
+A trace file also has the failures that revoked passes, since a store with an older snapshot would still count those
 passes. ``traces/<gpu>/traces.lock.json`` has the digest of every file. All content is prepared before the first file is
 written, and the lock is written last, so that it never names a missing file.
 """
@@ -26,15 +26,14 @@ from tilegym_db.paths import home, shipped_root
 from tilegym_db.published.checked import shipped_keys
 from tilegym_db.published.input_files import (
     LOCK_NAME,
-    OLD_TABLE_NAME,
-    OLD_TUNING_NAME,
     PEAKS_NAME,
-    TUNING_SUFFIX,
+    TUNING_FOLDER,
     model_files,
+    trace_files,
+    tuning_files,
 )
 from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
-from tilegym_db.published.trace_set_writer import encode_traces
-from tilegym_db.published.tuning_set import encode_steps
+from tilegym_db.published.trace_file import SUFFIX, json_lines, packed, trace_lines, unpacked
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
@@ -117,20 +116,20 @@ def publish(
     left_out = _left_out(store, gpu, shipped)
     if not rows and not failures:
         raise _nothing_to_publish(store, gpu, left_out)
-    contents = {folder / name: text for name, text in trace_set_texts(store, [*rows, *failures]).items()}
+    lines = trace_contents(store, [*rows, *failures]) | _tuning_contents(store, gpu)
+    contents = {folder / name: _packed_as_is(folder / name, content) for name, content in lines.items()}
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None and _may_replace(peaks, _published_peaks(folder, store.home)):
-        contents[folder / PEAKS_NAME] = peaks_text(peaks)
-    contents |= _tuning_files(store, gpu, folder)
+        contents[folder / PEAKS_NAME] = peaks_text(peaks).encode()
     runs: list[ModelRun] = []
     if folder != users:
         runs = queries.publishable_model_runs(store, gpu)
         left_out |= _runs_left_out(store, gpu)
-    contents |= {folder / name: text for name, text in model_texts(runs).items()}
+    contents |= {folder / name: text.encode() for name, text in model_texts(runs).items()}
     sm = [*rows, *failures][0]["sm"]
     with writing(folder.parents[1]):
         changed = _write(store, gpu, sm, folder, contents)
-    leftover = {path for path in (*folder.glob("*/*.jsonl"), *_top_files(folder)) if path not in contents}
+    leftover = {path for path in (*trace_files(folder), *model_files(folder)) if path not in contents}
     shapes = len({tuple(row[key] for key in _SHAPE) for row in rows})
     unconfined = sum(row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL for row in rows)
     return PublishReport(
@@ -138,17 +137,17 @@ def publish(
     )
 
 
-def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, str]) -> tuple[Path, ...]:
+def _write(store: Store, gpu: str, sm: str, folder: Path, contents: dict[Path, bytes]) -> tuple[Path, ...]:
     """Write the changed files and then the lock of all digests; return the written files."""
     kept = _kept(folder, store.home, contents)
-    files = {path.relative_to(folder).as_posix(): sha256(text.encode()) for path, text in contents.items()} | kept
-    changed = {path: text for path, text in contents.items() if not _same(path, text)}
+    files = {path.relative_to(folder).as_posix(): sha256(content) for path, content in contents.items()} | kept
+    changed = {path: content for path, content in contents.items() if _content_of(path) != content}
     if changed or not _is_locked(folder, store.home, files):
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        changed[folder / LOCK_NAME] = lock_text(folder, gpu, sm, date, files, store.home)
-    for path, text in changed.items():
-        write_atomically(path, text.encode())
-    for path in folder.glob(f"*/*{TUNING_SUFFIX}"):
+        changed[folder / LOCK_NAME] = lock_text(folder, gpu, sm, date, files, store.home).encode()
+    for path, content in changed.items():
+        write_atomically(path, content)
+    for path in tuning_files(folder):
         if path not in contents:
             path.unlink(missing_ok=True)  # only steps of older sources
     return tuple(changed)
@@ -192,7 +191,7 @@ def _published_peaks(folder: Path, home: Path) -> GpuPeaks | None:
         return None  # of an older version, or damaged: write it again
 
 
-def _kept(folder: Path, home: Path, contents: Mapping[Path, str]) -> dict[str, str]:
+def _kept(folder: Path, home: Path, contents: Mapping[Path, bytes]) -> dict[str, str]:
     """Return the digests of published files that stay: the peaks, if local ones do not replace them."""
     path = folder / PEAKS_NAME
     if path in contents or not path.is_file():
@@ -210,11 +209,6 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
     except RecordError:
         return False  # damaged: write it
     return found.origin != "foreign" and dict(found.files) == dict(files)
-
-
-def _top_files(folder: Path) -> list[Path]:
-    old = [path for name in (OLD_TABLE_NAME, OLD_TUNING_NAME) if (path := folder / name).is_file()]
-    return [*old, *model_files(folder)]
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
@@ -251,30 +245,40 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     )
 
 
-def trace_set_texts(store: Store, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return path in the GPU's folder -> trace set, from ``publishable_rows`` and ``revoking_rows``."""
+def trace_contents(store: Store, rows: list[dict[str, Any]]) -> dict[str, bytes]:
+    """Return path in the GPU's folder -> lines of that trace file, from ``publishable_rows`` and ``revoking_rows``."""
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
     ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
     provides = queries.provided(store)
-    contents: dict[str, str] = {}
+    contents: dict[str, bytes] = {}
     for (op_type, definition), group in itertools.groupby(ordered, key=lambda row: (row["op_type"], row["definition"])):
         records = [traces[row["trace_id"]].to_dict() for row in group]
-        contents[f"{op_type}/{definition}.jsonl"] = encode_traces(records, provides, foreign)
+        contents[f"{op_type}/{definition}{SUFFIX}"] = trace_lines(records, provides, foreign)
     return contents
 
 
-def _tuning_files(store: Store, gpu: str, folder: Path) -> dict[Path, str]:
+def _tuning_contents(store: Store, gpu: str) -> dict[str, bytes]:
     steps = queries.publishable_steps(store, gpu)  # by Definition; steps of older sources are dropped
-    contents = {}
-    for (op_type, definition), group in itertools.groupby(steps, key=lambda item: item[:2]):
-        records = [step.to_dict() for _, _, step in group]
-        contents[folder / op_type / f"{definition}{TUNING_SUFFIX}"] = encode_steps(definition, records)
-    return contents
+    return {
+        f"{op_type}/{TUNING_FOLDER}/{definition}{SUFFIX}": json_lines(step.to_dict() for _, _, step in group)
+        for (op_type, definition), group in itertools.groupby(steps, key=lambda item: item[:2])
+    }
 
 
-def _same(path: Path, text: str) -> bool:
+def _packed_as_is(path: Path, lines: bytes) -> bytes:
+    """Return the content of a file with these lines: the published one if it has them, whichever zlib packed it."""
+    published = _content_of(path)
     try:
-        return path.read_bytes() == text.encode()
+        if published is not None and unpacked(published, path) == lines:
+            return published
+    except RecordError:
+        pass  # damaged: write it anew
+    return packed(lines)
+
+
+def _content_of(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
     except OSError:
-        return False
+        return None

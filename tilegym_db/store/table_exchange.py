@@ -1,7 +1,7 @@
 """Shares resolver tables through a data set, and fetches them into the home folder.
 
-Below ``_tables/gpu=<slug>`` of the data set every trace set lies under its digest
-(``sets/<op_type>/<definition>/<sha256>.jsonl``). Each writer adds a lock (``by=<writer>/<time>-<sha256>.json``) after
+Below ``_tables/gpu=<slug>`` of the data set every trace file lies under its digest
+(``sets/<op_type>/<definition>/<sha256>.jsonl.gz``). Each writer adds a lock (``by=<writer>/<time>-<sha256>.json``) after
 all files that it names. No file is ever replaced, and the same table makes the same files. A writer that stops early
 leaves files that no lock names. Older versions skip the folder.
 """
@@ -36,21 +36,20 @@ from tilegym_db.published.shared_tables import (
     trust_table,
 )
 from tilegym_db.published.snapshot import TraceLock, sha256, signed_lock
-from tilegym_db.published.trace_set import TraceSet
-from tilegym_db.records import Trace
+from tilegym_db.published.trace_file import SUFFIX, packed, read_traces
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store import queries
 from tilegym_db.store.database import Store
 from tilegym_db.store.peaks_files import peaks_text
-from tilegym_db.store.publish import trace_set_texts
+from tilegym_db.store.publish import trace_contents
 
 FOLDER = "_tables"
 LOCK_VERSION = 1
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _SLUG = "[a-z0-9][a-z0-9_.-]{0,127}"
 _LOCK = re.compile(rf"gpu=({_SLUG})/by=([0-9a-f]{{16}})/[0-9]{{8}}T[0-9]{{6}}Z-([0-9a-f]{{64}})\.json")
-_SET = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl")
+_TRACES = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl\.gz")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ def _share_table(store: Store, place: SharedPlace, gpu: str) -> list[str]:
     ]
     if not rows:
         return []
-    contents = {name: text.encode() for name, text in trace_set_texts(store, rows).items()}
+    contents = {name: packed(lines) for name, lines in trace_contents(store, rows).items()}
     peaks = queries.read_peaks(store, gpu, own=True)
     if peaks is not None:
         contents[PEAKS_NAME] = peaks_text(peaks).encode()
@@ -113,8 +112,8 @@ def _saving(content: bytes) -> Callable[[Any], Any]:
 
 def _blob(name: str, digest: str) -> str:
     """Return the name of a table's file in a data set."""
-    path = PurePosixPath(name)
-    return f"sets/{path.with_suffix('')}/{digest}{path.suffix}"
+    suffix = SUFFIX if name.endswith(SUFFIX) else PurePosixPath(name).suffix
+    return f"sets/{name.removesuffix(suffix)}/{digest}{suffix}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ def _files_of(content: bytes, gpu: str) -> Mapping[str, str]:
             code="version_newer",
         )
     lock = TraceLock.from_json(content, "its lock")
-    wrong = [path for path in lock.files if path != PEAKS_NAME and _SET.fullmatch(path) is None]
+    wrong = [path for path in lock.files if path != PEAKS_NAME and _TRACES.fullmatch(path) is None]
     if lock.gpu != gpu or not lock.files or wrong:
         raise RecordError(
             f"its lock is not one of a resolver table of {gpu}{f': it names {wrong[0]!r}' if wrong else ''}.",
@@ -276,9 +275,6 @@ def _check_content(path: str, content: bytes, gpu: str) -> None:
     if path == PEAKS_NAME:
         GpuPeaks.from_json(content, path)
         return
-    parsed = TraceSet.parse(content, path)
-    of = parsed.header
-    if (of.gpu, f"{of.op_type}/{of.definition}.jsonl") != (gpu, path):
-        raise RecordError(f"{path} holds traces of {of.definition} on {of.gpu}.", code="record_misplaced")
-    for trace in parsed.traces():
-        Trace.from_parsed(trace, path)
+    for trace in read_traces(content, path):
+        if (trace.gpu, f"{trace.op_type}/{trace.definition}{SUFFIX}") != (gpu, path):
+            raise RecordError(f"{path} holds traces of {trace.definition} on {trace.gpu}.", code="record_misplaced")

@@ -18,9 +18,9 @@ from pydantic import AwareDatetime, Field
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
-from tilegym_db.published.input_files import OLD_TUNING_NAME, own_tuning_files, published_tuning_files
+from tilegym_db.published.input_files import own_tuning_files, published_tuning_files
 from tilegym_db.published.snapshot import read_published
-from tilegym_db.published.tuning_set import decode_steps, is_tuning_set
+from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status
@@ -133,15 +133,11 @@ def _row(step: TuningStep, run_id: str, *, is_own: bool) -> dict[str, Any]:
 
 
 def _published_steps(path: Path, home: Path, refused: list[str], *, trust: bool = False) -> Iterator[TuningStep]:
-    folder = path.parent if path.name == OLD_TUNING_NAME else path.parent.parent
-    content = read_published(path, folder, home, refused, trust=trust)
+    content = read_published(path, path.parents[2], home, refused, trust=trust)
     if content is None:
         return
-    if not is_tuning_set(content):
-        yield from _steps(path, content)
-        return
     try:
-        yield from [TuningStep.from_parsed(step, path) for step in decode_steps(content, path)]
+        yield from [TuningStep.from_parsed(step, path) for step in read_lines(content, path)]
     except RecordError as error:
         refused.append(str(error))
 
