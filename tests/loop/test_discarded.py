@@ -12,7 +12,6 @@ import pytest
 from loop_authors import GOOD
 from writing import trace_of
 
-from tilegym_db.published.trace_file import unpacked
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import auto as trial_module
@@ -23,6 +22,7 @@ from tilegym_db.loop.status import discarded
 from tilegym_db.loop.submission_catalog import candidate_root, enter, leave
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.published.trace_file import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.store.connection import ingest_journals, open_store

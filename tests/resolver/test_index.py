@@ -11,11 +11,11 @@ from published_tables import table_of as published_table
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
+from tilegym_db.published.servable import why_outside_scalars
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, decide, make_request
-from tilegym_db.resolver.decide import outside_scalars
 from tilegym_db.resolver.resolve import PointIndex, index_of
 
 DEFINITION = Definition.from_dict(
@@ -155,7 +155,7 @@ def long_way(
 
 def is_outside(call: dict[str, Any], table: ResolverTable) -> bool:
     """Whether a continuous scalar is none that anybody verified: that is left to the long way."""
-    return outside_scalars(DEFINITION, call["scalars"], table.scalar_hull(DEFINITION.name)) is not None
+    return why_outside_scalars(DEFINITION, call["scalars"], table.scalar_hull(DEFINITION.name)) is not None
 
 
 @given(st.data())

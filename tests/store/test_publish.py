@@ -121,6 +121,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "envelope_cases": 0,
         "scalar_ranges": None,
         "origin": "shipped",
+        "of_files": False,
         "shipped_source": False,
     }
     assert [(item["solution"], item["role"], item["provides"]) for item in prefill["candidates"]] == [

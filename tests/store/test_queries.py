@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import VERIFIED_TIERS
 from tilegym_db.store.connection import ingest
 from tilegym_db.store.queries import (
     Promotable,
@@ -13,18 +14,18 @@ from tilegym_db.store.queries import (
     done_keys,
     failed_screen,
     find_traces,
-    kept_back,
     leaderboard_rows,
     likely_fastest_of,
     measured_gpus,
     promotable,
+    promoted_rows,
     publishable_rows,
     read_traces,
     traces_of,
     tuned_configs,
     verified_rows,
 )
-from tilegym_db.store.statements import VERIFIED_TIERS, views_sql
+from tilegym_db.store.statements import views_sql
 
 REVOKING = ["INCORRECT_SHAPE", "INCORRECT_DTYPE", "INCORRECT_NUMERICAL", "RUNTIME_ERROR", "TIMEOUT", "REJECTED"]
 
@@ -96,7 +97,7 @@ def test_what_a_file_held_ranks_among_its_like_and_is_not_published(filled, trac
     with filled(of_file, beside, drawn) as store:
         assert [row["trace_id"] for row in best_rows(store)] == [drawn.trace_id, of_file.trace_id]
         assert [row["trace_id"] for row in publishable_rows(store, "h200")] == [drawn.trace_id]
-        assert kept_back(store, "h200")["of_files"] == 2
+        assert promoted_rows(store, "h200")[1] == {"of_files": 2}
         assert read_traces(store, [of_file.trace_id]) == {of_file.trace_id: of_file}
 
 

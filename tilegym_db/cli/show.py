@@ -338,7 +338,7 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
 
 def _standing(row: dict[str, Any]) -> str:
     """Return ``yes`` if a pass is verified, else the reason it is not."""
-    from tilegym_db.store.statements import VERIFIED_TIERS
+    from tilegym_db.records.trace import VERIFIED_TIERS
 
     if row["status"] != "PASSED":
         return ""

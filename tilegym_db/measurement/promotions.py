@@ -12,7 +12,8 @@ from typing import Any
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine
-from tilegym_db.published.checked import shipped_keys, source_key, why_not_believed
+from tilegym_db.published.checked import shipped_keys, source_key
+from tilegym_db.published.servable import why_unconfined
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
 from tilegym_db.records.solution import config_id
@@ -55,9 +56,9 @@ def claim_of(
         return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
     if trace.role != "kernel":
         return PromotionClaim(None, "a baseline cannot be promoted: others are measured against it")
-    unconfined = why_not_believed(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
+    unconfined = why_unconfined(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
     if unconfined is not None:
-        return PromotionClaim(None, unconfined)
+        return PromotionClaim(None, unconfined.reason)
     against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
     if not against:
         return PromotionClaim(None, "no baseline took part in its rounds")
@@ -220,14 +221,14 @@ def refused_unconfined(
     ``digests`` are those of the Definitions, by name.
     """
     reasons = {
-        files.name: why_not_believed(
+        files.name: why_unconfined(
             level,
             is_shipped=source_key(digests[files.record.definition], files.digest) in shipped,
             audience="this user",
         )
         for files in solutions
     }
-    return {name: f"not promoted: {reason}" for name, reason in reasons.items() if reason is not None}
+    return {name: f"not promoted: {refusal.reason}" for name, refusal in reasons.items() if refusal is not None}
 
 
 def sandbox_note(machine: Machine, refused: Collection[str]) -> str:

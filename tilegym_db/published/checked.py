@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -26,7 +26,6 @@ from tilegym_db.published.input_files import PEAKS_NAME, definition_of, publishe
 from tilegym_db.published.snapshot import open_snapshot
 from tilegym_db.records import Solution
 from tilegym_db.records.base import length_prefixed_digest
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 
 MAX_BYTES = 8 << 20
 _NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
@@ -198,37 +197,6 @@ def _keys(path: Path, _stamp: int, definition: str) -> frozenset[str]:
         for files in catalog.solutions_for(definition)
         if checked.solution(catalog.solution_paths[files.name], files.record, files.sources)
     )
-
-
-# ---- confinement rule -----------------------------------------------------------------------------
-# Decides which users a verified result may serve, by its worker's sandbox level and the origin of its source.
-
-Audience = Literal["this user", "others"]
-"""The users served: the user of the measuring machine, or all users of a published file."""
-
-
-def why_not_believed(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> str | None:
-    """Return the reason why a verified result may not serve, or None if it may.
-
-    An unconfined worker could have tampered with its own verification. The author of a release ran shipped sources
-    confined, or at least read them. On a machine without a sandbox they may serve its own user only.
-
-    Args:
-        level: the sandbox level on the trace.
-        is_shipped: True if the package ships this definition and source, by their digests.
-        origin: origin of the trace: ``shipped``, ``local``, or ``foreign``.
-        audience: the users to be served.
-    """
-    if level >= PUBLISHED_SANDBOX_LEVEL:
-        return None
-    why = f"sandbox level {level}: its worker could have reached what judged it"
-    if level < 1:
-        return why
-    if not is_shipped:
-        return f"{why}, and its source is not one that the package ships"
-    if origin != "local" or audience != "this user":
-        return f"{why}, so it serves the user of the machine that measured it, and not others"
-    return None
 
 
 def source_key(definition_digest: str, solution_digest: str) -> str:

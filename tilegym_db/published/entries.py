@@ -45,6 +45,8 @@ class Candidate:
     """Continuous scalar -> the smallest and largest value verified; None in traces older than this field."""
     origin: str = "local"
     """``shipped`` with the package, measured by this installation (``local``), or ``foreign``."""
+    of_files: bool = False
+    """True if it was measured on the contents of files."""
     shipped_source: bool = False
     """True if the package ships its source; computed only if it was measured here without confinement."""
     figures: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -164,6 +166,7 @@ def _candidate(trace: Mapping[str, Any], origin: str) -> Candidate:
         envelope_cases=envelope.get("cases", 0),
         scalar_ranges=_ranges(envelope),
         origin="foreign" if is_borrowed else origin,
+        of_files=bool(trace.get("blobs")),
         figures={
             **{name: correctness.get(name) for name in ("rel_fro", "worst_row_rel", "matched_ratio")},
             **{name: performance[name] for name in ("cold_l2", "timer") if name in performance},

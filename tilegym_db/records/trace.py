@@ -32,6 +32,9 @@ Tier = Literal["interpreter", "untimed", "screen", "promotion"]
 UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
 """Tiers without a time: the interpreter, and Solutions that omit an output."""
 
+VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
+"""Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
+
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
 _ERROR = re.compile(r"\b(error|fatal|exception|undefined)\b|\w(Error|Exception)\b", re.IGNORECASE)

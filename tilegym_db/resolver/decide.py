@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.published.checked import why_not_believed
 from tilegym_db.published.entries import Candidate, Entry
+from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, Asked, first_done, why_not_served
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import is_code_selecting
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.solution import Config, why_not_timed
+from tilegym_db.records.solution import Config
 from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.request import Request
-from tilegym_db.store.statements import VERIFIED_TIERS
 
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``: most of it is the launch, which is what fusing it with its neighbours saves."""
@@ -136,18 +135,16 @@ def _sort_out(
     """The candidates of a point that may serve the request, and why each of the others may not."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
-    stock = soonest_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
+    stock = first_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
+    asked = Asked(request.definition, request.call, request.sm, request.unavailable)
+    ranges = table.scalar_hull(request.definition.name)
     for candidate in point.entry.candidates:
-        reason = disqualify(candidate, request, solutions.get(candidate.solution), exact=point.exact)
-        reason = reason or later_launched(candidate, stock)
-        verified = candidate.scalar_ranges
-        if verified is None:  # published before ranges were recorded (decision 0024)
-            verified = table.scalar_hull(request.definition.name)
-        reason = reason or outside_scalars(request.definition, request.call.scalars, verified)
-        if reason is None:
+        files = solutions.get(candidate.solution)
+        refusal = why_not_served(candidate, files, asked, is_exact=point.exact, scalar_ranges=ranges, stock=stock)
+        if refusal is None:
             eligible.append(candidate)
         else:
-            rejected.append(Rejection(candidate, reason))
+            rejected.append(Rejection(candidate, refusal.reason))
     measured = {candidate.solution for candidate in point.entry.candidates}
     unmeasured = f"not in the table: no verified measurement at {_where(point, table)}"
     return eligible, rejected + _unmeasured(solutions, measured, unmeasured)
@@ -233,95 +230,8 @@ def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candid
     return winner, lost
 
 
-# ---- eligibility ----------------------------------------------------------------------------------
-# Which measured candidates may serve a request, and which of them are as fast as each other. Pure: no I/O, no torch.
-
-MIN_SPEEDUP_CI_LOW = 1.02
-"""Lower confidence bound of the speedup over stock that a kernel must exceed, so that it is faster by more than noise."""
-
-MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
-"""The same bound for a backward. Stock code gets the inputs of the forward, although autograd would have kept what it needs.
-It moves at most 22 bytes for 18 (swiglu_backward); a kernel must not be credited with the difference."""
-
-MAX_LAUNCH_RATIO = 1.1
-"""Maximum ratio of a kernel call to a stock call, each by the longer of its device and host time."""
-
-HOST_NOISE_US = 5.0
-"""Uncertainty of a host time in microseconds. A smaller difference is ignored, because host load varies."""
-
-
-def disqualify(candidate: Candidate, request: Request, files: SolutionFiles | None, *, exact: bool) -> str | None:
-    """Return why a measured candidate may not serve the request at any latency; None if it may."""
-    if files is None:
-        return "it is not in the catalog any more"
-    if candidate.solution_digest != files.digest:
-        return (
-            f"its digest differs from the catalog's source: verified {candidate.solution_digest[:12]}, "
-            f"now {files.digest[:12]}; bench and publish it again"
-        )
-    spec = files.record.spec
-    if spec.role != "kernel":
-        what = f" ({spec.provides})" if spec.provides else ""
-        return f"role {spec.role}{what}: measured to compare with, never dispatched"
-    reason = (
-        why_not_timed("it", spec.omits)
-        or _not_verified(candidate)
-        or files.record.unsupported(request.call.axes, request.call.dtypes, request.call.layouts, target=request.sm)
-    )
-    if reason is None and spec.language in request.unavailable:
-        reason = request.unavailable[spec.language]
-    if reason is None and not exact and not candidate.envelope_cases:
-        reason = "it was verified at the measured shape only, without fuzz cases that cover others"
-    return reason or _not_faster(
-        candidate, MIN_SPEEDUP_CI_LOW if request.definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
-    )
-
-
-def _not_verified(candidate: Candidate) -> str | None:
-    """Return why the measurement is not trusted; None if it is.
-
-    Publishing drops such measurements, but a table may have been written by hand.
-    """
-    if candidate.tier not in VERIFIED_TIERS:
-        return (
-            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
-            f"{candidate.solution}) and publish again"
-        )
-    if candidate.tier != "promotion":
-        return None
-    level, shipped = candidate.sandbox_level or 0, candidate.shipped_source
-    return why_not_believed(level, is_shipped=shipped, origin=candidate.origin, audience="this user")
-
-
-def _not_faster(candidate: Candidate, bar: float) -> str | None:
-    """Return why the measurement does not show a speedup beyond noise; None if it does."""
-    if candidate.latency_us is None or candidate.speedup_ci_low is None:
-        return "it was not compared with the stock code"
-    if candidate.speedup_ci_low > bar:
-        return None
-    ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
-    verdict = "slower than stock" if (candidate.speedup or 1.0) < 1.0 else "not faster than stock by more than noise"
-    return f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}"
-
-
-def soonest_done(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate whose call ends first, by the longer of its device and host time; None if no candidate has both."""
-    timed = [one for one in candidates if one.latency_us is not None and one.host_us is not None]
-    return min(timed, key=lambda one: max(one.latency_us or 0.0, one.host_us or 0.0), default=None)
-
-
-def later_launched(candidate: Candidate, stock: Candidate | None) -> str | None:
-    """Return why the launch of a kernel takes longer than the stock call; None if it does not."""
-    if stock is None or stock.latency_us is None or stock.host_us is None:
-        return None
-    if candidate.latency_us is None or candidate.host_us is None:
-        return None
-    until = max(stock.latency_us, stock.host_us)
-    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until + HOST_NOISE_US:
-        return None
-    return (
-        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us"
-    )
+# ---- ranking --------------------------------------------------------------------------------------
+# Which of the candidates that may serve are as fast as each other.
 
 
 def host_us(candidate: Candidate) -> float:
@@ -406,21 +316,6 @@ def selecting_scalars(definition: Definition) -> tuple[str, ...]:
     return tuple(
         name for name, spec in definition.inputs.items() if spec.is_scalar and is_code_selecting(definition, name)
     )
-
-
-def outside_scalars(
-    definition: Definition, scalars: Mapping[str, Scalar], ranges: Mapping[str, tuple[float, float]]
-) -> str | None:
-    """Return why a continuous scalar lies outside its verified range; None if every scalar with a range is inside."""
-    for name, value in scalars.items():
-        if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
-            continue
-        if not isinstance(value, int | float):
-            continue
-        low, high = ranges[name]
-        if not low <= value <= high:  # NaN is outside, too
-            return f"{name}={value:g} is outside the verified range {low:g}..{high:g}"
-    return None
 
 
 def equal_scalars(entry: Entry, scalars: Mapping[str, Scalar]) -> int:

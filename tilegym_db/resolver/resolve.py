@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
+from tilegym_db.published.servable import why_outside_scalars
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
@@ -31,7 +32,6 @@ from tilegym_db.resolver.decide import (
     judge_each_serving,
     layouts_match,
     no_kernel,
-    outside_scalars,
     selecting_scalars,
 )
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
@@ -457,7 +457,7 @@ class PointIndex:
             selecting = tuple([scalars[name] for name in self._selecting])
         if chosen not in self._judged:
             self._judge_points(chosen)
-        if scalars and outside_scalars(self._definition, scalars, self._ranges):
+        if scalars and why_outside_scalars(self._definition, scalars, self._ranges):
             return None
         points = self._points.get((sizes, chosen, selecting))
         return None if points is None else self._at(points, call.layouts, scalars, serving)

@@ -32,6 +32,7 @@ from tilegym_db.published.input_files import (
     trace_files,
     tuning_files,
 )
+from tilegym_db.published.servable import Audience
 from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.published.trace_file import SUFFIX, json_lines, packed, trace_lines, unpacked
 from tilegym_db.records.hardware import gpus_meant
@@ -42,9 +43,20 @@ from tilegym_db.store import queries
 from tilegym_db.store.database import Store
 from tilegym_db.store.model_runs import model_texts
 from tilegym_db.store.peaks_files import peaks_text
+from tilegym_db.store.queries.publishing import SHAPE
 
 DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE doubt IS NOT NULL'"
 """Command that shows the traces with impossible figures, and the reasons."""
+
+_LEFT_OUT = {
+    "revoked": "a later failure took the pass back",
+    "doubted": f"the figures cannot be true ({DOUBTED})",
+    "unconfined": f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})",
+    "of_files": "measured on contents of files, which say nothing of a call on others",
+    "output_omitted": "it omits an output, so its times are compared with nothing",
+    "screened": "passed a screen only (tilegym-db promote)",
+}
+"""Code -> why a result is not published."""
 
 RUNS_KEPT_BACK = {
     "foreign": "runs of models that this installation did not sign (--trust)",
@@ -52,8 +64,6 @@ RUNS_KEPT_BACK = {
     "throttled": "runs of models on a GPU that was throttled during the run",
     "claimless": "runs of models without an interval (no kernel ran, or too few rounds)",
 }
-
-_SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 
 
 @dataclass(frozen=True)
@@ -109,11 +119,12 @@ def publish(
     gpu = _one_gpu(gpu, queries.traced_gpus(store))
     users = home() / "published" / gpu
     folder = users if own else published_folder(gpu, root)
+    audience: Audience = "this user" if folder == users else "others"
     shipped = _shipped_unconfined(store, gpu) if folder == users else frozenset()
-    publishable = queries.publishable_rows(store, gpu, shipped)
-    rows = [row for row in publishable if row["solution_digest"] not in without]
+    promoted, refused = queries.promoted_rows(store, gpu, shipped, audience=audience)
+    rows = [row for row in promoted if row["solution_digest"] not in without]
     failures = queries.revoking_rows(store, gpu)
-    left_out = _left_out(store, gpu, shipped)
+    left_out = _left_out(store, gpu, refused)
     if not rows and not failures:
         raise _nothing_to_publish(store, gpu, left_out)
     lines = trace_contents(store, [*rows, *failures]) | _tuning_contents(store, gpu)
@@ -130,7 +141,7 @@ def publish(
     with writing(folder.parents[1]):
         changed = _write(store, gpu, sm, folder, contents)
     leftover = {path for path in (*trace_files(folder), *model_files(folder)) if path not in contents}
-    shapes = len({tuple(row[key] for key in _SHAPE) for row in rows})
+    shapes = len({tuple(row[key] for key in SHAPE) for row in rows})
     unconfined = sum(row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL for row in rows)
     return PublishReport(
         folder, shapes, len(rows), len(failures), len(runs), left_out, changed, tuple(sorted(leftover)), unconfined
@@ -216,17 +227,9 @@ def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
     return shipped_keys(queries.unconfined_definitions(store, gpu))
 
 
-def _left_out(store: Store, gpu: str, shipped: Collection[str]) -> dict[str, int]:
-    kept = queries.kept_back(store, gpu, shipped)
-    counts = {
-        "a later failure took the pass back": kept["revoked"],
-        f"the figures cannot be true ({DOUBTED})": kept["doubted"],
-        f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
-        "measured on contents of files, which say nothing of a call on others": kept["of_files"],
-        "it omits an output, so its times are compared with nothing": kept["omitting"],
-        "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
-    }
-    return {reason: count for reason, count in counts.items() if count}
+def _left_out(store: Store, gpu: str, refused: Mapping[str, int]) -> dict[str, int]:
+    counts = {**queries.not_verified(store, gpu), **refused, "screened": queries.count_unverified(store, gpu=gpu)}
+    return {_LEFT_OUT[code]: counts[code] for code in _LEFT_OUT if counts.get(code)}
 
 
 def _runs_left_out(store: Store, gpu: str) -> dict[str, int]:
@@ -248,7 +251,7 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
 def trace_contents(store: Store, rows: list[dict[str, Any]]) -> dict[str, bytes]:
     """Return path in the GPU's folder -> lines of that trace file, from ``publishable_rows`` and ``revoking_rows``."""
     traces = queries.read_traces(store, [row["trace_id"] for row in rows])
-    ordered = sorted(rows, key=lambda row: (*(row[key] for key in _SHAPE), row["solution"], row["trace_id"]))
+    ordered = sorted(rows, key=lambda row: (*(row[key] for key in SHAPE), row["solution"], row["trace_id"]))
     foreign = {row["run_id"] for row in rows if row["origin"] == "foreign"}
     provides = queries.provided(store)
     contents: dict[str, bytes] = {}

@@ -19,7 +19,7 @@ from tilegym_db.published.input_files import FOLDER
 from tilegym_db.published.installation import KEY_NAME, signature
 from tilegym_db.published.shared_place import SharedPlace, hidden
 from tilegym_db.records.base import length_prefixed_digest
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, Trace
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS, Trace
 from tilegym_db.store import statements
 from tilegym_db.store.asking import QueryResult
 from tilegym_db.store.connection import open_store
@@ -28,7 +28,7 @@ from tilegym_db.store.loading import IngestReport, load_traces, remember_files
 from tilegym_db.store.queries import read_traces
 from tilegym_db.store.queries.fastest import slugs
 from tilegym_db.store.sql import run_user_query
-from tilegym_db.store.statements import VERIFIED_TIERS, listed
+from tilegym_db.store.statements import listed
 
 
 @dataclass

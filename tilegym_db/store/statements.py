@@ -10,13 +10,10 @@ from string import Template
 
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
 from tilegym_db.records.loop import MIN_SPEEDUP
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, STATUSES, UNTIMED_TIERS, Tier
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, STATUSES, UNTIMED_TIERS, VERIFIED_TIERS, Tier
 
 SCHEMA_VERSION = 9
 """Version of ``schema.sql``."""
-
-VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
-"""Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
 
 
 def listed(values: tuple[str, ...]) -> str:

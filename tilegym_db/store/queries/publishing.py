@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tilegym_db.published.checked import source_key
+from tilegym_db.published.entries import Candidate
+from tilegym_db.published.servable import Audience, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
@@ -19,48 +23,27 @@ _POINT = """definition, definition_version, definition_digest, op_type, dtypes, 
         coalesce(envelope_cases, 0) AS envelope_cases,
         (SELECT s.provides FROM solutions s WHERE s.name = solution) AS provides"""
 
+SHAPE = ("definition", "dtypes_key", "axes_key", "scalars_key", "layouts_key")
 _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, latency_us, trace_id"
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
-# Shipped sources by source_key: measured here, they may serve here under any confinement. The rule is why_not_believed.
-# $shipped is empty for results that may reach others.
-_SHIPPED = "list_contains($shipped::VARCHAR[], {0}.definition_digest || '/' || {0}.solution_digest)"
-_BELIEVED = (
-    "({0}.sandbox_level >= "
-    + str(PUBLISHED_SANDBOX_LEVEL)
-    + """
-            OR ({0}.sandbox_level >= 1 AND {0}.origin = 'local' AND """
-    + _SHIPPED
-    + "))"
-)
-
-# A call is served by its sizes alone. A time on the contents of one file says nothing about another call.
-PUBLISHABLE = f"""
-    SELECT {_POINT} FROM traces WHERE gpu = $gpu AND trace_id IN (
-        SELECT arg_min(v.trace_id, row(v.latency_us, v.trace_id)) FROM verified v
-        WHERE v.gpu = $gpu AND v.tier = 'promotion' AND {_BELIEVED.format("v")} AND v.blobs_key = ''
-        GROUP BY v.definition, v.dtypes_key, v.axes_key, v.scalars_key, v.layouts_key, v.solution)
-    {_BY_POINT}
+# The newest verified passes. Which of them may serve is decided by published/servable.py.
+PROMOTED = f"""
+    SELECT {_POINT}, blobs_key FROM verified WHERE gpu = $gpu AND tier = 'promotion' {_BY_POINT}
 """
 
-# Counts of the solutions, configs and shapes promoted on a GPU with today's sources: revoked by a later failure, with
-# impossible figures, and verified only by an unconfined worker. The last count is passes that omit an output.
-KEPT_BACK = f"""
+# Counts of the solutions, configs and shapes promoted on a GPU with today's sources that have no verified pass left: revoked
+# by a later failure, or with impossible figures. The last count is passes that omit an output.
+NOT_VERIFIED = """
     SELECT
         count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
         count(*) FILTER (NOT verified AND doubted) AS doubted,
-        count(*) FILTER (verified AND NOT confined) AS unconfined,
-        count(*) FILTER (verified AND confined AND of_files) AS of_files,
         (SELECT count(DISTINCT (o.solution, o.workload_uuid, o.config_key)) FROM trace_records o
             JOIN solution_records s ON s.is_current AND s.name = o.solution AND s.digest = o.solution_digest
-            WHERE o.gpu = $gpu AND o.status = 'PASSED' AND NOT gives_all(s.record)) AS omitting
+            WHERE o.gpu = $gpu AND o.status = 'PASSED' AND NOT gives_all(s.record)) AS output_omitted
     FROM (
-        SELECT
-            t.blobs_key <> '' AS of_files,
-            bool_or(v.trace_id IS NOT NULL) AS verified,
-            bool_or(t.doubt IS NOT NULL) AS doubted,
-            bool_or(v.trace_id IS NOT NULL AND {_BELIEVED.format("t")}) AS confined
+        SELECT bool_or(v.trace_id IS NOT NULL) AS verified, bool_or(t.doubt IS NOT NULL) AS doubted
         FROM trace_records t
         JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
         JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
@@ -129,12 +112,45 @@ def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
     return parsed(store.rows(VERIFIED, {"gpu": gpu}))
 
 
-def publishable_rows(store: Store, gpu: str, shipped: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return :func:`verified_rows` that may leave this machine: promoted by a confined worker.
+def promoted_rows(
+    store: Store, gpu: str, shipped: Collection[str] = (), *, audience: Audience = "others"
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return the promoted passes of a GPU that may serve an audience, and the number of those that may not, by code.
 
-    With the keys of ``shipped`` sources also return those that may serve only this user: promoted here by any worker.
+    Of each solution and shape only the fastest pass is returned, as :func:`verified_rows` does. The codes are those of
+    :func:`~tilegym_db.published.servable.why_not_trusted`.
+
+    Args:
+        store: the store.
+        gpu: a slug.
+        shipped: keys of sources that the package ships (:func:`~tilegym_db.published.checked.source_key`).
+        audience: ``others`` for results that leave this machine.
     """
-    return parsed(store.rows(PUBLISHABLE, {"gpu": gpu, "shipped": sorted(shipped)}))
+    fastest: dict[tuple[str, ...], dict[str, Any]] = {}
+    refused: Counter[str] = Counter()
+    for row in store.rows(PROMOTED, {"gpu": gpu}):  # fastest first within a shape
+        refusal = why_not_trusted(_candidate(row, shipped), audience=audience)
+        if refusal is not None:
+            refused[refusal.code] += 1
+        else:
+            fastest.setdefault(tuple(row[key] for key in (*SHAPE, "solution")), row)
+    return parsed(list(fastest.values())), refused
+
+
+def _candidate(row: Mapping[str, Any], shipped: Collection[str]) -> Candidate:
+    return Candidate(
+        **{
+            name: row[name]
+            for name in ("solution", "solution_digest", "language", "role", "tier", "sandbox_level", "origin")
+        },
+        of_files=row["blobs_key"] != "",
+        shipped_source=source_key(row["definition_digest"], row["solution_digest"]) in shipped,
+    )
+
+
+def publishable_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
+    """Return :func:`verified_rows` that may leave this machine: promoted by a confined worker."""
+    return promoted_rows(store, gpu)[0]
 
 
 def publishable_steps(store: Store, gpu: str) -> list[tuple[str, str, TuningStep]]:
@@ -175,14 +191,13 @@ def unconfined_definitions(store: Store, gpu: str) -> list[str]:
     return [row["definition"] for row in store.rows(UNCONFINED, {"gpu": gpu})]
 
 
-def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str, int]:
-    """Return reason -> number of promoted solutions, configs and shapes of a GPU that are not publishable.
+def not_verified(store: Store, gpu: str) -> dict[str, int]:
+    """Return code -> number of promoted solutions, configs and shapes of a GPU that are not verified any more.
 
-    The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
-    sandbox level of published traces) and ``of_files`` (measured on contents of files). ``omitting`` counts passes that
-    omit an output, which are never promoted. ``shipped`` is as for :func:`publishable_rows`.
+    The codes are ``revoked`` (a later failure) and ``doubted`` (figures that cannot be true). ``output_omitted`` counts
+    passes that omit an output, which are never promoted.
     """
-    (counts,) = store.rows(KEPT_BACK, {"gpu": gpu, "shipped": sorted(shipped)})
+    (counts,) = store.rows(NOT_VERIFIED, {"gpu": gpu})
     return counts
 
 
