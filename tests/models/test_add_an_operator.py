@@ -114,7 +114,7 @@ import functools
 
 import torch
 
-from tilegym_db.models.found import ModuleOfPart, Variants, grouped, methods
+from tilegym_db.models.found import ModuleOfPart, MatchCandidates, grouped, methods
 from tilegym_db.models.call_site import are_rows, rows
 
 
@@ -122,13 +122,13 @@ def find(model, known, others):
     return grouped("softcap", [ModuleOfPart(module) for module in model.modules() if hasattr(module, "cap")])
 
 
-def variants(found, known):
+def candidates(found, known):
     cls = found.module_class
-    nominees = known.look_up("softcap", cls.forward, methods(cls), "its forward", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("softcap", cls.forward, methods(cls), "its forward", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found, module, nominee):
+def probe(found, module, match):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     return {"x": x, "cap": module.cap}, (type(module).forward(module, x),)
 
@@ -138,7 +138,7 @@ def forward(stock, calls):
 
     @functools.wraps(stock)
     def forward(self, x):
-        if torch.compiler.is_compiling() or not are_rows(x) or site.must_run_stock(self.training, x):
+        if torch.compiler.is_compiling() or not are_rows(x) or site.falls_back(self.training, x):
             return stock(self, x)
         out = site.ask(self.training, rows(x), self.cap)
         return stock(self, x) if out is None else out.view(x.shape)

@@ -132,7 +132,7 @@ class CallSite:
             if self.patience == 0 and self.give_up is not None:
                 self.patience = self.give_up(self)
 
-    def must_run_stock(self, training: bool, *tensors: Any) -> bool:
+    def falls_back(self, training: bool, *tensors: Any) -> bool:
         """Return True if the call must run the stock code whatever was measured; if so it is counted.
 
         Args:

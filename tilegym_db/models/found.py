@@ -27,13 +27,13 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Found:
+class ModuleGroup:
     """All modules of one class that play one part in the model.
 
     ``kind`` is the part, a module of :mod:`tilegym_db.models.parts`. ``function`` tells several of one forward
     apart: the rotary function of a rope, the norm that a layer calls with its residual sum, the Definition that some calls of an
     attention are. ``samples`` are the modules to probe, which speak for the others. ``norm`` is what was found of the norm that a
-    layer calls. ``before`` is what the patched forward calls first, through a call site of its own. ``nominee`` is what the site
+    layer calls. ``before`` is what the patched forward calls first, through a call site of its own. ``match`` is what the site
     computes once that is confirmed. ``reason`` says why the site stays stock; empty if it may be patched.
     """
 
@@ -42,21 +42,21 @@ class Found:
     modules: tuple[Module, ...]
     function: str = ""
     samples: tuple[Module, ...] = ()
-    norm: Found | None = None
-    before: Before | None = None
+    norm: ModuleGroup | None = None
+    before: UpstreamOp | None = None
     definition: str = ""
-    nominee: Nominee | None = None
+    match: DefinitionMatch | None = None
     reason: str = ""
 
 
-class Before(NamedTuple):
+class UpstreamOp(NamedTuple):
     """A Definition whose outputs are inputs of what a site computes; ``stock(*inputs)`` gives them by its stock solution."""
 
     definition: Definition
     stock: Callable[..., Any] | None
 
 
-class Nominee(NamedTuple):
+class DefinitionMatch(NamedTuple):
     """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that says so."""
 
     definition: Definition
@@ -82,28 +82,28 @@ class Nominee(NamedTuple):
         return f"its {self.attribute(name)} is {value!r}, no number that {self.definition.name} takes"
 
 
-class Variants(NamedTuple):
-    """``nominees`` are what a piece of code may compute; ``alternatives``, what its bits must differ from besides."""
+class MatchCandidates(NamedTuple):
+    """``matches`` are what a piece of code may compute; ``alternatives``, what its bits must differ from besides."""
 
-    nominees: Sequence[Nominee]
+    matches: Sequence[DefinitionMatch]
     alternatives: Sequence[Definition] = ()
 
 
-class Globals(NamedTuple):
+class FunctionOverrides(NamedTuple):
     """What a forward is to see in place of functions that it calls: in inference, and in training where it can.
 
-    ``told`` are the call sites that count what training leaves to stock.
+    ``counting`` are the call sites that count what training leaves to stock.
     """
 
     inference: Mapping[str, Any]
     training: Mapping[str, Any]
-    told: Sequence[CallSite]
+    counting: Sequence[CallSite]
 
 
 class PartCall(NamedTuple):
     """A group of modules with its call site."""
 
-    found: Found
+    found: ModuleGroup
     site: CallSite
 
 
@@ -124,16 +124,16 @@ class Part(Protocol):
     It may have ``own_code(found) -> OwnCode`` besides, where a model has several ways to compute it.
     """
 
-    def find(self, model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+    def find(self, model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
         """Return the groups of modules that look like it; ``others`` are those of the parts that it comes after."""
 
-    def variants(self, found: Found, known: KnownCode) -> Variants | str:
+    def candidates(self, found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         """What their code may compute, or why no Definition describes it."""
 
-    def probe(self, found: Found, module: Module, nominee: Nominee) -> Probe | str:
+    def probe(self, found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
         """Random inputs and what the module's own code gives for them, or why it cannot be probed."""
 
-    def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | Globals:
+    def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | FunctionOverrides:
         """Return the forward that asks for a kernel first, or what the forward is to see in place of functions that it
         calls.
         """
@@ -147,16 +147,16 @@ class KnownCode:
     undescribed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
-    def _by_part(self) -> dict[str, dict[str, list[Nominee]]]:
-        found: dict[str, dict[str, list[Nominee]]] = {}
+    def _by_part(self) -> dict[str, dict[str, list[DefinitionMatch]]]:
+        found: dict[str, dict[str, list[DefinitionMatch]]] = {}
         for definition in self.catalog.definitions.values():
             if definition.serving is not None and definition.serving.part is not None:
                 codes = found.setdefault(definition.serving.part, {})
                 for code in definition.serving.code:
-                    codes.setdefault(code.fingerprint, []).append(Nominee(definition, code))
+                    codes.setdefault(code.fingerprint, []).append(DefinitionMatch(definition, code))
         for codes in found.values():
-            for nominees in codes.values():  # what most models compute is named first
-                nominees.sort(key=lambda nominee: (-len(nominee.code.models), nominee.definition.name))
+            for matches in codes.values():  # what most models compute is named first
+                matches.sort(key=lambda match: (-len(match.code.models), match.definition.name))
         return found
 
     @property
@@ -178,7 +178,7 @@ class KnownCode:
 
     def look_up(
         self, part: str, function: Any, callees: Mapping[str, Any], what: str, undescribed: Mapping[str, str]
-    ) -> list[Nominee] | str:
+    ) -> list[DefinitionMatch] | str:
         """Return the Definitions of a part that a function may compute, or why there are none.
 
         Args:
@@ -189,15 +189,15 @@ class KnownCode:
             undescribed: fingerprint -> why no Definition describes code that is known all the same.
         """
         mark = fingerprint(function) or ""
-        nominees = self._by_part.get(part, {}).get(mark)
-        if nominees is None:
+        matches = self._by_part.get(part, {}).get(mark)
+        if matches is None:
             told = f" (fingerprint {mark})" if mark else ""
             return undescribed.get(mark) or f"{what} is no variant that is known{told}"
-        for nominee in nominees:
-            for name, known in nominee.code.calls.items():
+        for match in matches:
+            for name, known in match.code.calls.items():
                 if fingerprint(callees.get(name)) != known:
                     return f"{what} relies on a {name} that is not the one known with it"
-        return nominees
+        return matches
 
 
 class ModuleOfPart(NamedTuple):
@@ -209,7 +209,7 @@ class ModuleOfPart(NamedTuple):
     detail: Hashable = None
 
 
-def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[Found]:
+def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[ModuleGroup]:
     """Modules as groups: of one class, function and key, with or without a forward of the instance's own."""
     groups: dict[Any, dict[Hashable, list[Module]]] = {}
     for one in parts:
@@ -219,7 +219,7 @@ def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[Found]:
     for (function, cls, _, is_replaced), by_detail in groups.items():
         modules = tuple(by_detail.pop(None))
         samples = tuple(alike[0] for alike in by_detail.values())
-        yield Found(kind, cls, modules, function, samples, reason=REPLACED if is_replaced else "")
+        yield ModuleGroup(kind, cls, modules, function, samples, reason=REPLACED if is_replaced else "")
 
 
 def of_class(ask: Callable[[type[Module]], Answer]) -> Callable[[Module], Answer]:

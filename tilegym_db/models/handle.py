@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
-from tilegym_db.models.found import Found, Globals, OwnCode, PartCall
+from tilegym_db.models.found import FunctionOverrides, ModuleGroup, OwnCode, PartCall
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
@@ -145,7 +145,7 @@ class Handle:
 
     # -- installing ---------------------------------------------------------------------------------------------------
 
-    def add(self, group: Sequence[tuple[Found, str]], catalog: Catalog) -> None:
+    def add(self, group: Sequence[tuple[ModuleGroup, str]], catalog: Catalog) -> None:
         """Install what shares one forward, each part with its reason to stay stock instead."""
         calls = []
         for found, reason in group:
@@ -165,7 +165,7 @@ class Handle:
             self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
             module.__class__ = ours
 
-    def _describe(self, found: Found, reason: str, catalog: Catalog) -> CallSite | None:
+    def _describe(self, found: ModuleGroup, reason: str, catalog: Catalog) -> CallSite | None:
         """Enter a call site into the report; returns the way to its kernels, None if it stays stock."""
         if not reason and is_patched(found.modules[0]):
             reason = SHARED
@@ -239,7 +239,7 @@ class Handle:
         return give_up
 
 
-def _own_code(found: Found) -> OwnCode | None:
+def _own_code(found: ModuleGroup) -> OwnCode | None:
     """What a part says of the model's own code; most parts have one way to run it, and nothing to say."""
     ask = getattr(part(found.kind), "own_code", None)
     answer: OwnCode | None = None if ask is None else ask(found)
@@ -273,15 +273,15 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
     for call in calls:
         by_kind.setdefault(call.found.kind, []).append(call)
     made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
-    if not isinstance(made[0], Globals):
+    if not isinstance(made[0], FunctionOverrides):
         forward: Callable[..., Any] = made[0]
         return forward
     inference = {name: value for one in made for name, value in one.inference.items()}
     training = {name: value for one in made for name, value in one.training.items()}
     sites = [site for _, site in calls]
-    told = [site for one in made for site in one.told] or sites[:1]
+    counting = [site for one in made for site in one.counting] or sites[:1]
     shadow = _shadowed(stock, inference, sites[0])
-    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, told, sites)
+    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, counting, sites)
 
 
 def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
@@ -335,7 +335,7 @@ def shared_forward(
     stock: Callable[..., Any],
     shadow: Callable[..., Any],
     training_shadow: Callable[..., Any] | None,
-    told: Sequence[CallSite],
+    counting: Sequence[CallSite],
     sites: Sequence[CallSite],
 ) -> Callable[..., Any]:
     """Forward of attention: a shadow, the same code with another rotary or attention function, or ``stock`` itself.
@@ -344,10 +344,10 @@ def shared_forward(
         stock: the forward of the class.
         shadow: for modules that do not train.
         training_shadow: for those that do, which the functions in it cannot tell by what they are given; None for stock.
-        told: the call sites that count what runs stock code as a whole.
+        counting: the call sites that count what runs stock code as a whole.
         sites: all of the functions in the shadows.
     """
-    untrained = [site for site in told if training_shadow is None or site.training is None]
+    untrained = [site for site in counting if training_shadow is None or site.training is None]
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +355,7 @@ def shared_forward(
         is_open = sites[0].is_open or any([site.is_open for site in sites])
         if not is_open or (training and (is_compiling or training_shadow is None)):
             if not is_compiling:
-                for site in told:
+                for site in counting:
                     site.bypass(IN_TRAINING if training else site.closed)
             return stock(self, *args, **kwargs)
         if training and training_shadow is not None:

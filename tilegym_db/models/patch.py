@@ -20,10 +20,10 @@ from tilegym_db.errors import UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
-from tilegym_db.models.found import Found, KnownCode, Nominee, Part, Variants
+from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
-from tilegym_db.models.probe import device_of, matches
+from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
@@ -149,7 +149,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice
 
 
 def _patch(
-    model: torch.nn.Module, found: Sequence[Found], records: Catalog, choice: _Choice, inputs: ModelInputs | None
+    model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, choice: _Choice, inputs: ModelInputs | None
 ) -> Handle:
     served = Served(records)
     handle = Handle()
@@ -159,7 +159,10 @@ def _patch(
         if choice.verify:
             # What nothing could serve was put in all the same: its calls are wanted as Workloads.
             handle.prove(model, inputs)
-            never = {(part.kind, part.module_class.__name__, part.definition): served.why_never(part) for part in found}
+            never = {
+                (part.kind, part.module_class.__name__, part.definition): served.why_never_served(part)
+                for part in found
+            }
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
     except BaseException:
         handle.unpatch()
@@ -181,15 +184,15 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:
+def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
     """What is found of the same modules together, since they have one forward; in order."""
-    groups: dict[tuple[int, ...], list[Found]] = {}
+    groups: dict[tuple[int, ...], list[ModuleGroup]] = {}
     for group in found:
         groups.setdefault(tuple(map(id, group.modules)), []).append(group)
     return list(groups.values())
 
 
-def _why_not(found: Found, choice: _Choice, served: Served) -> str:
+def _why_not(found: ModuleGroup, choice: _Choice, served: Served) -> str:
     """Return why a group stays stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
@@ -197,7 +200,7 @@ def _why_not(found: Found, choice: _Choice, served: Served) -> str:
         return "not among the ops asked for"
     if choice.dry_run:
         return "dry run"
-    return "" if choice.verify else served.why_never(found)
+    return "" if choice.verify else served.why_never_served(found)
 
 
 @contextlib.contextmanager
@@ -316,14 +319,14 @@ class Served:
         self._catalog = catalog
         self._held: dict[tuple[int, ...], _Held] = {}
 
-    def why_never(self, found: Found) -> str:
+    def why_never_served(self, found: ModuleGroup) -> str:
         """Return why no call of a group could ever be served; empty if one could."""
-        if found.reason or found.nominee is None:
+        if found.reason or found.match is None:
             return found.reason
-        own = self._why_never(found, found.nominee.definition)
-        return own or ("" if found.before is None else self._why_never(found, found.before.definition))
+        own = self._why_never_served(found, found.match.definition)
+        return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 
-    def _why_never(self, found: Found, definition: Definition) -> str:
+    def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
         held = self._held_by(found)
@@ -336,7 +339,7 @@ class Served:
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 
-    def _held_by(self, found: Found) -> _Held:
+    def _held_by(self, found: ModuleGroup) -> _Held:
         key = tuple(map(id, found.modules))
         if key not in self._held:
             self._held[key] = _held_by({parameter for module in found.modules for parameter in module.parameters()})
@@ -350,15 +353,15 @@ class _Held(NamedTuple):
     dtypes: frozenset[str] | None
 
 
-def _are_all_stated(found: Found) -> bool:
+def _are_all_stated(found: ModuleGroup) -> bool:
     """Return True if all that the modules keep has a dtype that the Definition states: float32 weights beside streams
     of any dtype.
     """
-    if found.nominee is None:
+    if found.match is None:
         return False
-    definition = found.nominee.definition
+    definition = found.match.definition
     stated = {
-        found.nominee.attribute(name)
+        found.match.attribute(name)
         for name in definition.tensor_inputs
         if definition.inputs[name].dtype not in definition.dtypes
     }
@@ -387,7 +390,7 @@ def _held_by(parameters: Collection[torch.Tensor]) -> _Held:
 NOT_IN_MEMORY = "its weights are not in memory"
 
 
-def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
+def discover(model: torch.nn.Module, catalog: Catalog) -> list[ModuleGroup]:
     """Return every group of modules that looks like a part that can be served, in the order in which the model has
     them.
 
@@ -396,7 +399,7 @@ def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
     known = KnownCode(catalog)
     _warn_of_unknown_parts(known)
     place = {id(module): index for index, module in enumerate(model.modules())}
-    found: list[Found] = []
+    found: list[ModuleGroup] = []
     for name in parts.PARTS:
         module: Part = parts.part(name)
         found += [_judge(group, module, known) for group in module.find(model, known, found)]
@@ -415,39 +418,39 @@ def _warn_of_unknown_parts(known: KnownCode) -> None:
             )
 
 
-def _judge(found: Found, module: Part, known: KnownCode) -> Found:
+def _judge(found: ModuleGroup, module: Part, known: KnownCode) -> ModuleGroup:
     """What a group computes, or why it stays stock."""
     if found.reason:
         return found
-    variants = module.variants(found, known)
-    if isinstance(variants, str):
-        return replace(found, reason=variants)
-    confirmed = {_confirm(found, module, sample, variants, known.catalog) for sample in found.samples}
+    candidates = module.candidates(found, known)
+    if isinstance(candidates, str):
+        return replace(found, reason=candidates)
+    confirmed = {_confirm(found, module, sample, candidates, known.catalog) for sample in found.samples}
     refusals = sorted(reason for _, reason in confirmed if reason)
     names = sorted(name for name, _ in confirmed if name)
-    name = names[0] if names else variants.nominees[0].definition.name
+    name = names[0] if names else candidates.matches[0].definition.name
     reason = refusals[0] if refusals else ""
     if len(names) > 1:
         reason = f"its modules compute different definitions: {', '.join(names)}"
-    nominee = next(nominee for nominee in variants.nominees if nominee.definition.name == name)
-    return replace(found, definition=name, nominee=nominee, reason=reason)
+    match = next(match for match in candidates.matches if match.definition.name == name)
+    return replace(found, definition=name, match=match, reason=reason)
 
 
 def _confirm(
-    found: Found, module: Part, sample: torch.nn.Module, variants: Variants, catalog: Catalog
+    found: ModuleGroup, module: Part, sample: torch.nn.Module, candidates: MatchCandidates, catalog: Catalog
 ) -> tuple[str, str]:
     """(Definition, reason): one of them is empty."""
     if device_of(sample).type == "meta":
         return "", NOT_IN_MEMORY
-    names = [nominee.definition.name for nominee in variants.nominees]
-    alternatives = {definition.name: definition for definition in variants.alternatives}
+    names = [match.definition.name for match in candidates.matches]
+    alternatives = {definition.name: definition for definition in candidates.alternatives}
     matched: set[str] = set()
-    for nominee in _one_per_code(variants.nominees):
-        probed = module.probe(found, sample, nominee)
+    for match in _one_per_code(candidates.matches):
+        probed = module.probe(found, sample, match)
         if isinstance(probed, str):
             return "", probed
-        asked = {nominee.definition.name: nominee.definition for nominee in variants.nominees} | alternatives
-        matched.update(matches(probed, asked.values(), catalog))
+        asked = {match.definition.name: match.definition for match in candidates.matches} | alternatives
+        matched.update(matching_definitions(probed, asked.values(), catalog))
     if len(matched) == 1 and matched <= set(names):
         return next(iter(matched)), ""
     expected = " or ".join(names)
@@ -456,11 +459,11 @@ def _confirm(
     return "", f"probed, it gives the bits of {' and '.join(sorted(matched))}; expected were those of {expected} alone"
 
 
-def _one_per_code(nominees: Sequence[Nominee]) -> list[Nominee]:
-    """Return one nominee for each way in which inputs lie in a module: those that share it are told apart by one probe."""
-    distinct: dict[tuple[tuple[str, ...], str], Nominee] = {}
-    for nominee in nominees:
-        distinct.setdefault((tuple(nominee.definition.inputs), str(nominee.code.attributes)), nominee)
+def _one_per_code(matches: Sequence[DefinitionMatch]) -> list[DefinitionMatch]:
+    """Return one match for each way in which inputs lie in a module: those that share it are told apart by one probe."""
+    distinct: dict[tuple[tuple[str, ...], str], DefinitionMatch] = {}
+    for match in matches:
+        distinct.setdefault((tuple(match.definition.inputs), str(match.code.attributes)), match)
     return list(distinct.values())
 
 

@@ -58,7 +58,7 @@ def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch
     return {name: draw(*definition.shape_of(name, axes)) for name in definition.tensor_inputs}
 
 
-def matches(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
+def matching_definitions(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
     """Return the names of those Definitions whose bits the probe has."""
     inputs, returned = probe
     return [one.name for one in definitions if _same(returned, _expected(one, inputs, catalog))]

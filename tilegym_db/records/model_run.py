@@ -55,7 +55,7 @@ class Speedups(RecordPart):
     total: Estimate
 
 
-class Way(RecordPart):
+class ExecutionMode(RecordPart):
     """Another way of running the same model on the same prompts in the same rounds."""
 
     timing: ModelTiming
@@ -123,7 +123,7 @@ class ModelRun(Record):
     equal_tokens: Int64 = Field(ge=0)
     """Greedy tokens equal to those of stock; a first difference changes the tokens after it. Out of ``batch * new_tokens``,
     or out of the first tokens for a prefill alone."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, ExecutionMode] = {}
     """Name -> another way of the run, in this process (``stock_static_cache``) or in a separate one (``liger``)."""
     absent: dict[str, str] = {}
     """Name -> reason why a requested way is not in ``ways``."""

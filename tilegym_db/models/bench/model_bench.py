@@ -22,7 +22,7 @@ from tilegym_db.errors import ToolchainError, UsageError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
-from tilegym_db.models.bench.peers import PEERS, Job, Peer
+from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
@@ -31,7 +31,7 @@ from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, 
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
-from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ModelRun, ModelTiming, Speedups, Way
+from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
 from tilegym_db.records.trace import new_run_id
 
 
@@ -58,7 +58,7 @@ class ModelBenchOptions:
     with_compiled_prefill: bool = False
     """Also the forward of both under torch.compile, where ``new`` is 0."""
     beside: Collection[str] = ()
-    """Also these libraries, names of :data:`~tilegym_db.models.bench.peers.PEERS`."""
+    """Also these libraries, names of :data:`~tilegym_db.models.bench.library_process.LIBRARIES`."""
     experts: Collection[str] = ()
     """Also stock with these implementations of its experts, names of :data:`.experts_wrapper.KNOWN`."""
     profile: bool = False
@@ -75,9 +75,9 @@ class ModelBenchOptions:
             raise UsageError(
                 f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.", code="counts_invalid"
             )
-        unknown = sorted(set(self.beside) - set(PEERS))
+        unknown = sorted(set(self.beside) - set(LIBRARIES))
         if unknown:
-            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.", code="peer_unknown")
+            raise UsageError(f"beside must be one of {', '.join(LIBRARIES)}, not {unknown[0]!r}.", code="peer_unknown")
         unknown = sorted(set(self.experts) - set(KNOWN))
         if unknown:
             raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.", code="experts_unknown")
@@ -112,10 +112,10 @@ def model_bench(
         contextlib.ExitStack() as processes,
         ClockWatch(machine.device) as clocks,
     ):
-        peers = [processes.enter_context(Peer(job)) for job in _jobs(path, machine, options)]
+        libraries = [processes.enter_context(LibraryProcess(job)) for job in _jobs(path, machine, options)]
         entries = _entries(Entries(stock, twin, handle, ids, options.new, options.backend), options)
-        entries.add_peers(peers)
-        race = compare(entries.ways, options.rounds, observer)
+        entries.add_libraries(libraries)
+        comparison = compare(entries.ways, options.rounds, observer)
         kernels = _kernels_of(handle, entries.ways["patched"])
         experts = _experts_of(stock, entries.ways["stock"])
         gpu_time = handle.profile(entries.ways["patched"]) if options.profile else GpuTime()
@@ -127,8 +127,8 @@ def model_bench(
         **_described(config, stock, options),
         **_described_machine(machine),
         **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time), "experts": experts},
-        "absent": entries.absent | race.absent,
-        **_figures(race, entries, options.batch * options.new, served=bool(kernels)),
+        "absent": entries.absent | comparison.absent,
+        **_figures(comparison, entries, options.batch * options.new, served=bool(kernels)),
     }
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
 
@@ -150,8 +150,8 @@ def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[
     with patched(twin, verify=True, inputs=ids) as handle, timing_lock(machine.device):
         entries = Entries(model, twin, handle, ids, 0, "inductor")
         entries.add_eager()
-        race = compare(entries.ways, rounds, None)
-        return _speedups(race, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))), handle
+        comparison = compare(entries.ways, rounds, None)
+        return _speedups(comparison, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))), handle
 
 
 def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
@@ -219,26 +219,26 @@ def _experts_of(stock: Any, generate: Generate) -> dict[str, int]:
 # -- the figures ------------------------------------------------------------------------------------------------------
 
 
-def _figures(race: Race, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
+def _figures(comparison: Comparison, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
     """Timings and speedups; where no kernel ran, that of the patched model has no interval: it claims nothing."""
-    timings = {name: _timing(generations, tokens) for name, generations in race.found.items()}
-    speedups = _speedups(race, "patched", "stock", stated=served)
+    timings = {name: _timing(generations, tokens) for name, generations in comparison.found.items()}
+    speedups = _speedups(comparison, "patched", "stock", stated=served)
     ways = {}
     for name in timings.keys() - set(ALWAYS):
         alternatives = [alternative for alternative in ALTERNATIVES.get(name, ALWAYS) if alternative in timings]
-        ways[name] = Way(
+        ways[name] = ExecutionMode(
             timing=timings[name],
-            against={alternative: _speedups(race, name, alternative) for alternative in alternatives},
-            equal_tokens=_equal_tokens(race, name),
+            against={alternative: _speedups(comparison, name, alternative) for alternative in alternatives},
+            equal_tokens=_equal_tokens(comparison, name),
             kernels=entries.kernels.get(name, {}),
             library=entries.libraries.get(name, ""),
         )
     return {
-        "equal_tokens": _equal_tokens(race, "patched"),
+        "equal_tokens": _equal_tokens(comparison, "patched"),
         "stock": timings["stock"].model_dump(),
         "patched": timings["patched"].model_dump(),
         **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},
-        "ways": {name: ways[name].model_dump() for name in race.found if name in ways},
+        "ways": {name: ways[name].model_dump() for name in comparison.found if name in ways},
     }
 
 
@@ -248,13 +248,13 @@ def _gpu_shares(gpu_time: GpuTime) -> dict[str, float] | None:
     return {definition: _rounded(part) for definition, part in gpu_time.shares.items()}
 
 
-def _equal_tokens(race: Race, name: str) -> int:
-    return int((race.found["stock"][0].tokens == race.found[name][0].tokens).sum())
+def _equal_tokens(comparison: Comparison, name: str) -> int:
+    return int((comparison.found["stock"][0].tokens == comparison.found[name][0].tokens).sum())
 
 
-def _speedups(race: Race, name: str, alternative: str, *, stated: bool = True) -> Speedups:
+def _speedups(comparison: Comparison, name: str, alternative: str, *, stated: bool = True) -> Speedups:
     """Times of the alternative over those of a way, round by round; without intervals where they are not ``stated``."""
-    this, other = race.found[name], race.found[alternative]
+    this, other = comparison.found[name], comparison.found[alternative]
     has_steps = this[0].tpot_ms is not None
     ratios = {
         what: _estimate(
@@ -291,7 +291,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-# ---- race -----------------------------------------------------------------------------------------
+# ---- comparison -----------------------------------------------------------------------------------------
 # The ways of running a model that a comparison is made of, and the rounds in which they take turns.
 #
 # Stock and patched always take part; compiled ways and other libraries where they are asked for. One that cannot be
@@ -371,13 +371,13 @@ class Entries:
                     "the model has no experts whose implementation transformers chooses."
                 )
 
-    def add_peers(self, peers: Sequence[Peer]) -> None:
+    def add_libraries(self, libraries: Sequence[LibraryProcess]) -> None:
         """Those whose processes are ready to be asked."""
-        for peer in peers:
-            name = peer.job.peer
+        for process in libraries:
+            name = process.job.peer
             try:
-                self.libraries[name] = peer.ready()
-                self.ways[name] = peer
+                self.libraries[name] = process.ready()
+                self.ways[name] = process
             except ToolchainError as error:
                 self.absent[name] = str(error)
 
@@ -408,37 +408,37 @@ def _with_experts(model: Any, implementation: str, generate: Generate) -> Genera
 
 
 @dataclass(frozen=True)
-class Race:
+class Comparison:
     """What came of it: the generations of each way that count, and why a way gave up."""
 
     found: dict[str, list[Generation]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
 
-def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> Race:
+def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> Comparison:
     """Generate with each way in each round and return what was counted, in :func:`balanced_orders`.
 
     A way other than ``stock`` and ``patched`` that fails takes no further part: a library that raises, or a compiler
     that cannot compile the model (what those raise are RuntimeErrors, as is a GPU without enough memory).
     """
-    race = Race({name: [] for name in ways})
+    comparison = Comparison({name: [] for name in ways})
     total = WARM_UP_ROUNDS + rounds
     for index in range(total):
-        orders = balanced_orders(list(race.found))
+        orders = balanced_orders(list(comparison.found))
         for name in orders[index % len(orders)]:
             try:
                 generation = ways[name]()
             except (ToolchainError, RuntimeError) as error:
                 if name in ALWAYS:
                     raise
-                race.absent[name] = f"it failed in round {index + 1}: {_first_line(error)}"
-                del race.found[name]
+                comparison.absent[name] = f"it failed in round {index + 1}: {_first_line(error)}"
+                del comparison.found[name]
                 continue
             if index >= WARM_UP_ROUNDS:
-                race.found[name].append(generation)
+                comparison.found[name].append(generation)
         if observer is not None:
             observer(index + 1, total)
-    return race
+    return comparison
 
 
 def balanced_orders(names: Sequence[str]) -> list[list[str]]:

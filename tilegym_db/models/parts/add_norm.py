@@ -24,7 +24,16 @@ from tilegym_db.models.call_site import (
     shadow_function,
     unpatched_class,
 )
-from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.found import (
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    ModuleOfPart,
+    PartCall,
+    grouped,
+    of_class,
+)
 from tilegym_db.models.parts import norm as norm_part
 from tilegym_db.models.probe import Draw, Probe, device_of
 from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
@@ -43,7 +52,7 @@ _hooks_of_all_modules = (
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the layers that add to their residual stream and norm the sum with a norm that was found."""
     norms = {
         id(module): index for index, group in enumerate(others) if group.kind == "norm" for module in group.modules
@@ -67,10 +76,10 @@ def _called(cls: type[Module]) -> tuple[str, ...]:
     return () if forward is None else fused_norms(forward)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By what was found of the norm: the Definitions that include it."""
     norm = found.norm
-    if norm is None or norm.reason or norm.nominee is None:
+    if norm is None or norm.reason or norm.match is None:
         return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
     fused = [
         definition
@@ -79,19 +88,21 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     ]
     if not fused:
         return f"no definition describes a residual sum and {norm.definition} of it"
-    return Variants([Nominee(definition, _code(definition.serving.code, norm.nominee)) for definition in fused])  # type: ignore[union-attr]
+    return MatchCandidates(
+        [DefinitionMatch(definition, _code(definition.serving.code, norm.match)) for definition in fused]
+    )  # type: ignore[union-attr]
 
 
-def _code(own: Sequence[ModelCode], norm: Nominee) -> ModelCode:
+def _code(own: Sequence[ModelCode], norm: DefinitionMatch) -> ModelCode:
     """Where the inputs lie: as the norm has them, unless the fused Definition says otherwise."""
     return own[0] if own else norm.code
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Add random rows to a random residual and run the norm on the sum; returns the norm and the sum."""
     norm = getattr(module, found.function)
-    definition, draw = nominee.definition, Draw(device_of(norm))
-    twin, x, kept = norm_part.random_norm(norm, nominee, draw, OPERANDS)
+    definition, draw = match.definition, Draw(device_of(norm))
+    twin, x, kept = norm_part.random_norm(norm, match, draw, OPERANDS)
     residual = draw(*x.shape)
     with torch.no_grad():
         total = residual + x
@@ -105,9 +116,9 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     ((found, site),) = calls
     plain = plain_forward(found.module_class)
     assert plain is not None, "found by its source"
-    assert found.nominee is not None, "only what is confirmed is patched"
+    assert found.match is not None, "only what is confirmed is patched"
     norm = getattr(found.modules[0], found.function)
-    attributes = norm_part.attributes_of(found.nominee, OPERANDS)
+    attributes = norm_part.attributes_of(found.match, OPERANDS)
     fused = add_norm_function(site, attributes, unpatched_class(norm))
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
     site.shadows.append(forget)
@@ -156,7 +167,7 @@ def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: typ
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
             site.bypass(HAS_HOOKS)
-        elif not site.must_run_stock(norm.training, hidden, residual, norm.weight):
+        elif not site.falls_back(norm.training, hidden, residual, norm.weight):
             if type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:

@@ -18,13 +18,13 @@ import torch
 from tilegym_db.models.call_site import AUTOCAST, CallSite
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
-    Globals,
+    DefinitionMatch,
+    FunctionOverrides,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     names_in_code,
     of_class,
@@ -59,12 +59,14 @@ Function = Callable[..., Any]
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules whose forward asks the registry of attention functions, once for each Definition of some of its calls."""
     return attention_modules("attention", model, known, lambda forward: not has_sinks(forward))
 
 
-def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]) -> Iterable[Found]:
+def attention_modules(
+    part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]
+) -> Iterable[ModuleGroup]:
     """Modules whose forward asks the registry and is one of the part, once for each Definition of the part, steps last."""
     asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
     definitions = sorted(known.definitions(part), key=lambda definition: (is_decode(definition), definition.name))
@@ -98,35 +100,35 @@ def is_decode(definition: Definition) -> bool:
     return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the function that the forward's registry has for ``sdpa``."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return nominated(found, known, sdpa_function(forward), "the sdpa attention in its registry")
+    return match_candidates(found, known, sdpa_function(forward), "the sdpa attention in its registry")
 
 
-def nominated(found: Found, known: KnownCode, function: Any, what: str) -> Variants | str:
+def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
     """Whether a function, named ``what``, is known to compute the Definition that the site was found for."""
-    nominees = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
-    if isinstance(nominees, str):
-        return nominees
-    this = [nominee for nominee in nominees if nominee.definition.name == found.function]
-    return Variants(this) if this else f"{what} is not known to compute {found.function}"
+    matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
+    if isinstance(matches, str):
+        return matches
+    this = [match for match in matches if match.definition.name == found.function]
+    return MatchCandidates(this) if this else f"{what} is not known to compute {found.function}"
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the attention function on the last so many positions of a few, with two query heads to a key head."""
     sdpa = sdpa_function(undecorated(type(module).forward))
-    inputs: dict[str, Any] = {**drawn_inputs(nominee.definition, SIZES, device_of(module))}
-    scalars = {name: SCALE for name, spec in nominee.definition.inputs.items() if spec.is_scalar}
+    inputs: dict[str, Any] = {**drawn_inputs(match.definition, SIZES, device_of(module))}
+    scalars = {name: SCALE for name, spec in match.definition.inputs.items() if spec.is_scalar}
     asking = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
     with torch.no_grad():
         out, _ = sdpa(asking, *inputs.values(), None, dropout=0.0, scaling=SCALE)
     return {**inputs, **scalars}, (out.transpose(1, 2),)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     """Return the registry of attention functions that an attention forward is to see instead of its own."""
     return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
 
@@ -137,7 +139,7 @@ def seen_registry(
     name: str,
     function: Function,
     serving: Callable[[Function, CallSite | None, CallSite | None], Function],
-) -> Globals:
+) -> FunctionOverrides:
     """Return a registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by
     ``name``.
     """
@@ -146,12 +148,12 @@ def seen_registry(
     registry = undecorated(stock).__globals__[REGISTRY]
     interfaces = Interfaces(registry, name, function, served, next(iter(sites.values())).bypass)
     # What trains is whole sequences.
-    return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
+    return FunctionOverrides({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
 
 
-def _definition(found: Found) -> Definition:
-    assert found.nominee is not None, "only what is confirmed is patched"
-    return found.nominee.definition
+def _definition(found: ModuleGroup) -> Definition:
+    assert found.match is not None, "only what is confirmed is patched"
+    return found.match.definition
 
 
 def sdpa_function(forward: Any) -> Any:
@@ -222,7 +224,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
         site = decode if is_one else prefill
-        if site is None or site.must_run_stock(module.training, query, key, value):
+        if site is None or site.falls_back(module.training, query, key, value):
             return None
         reason = why_stock(module, query, key, options) if value.shape[:3] == key.shape[:3] else OTHER_VALUES
         if reason:

@@ -15,7 +15,15 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilegym_db.models.call_site import AUTOCAST, CallSite
-from tilegym_db.models.found import WRAPPED, Found, Globals, KnownCode, Nominee, PartCall, Variants
+from tilegym_db.models.found import (
+    WRAPPED,
+    DefinitionMatch,
+    FunctionOverrides,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    PartCall,
+)
 from tilegym_db.models.parts.attention import (
     EAGER,
     MASKED,
@@ -31,7 +39,7 @@ from tilegym_db.models.parts.attention import (
     eager_function,
     has_sinks,
     is_decode,
-    nominated,
+    match_candidates,
     seen_registry,
     served_or_stock,
 )
@@ -51,23 +59,23 @@ Module = torch.nn.Module
 Function = Callable[..., Any]
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules whose forward asks the registry and has an eager function with sinks, once for each Definition of its calls."""
     return attention_modules("attention_sink", model, known, has_sinks)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the eager function that the forward names."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return nominated(found, known, eager_function(forward), "its eager attention")
+    return match_candidates(found, known, eager_function(forward), "its eager attention")
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the eager function on a few positions behind a window, or on the last of them, with two query heads to a key head."""
     eager = eager_function(undecorated(type(module).forward))
-    definition = nominee.definition
+    definition = match.definition
     inputs: dict[str, Any] = {**drawn_inputs(definition, SIZES, device_of(module))}
     q, k, v, sinks = inputs.values()
     mask = torch.zeros_like(q[:, :1, :, :1])
@@ -80,7 +88,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     return {**inputs, "scale": SCALE}, (out.transpose(1, 2),)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     """Return the registry of attention functions that an attention forward is to see instead of its own."""
     return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
 
@@ -98,7 +106,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
         site = decode if is_one else prefill
-        if site is None or site.must_run_stock(module.training, query, key, value, module.sinks):
+        if site is None or site.falls_back(module.training, query, key, value, module.sinks):
             return None
         window = _window(query, options)
         reason = why_stock(module, query, key, value, options) or masks.why_other(

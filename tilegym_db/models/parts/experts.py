@@ -21,13 +21,13 @@ import torch
 from tilegym_db.models.call_site import AUTOCAST, NOT_PLAIN, OTHER_ACTIVATION, CallSite, unpatched_class
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     OwnCode,
     PartCall,
-    Variants,
     grouped,
     is_plain,
     methods,
@@ -50,7 +50,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules whose class has that wrapper around its forward."""
     is_wrapped = of_class(lambda cls: wrapper_of(cls.forward) is not None)
     return grouped(
@@ -68,27 +68,27 @@ def _detail(module: Module) -> Any:
     return likeness(module), GATE in vars(module), getattr(module, "_is_expert_parallel", False), tuple(kept)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the loop and of what comes between the two products; the activation is for the probe to tell."""
     wrapper = wrapper_of(found.module_class.forward)
     if wrapper is None:
         return WRAPPED
     callees = {**(wrapper.eager.__globals__ if is_plain(wrapper.eager) else {}), **methods(found.module_class)}
-    nominees = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run every implementation with small weights; all must give the same bits."""
-    reason = _why_not(module, nominee)
+    reason = _why_not(module, match)
     if reason:
         return reason
-    names = list(nominee.definition.inputs)
-    inputs = drawn_for(nominee.definition, list(_kept(nominee)), names[:CALLED_WITH], device_of(module))
+    names = list(match.definition.inputs)
+    inputs = drawn_for(match.definition, list(_kept(match)), names[:CALLED_WITH], device_of(module))
     results = {}
     for name in implementations(type(module).forward):
         try:
-            results[name] = _run(module, nominee, inputs, name)
+            results[name] = _run(module, match, inputs, name)
         except of_models() as error:  # anyone's code, given other sizes, or that has no kernel here
             told = " ".join(str(error).split())
             return f"its {name} experts cannot be probed: {type(error).__name__}: {told}"
@@ -96,12 +96,12 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     for name in others:
         if not torch.equal(results[first], results[name]):
             return f"probed, its {name} experts give other bits than its {first} ones"
-    kept = _kept(nominee)
-    numbers = {name: nominee.value(module, name) for name in kept if name not in inputs}
+    kept = _kept(match)
+    numbers = {name: match.value(module, name) for name in kept if name not in inputs}
     return {**inputs, **numbers}, (results[first],)
 
 
-def _why_not(module: Module, nominee: Nominee) -> str:
+def _why_not(module: Module, match: DefinitionMatch) -> str:
     """Return why a module cannot be served, whatever its code computes."""
     config = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
@@ -110,11 +110,11 @@ def _why_not(module: Module, nominee: Nominee) -> str:
         return OWN_GATE
     if getattr(module, "_is_expert_parallel", False):
         return SHARDED
-    for name, attribute in _kept(nominee).items():
+    for name, attribute in _kept(match).items():
         if not hasattr(module, attribute):
-            return f"it has no {attribute}, which serving.code of {nominee.definition.name} names"
-        if nominee.definition.inputs[name].is_scalar:
-            reason = nominee.why_no_number(module, name)
+            return f"it has no {attribute}, which serving.code of {match.definition.name} names"
+        if match.definition.inputs[name].is_scalar:
+            reason = match.why_no_number(module, name)
             if reason:
                 return reason
             continue
@@ -123,23 +123,25 @@ def _why_not(module: Module, nominee: Nominee) -> str:
             kind = type(getattr(module, attribute)).__name__ if weight is None else type(weight.data).__name__
             dtype = "" if weight is None else f" of {weight.dtype}"
             return f"its {attribute} is a {kind}{dtype}, not a parameter of plain floating point"
-        stated = nominee.definition.inputs[name].dtype
-        if stated not in nominee.definition.dtypes and weight.dtype != getattr(torch, stated):
-            return f"its {attribute} is a Tensor of {weight.dtype}; {nominee.definition.name} takes {stated}"
+        stated = match.definition.inputs[name].dtype
+        if stated not in match.definition.dtypes and weight.dtype != getattr(torch, stated):
+            return f"its {attribute} is a Tensor of {weight.dtype}; {match.definition.name} takes {stated}"
     return ""
 
 
-def _kept(nominee: Nominee) -> dict[str, str]:
+def _kept(match: DefinitionMatch) -> dict[str, str]:
     """Input of the Definition -> the attribute of the module that has it."""
-    return {name: nominee.attribute(name) for name in list(nominee.definition.inputs)[CALLED_WITH:]}
+    return {name: match.attribute(name) for name in list(match.definition.inputs)[CALLED_WITH:]}
 
 
-def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], implementation: str) -> torch.Tensor:
+def _run(
+    module: Module, match: DefinitionMatch, inputs: Mapping[str, torch.Tensor], implementation: str
+) -> torch.Tensor:
     """What one implementation gives with these weights; none of the module's modules is called."""
-    kept = {attribute: inputs[name] for name, attribute in _kept(nominee).items() if name in inputs}
+    kept = {attribute: inputs[name] for name, attribute in _kept(match).items() if name in inputs}
     twin = _twin(module, kept, num_experts=EXPERTS)
     vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
-    name = nominee.attribute(ACTIVATION)
+    name = match.attribute(ACTIVATION)
     activation = getattr(module, name, None)
     if isinstance(activation, Module):
         vars(twin)["_modules"] = {**module._modules, name: activation.forward}  # without its hooks
@@ -156,24 +158,24 @@ def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -
     return twin
 
 
-def own_code(found: Found) -> OwnCode:
+def own_code(found: ModuleGroup) -> OwnCode:
     """Return the implementation that is set, and the module's own code on the inputs of the Definition."""
     module = found.modules[0]
-    return OwnCode(way_of(module), None if found.nominee is None else _own_call(module, found.nominee))
+    return OwnCode(way_of(module), None if found.match is None else _own_call(module, found.match))
 
 
-def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
+def _own_call(module: Module, match: DefinitionMatch) -> Callable[..., Any]:
     """That of any module of the site: weights, limits and the number of experts are those of the call."""
-    kept, cls = _kept(nominee), unpatched_class(module)
+    kept, cls = _kept(match), unpatched_class(module)
     bare = copy.copy(module)
     vars(bare)["_parameters"] = {}  # holds no weights: they are given
 
     def call(*inputs: Any) -> Any:
         weights, numbers = {}, {}
         for (name, attribute), value in zip(kept.items(), inputs[CALLED_WITH:], strict=True):
-            if not nominee.definition.inputs[name].is_scalar:
+            if not match.definition.inputs[name].is_scalar:
                 weights[attribute] = value
-            elif name not in nominee.code.constants:
+            elif name not in match.code.constants:
                 numbers[attribute] = value
         experts = next(iter(weights.values())).shape[0]
         return cls.forward(_twin(bare, weights, num_experts=experts, **numbers), *inputs[:CALLED_WITH])
@@ -184,14 +186,14 @@ def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of experts: hidden states [M, H], ids and weights [M, K] -> [M, H]."""
     ((found, site),) = calls
-    nominee, module, wrapper = found.nominee, found.modules[0], wrapper_of(stock)
-    assert nominee is not None, "only what is confirmed is patched"
+    match, module, wrapper = found.match, found.modules[0], wrapper_of(stock)
+    assert match is not None, "only what is confirmed is patched"
     assert wrapper is not None, "found by it"
-    tensors = [name for name in _kept(nominee) if not nominee.definition.inputs[name].is_scalar]
-    name = nominee.attribute(ACTIVATION)
+    tensors = [name for name in _kept(match) if not match.definition.inputs[name].is_scalar]
+    name = match.attribute(ACTIVATION)
     activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
     own = Own(wrapper.registry, implementations(stock), activation)
-    return experts_forward(stock, site, own, nominee, [nominee.attribute(one) for one in tensors])
+    return experts_forward(stock, site, own, match, [match.attribute(one) for one in tensors])
 
 
 class Own(NamedTuple):
@@ -217,7 +219,7 @@ class Own(NamedTuple):
 
 
 def experts_forward(
-    stock: Callable[..., Any], site: CallSite, own: Own, nominee: Nominee, weights: Sequence[str]
+    stock: Callable[..., Any], site: CallSite, own: Own, match: DefinitionMatch, weights: Sequence[str]
 ) -> Callable[..., Any]:
     """As :func:`forward`.
 
@@ -225,24 +227,24 @@ def experts_forward(
         stock: the forward of the class, wrapper and all.
         site: the call site.
         own: what was probed.
-        nominee: says where a module keeps the inputs that no call gives.
+        match: says where a module keeps the inputs that no call gives.
         weights: the attributes of those that are tensors.
     """
-    attributes, definition = _kept(nominee), nominee.definition
+    attributes, definition = _kept(match), match.definition
     names = tuple(attributes)
     places = [names.index(name) for name, attribute in attributes.items() if attribute in weights]
     # Codes and their scales, to which the model's code gives no gradient either.
     frozen = [place for place in places if definition.inputs[names[place]].dtype not in definition.dtypes]
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        kept = [nominee.value(self, name) for name in names]
+        kept = [match.value(self, name) for name in names]
         for place in frozen if torch.is_grad_enabled() else ():
             kept[place] = kept[place].detach()
         parameters = [kept[place] for place in places]  # each asked for once: one that is parametrized is made anew
         if _is_compiling():
             return traced(self, given, kept, parameters)
         site.own_way(self.config._experts_implementation)
-        if site.must_run_stock(self.training, *given, *parameters):
+        if site.falls_back(self.training, *given, *parameters):
             return None
         reason = why_stock(given, parameters) or own.why_other(self)
         if reason:

@@ -20,14 +20,14 @@ import torch
 
 from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, rows, unpatched_class
 from tilegym_db.models.found import (
-    Before,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     OwnCode,
     PartCall,
-    Variants,
+    UpstreamOp,
     grouped,
     is_plain,
     methods,
@@ -58,7 +58,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Linear layers with a matrix of FP8 codes, once for each Definition that such a layer may call."""
     definitions = known.definitions("fp8_linear")
     before = {definition.name: _before(definition, known) for definition in definitions}
@@ -83,37 +83,37 @@ def _setting(module: Module) -> Hashable:
     return tuple(block) if isinstance(block, (list, tuple)) else block, looks
 
 
-def _before(definition: Definition, known: KnownCode) -> Before | None:
+def _before(definition: Definition, known: KnownCode) -> UpstreamOp | None:
     name = None if definition.serving is None else definition.serving.after
     if name is None or name not in known.catalog.definitions:
         return None
     first = known.catalog.definition(name)
-    return Before(first, stock_function(first, known.catalog))
+    return UpstreamOp(first, stock_function(first, known.catalog))
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the forward and of what it calls; one Definition, since each has a group of its own."""
     forward: Any = found.module_class.forward
     callees = {**(forward.__globals__ if is_plain(forward) else {}), **methods(found.module_class)}
-    nominees = known.look_up("fp8_linear", forward, callees, "its FP8 forward", {})
-    if isinstance(nominees, str):
-        return nominees
-    own = [nominee for nominee in nominees if nominee.definition.name == found.function]
+    matches = known.look_up("fp8_linear", forward, callees, "its FP8 forward", {})
+    if isinstance(matches, str):
+        return matches
+    own = [match for match in matches if match.definition.name == found.function]
     if not own:
         return f"{found.function} does not state this forward among its serving.code"
     after = own[0].definition.serving.after if own[0].definition.serving is not None else None
     if after is not None and (found.before is None or found.before.stock is None):
         return f"{found.function} comes after {after}, which has no stock solution that returns its outputs"
-    return Variants(own)
+    return MatchCandidates(own)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the module's code with weights and activations whose products no order of adding, and no way to divide, changes."""
-    reason = _why_not(module, nominee)
+    reason = _why_not(module, match)
     if reason:
         return reason
-    layer, draw, twin = _layer(found, nominee), Draw(device_of(module)), copy.copy(module)
-    x, kept = _drawn(nominee, layer, draw)
+    layer, draw, twin = _layer(found, match), Draw(device_of(module)), copy.copy(module)
+    x, kept = _drawn(match, layer, draw)
     vars(twin)["_parameters"] = {**module._parameters, **kept, **WITHOUT}
     try:
         with torch.no_grad():
@@ -125,22 +125,22 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
         with torch.no_grad():
             given = found.before.stock(*given)
     inputs = layer.arranged(given, [kept[name] for name in layer.attributes])
-    return dict(zip(nominee.definition.inputs, inputs, strict=True)), (out,)
+    return dict(zip(match.definition.inputs, inputs, strict=True)), (out,)
 
 
-def _why_not(module: Module, nominee: Nominee) -> str:
+def _why_not(module: Module, match: DefinitionMatch) -> str:
     """Return why a module cannot be served, whatever its code computes."""
     if getattr(module, "activation_scale", None) is not None:
         return STATIC
-    for name in nominee.definition.inputs:
-        attribute = nominee.code.attributes.get(name)
+    for name in match.definition.inputs:
+        attribute = match.code.attributes.get(name)
         if attribute is None:
             continue
-        value, dtype = module._parameters.get(attribute), nominee.definition.inputs[name].dtype
+        value, dtype = module._parameters.get(attribute), match.definition.inputs[name].dtype
         if value is None:
-            return f"it has no {attribute}, which serving.code of {nominee.definition.name} names"
+            return f"it has no {attribute}, which serving.code of {match.definition.name} names"
         if type(value.data) is not torch.Tensor or value.dtype != getattr(torch, dtype):
-            return f"its {attribute} is a {type(value.data).__name__} of {value.dtype}; {nominee.definition.name} takes {dtype}"
+            return f"its {attribute} is a {type(value.data).__name__} of {value.dtype}; {match.definition.name} takes {dtype}"
     return ""
 
 
@@ -162,8 +162,8 @@ class Layer(NamedTuple):
         return [next(of_module) if is_kept else next(of_call) for is_kept in self.kept]
 
 
-def _layer(found: Found, nominee: Nominee) -> Layer:
-    definition, code = nominee.definition, nominee.code
+def _layer(found: ModuleGroup, match: DefinitionMatch) -> Layer:
+    definition, code = match.definition, match.code
     called = definition if found.before is None else found.before.definition
     (dtype,) = {spec.dtype for spec in definition.outputs.values()}
     return Layer(
@@ -174,12 +174,12 @@ def _layer(found: Found, nominee: Nominee) -> Layer:
     )
 
 
-def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _drawn(match: DefinitionMatch, layer: Layer, draw: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a bf16 activation [ROWS, SIZE], and codes [SIZE, SIZE] with scales by attribute."""
-    definition = nominee.definition
+    definition = match.definition
     sizes = {name: SIZE if axis.value is None else axis.value for name, axis in definition.axes.items()}
     kept: dict[str, torch.Tensor] = {}
-    for name, attribute in nominee.code.attributes.items():
+    for name, attribute in match.code.attributes.items():
         shape = definition.shape_of(name, sizes)
         if definition.inputs[name].dtype == str(CODES).removeprefix("torch."):
             kept[attribute] = (single(draw, *shape) * choice(draw, WEIGHTS, *shape)).to(CODES)
@@ -189,12 +189,12 @@ def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, di
     return activation(draw, ROWS, SIZE, SIZE // blocks), kept
 
 
-def own_code(found: Found) -> OwnCode:
+def own_code(found: ModuleGroup) -> OwnCode:
     """Return the module's own code on the inputs of a Definition that takes the activation; of codes alone it has none."""
-    nominee, cls = found.nominee, unpatched_class(found.modules[0])
-    if nominee is None or found.before is not None:
+    match, cls = found.match, unpatched_class(found.modules[0])
+    if match is None or found.before is not None:
         return OwnCode(cls.__name__, None)
-    layer, bare = _layer(found, nominee), copy.copy(found.modules[0])
+    layer, bare = _layer(found, match), copy.copy(found.modules[0])
     vars(bare)["_parameters"] = {}  # holds no weights: they are given
 
     def call(*inputs: Any) -> Any:
@@ -212,10 +212,10 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """
     ways, compiled = [], []
     for found, site in sorted(calls, key=lambda call: call.found.before is not None):
-        assert found.nominee is not None, "only what is confirmed is patched"
-        ways.append(_way(site, _layer(found, found.nominee)))
+        assert found.match is not None, "only what is confirmed is patched"
+        ways.append(_way(site, _layer(found, found.match)))
         if found.before is None:
-            compiled.append(_compiled_way(site, _layer(found, found.nominee)))
+            compiled.append(_compiled_way(site, _layer(found, found.match)))
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def _way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Tensor | No
     """``way(module, x [..., K]) -> [..., N]`` without the bias by the kernels of one Definition, or None with nothing done."""
 
     def way(self: Any, x: Any) -> torch.Tensor | None:
-        if site.must_run_stock(self.training, x):
+        if site.falls_back(self.training, x):
             return None
         matrix = rows(x)
         reason = NOT_ROWS if matrix is None else _why_stock(self, x, layer)

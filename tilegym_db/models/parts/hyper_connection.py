@@ -17,12 +17,12 @@ import torch
 from tilegym_db.models.call_site import AUTOCAST, HAS_HOOKS, NOT_ROWS, CallSite, has_hooks, unpatched_class
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     methods,
     of_class,
@@ -49,7 +49,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules that keep a projection, a base and scales, or whose code is stated."""
     is_stated = of_class(lambda cls: known.is_stated(KIND, cls.forward))
     return grouped(
@@ -67,32 +67,32 @@ def _children(module: Module) -> dict[str, type[Module]]:
     return {name: unpatched_class(child) for name, child in module._modules.items() if child is not None}
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the forward, and of those of its modules that it calls."""
     cls = found.module_class
     if hasattr(cls.forward, "__wrapped__"):
         return WRAPPED
     callees = {**methods(cls), **{name: child.forward for name, child in _children(found.modules[0]).items()}}
-    nominees = known.look_up(KIND, cls.forward, callees, "its hyper-connection forward", UNDESCRIBED)
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up(KIND, cls.forward, callees, "its hyper-connection forward", UNDESCRIBED)
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the module's code on random streams with random weights in float32."""
-    definition, draw = nominee.definition, Draw(device_of(module))
-    streams = getattr(module, nominee.attribute(STREAMS), None)
-    missing = [name for name in kept_by(definition) if _missing(module, nominee, name)]
+    definition, draw = match.definition, Draw(device_of(module))
+    streams = getattr(module, match.attribute(STREAMS), None)
+    missing = [name for name in kept_by(definition) if _missing(module, match, name)]
     if missing or type(streams) is not int:
-        lacking = nominee.attribute(missing[0] if missing else STREAMS)
+        lacking = match.attribute(missing[0] if missing else STREAMS)
         return f"it has no {lacking}, which serving.code of {definition.name} names"
     first, *weights = definition.tensor_inputs
     axes = _axes(definition, streams)
     x = draw(*definition.shape_of(first, axes))
     drawn = {name: WEIGHT_SCALE * draw(*definition.shape_of(name, axes)).float() for name in weights}
-    numbers = {name: _number(module, nominee, name) for name in kept_by(definition) if name not in drawn}
+    numbers = {name: _number(module, match, name) for name in kept_by(definition) if name not in drawn}
     twin = copy.copy(module)
     parameters = {
-        nominee.attribute(name): torch.nn.Parameter(value, requires_grad=False) for name, value in drawn.items()
+        match.attribute(name): torch.nn.Parameter(value, requires_grad=False) for name, value in drawn.items()
     }
     vars(twin)["_parameters"] = {**module._parameters, **parameters}
     try:
@@ -109,8 +109,8 @@ def kept_by(definition: Definition) -> tuple[str, ...]:
     return tuple(definition.inputs)[1:]
 
 
-def _missing(module: Module, nominee: Nominee, name: str) -> bool:
-    return name not in nominee.code.constants and not hasattr(module, nominee.attribute(name))
+def _missing(module: Module, match: DefinitionMatch, name: str) -> bool:
+    return name not in match.code.constants and not hasattr(module, match.attribute(name))
 
 
 def _axes(definition: Definition, streams: int) -> dict[str, int]:
@@ -120,9 +120,9 @@ def _axes(definition: Definition, streams: int) -> dict[str, int]:
     return {name: axis.value or sizes.get(name, SIZE) for name, axis in definition.axes.items()}
 
 
-def _number(module: Module, nominee: Nominee, name: str) -> Any:
+def _number(module: Module, match: DefinitionMatch, name: str) -> Any:
     """Return a number that a module keeps, that a module in it keeps as ``eps``, or that its code has in itself."""
-    value = nominee.value(module, name)
+    value = match.value(module, name)
     return getattr(value, EPS, None) if isinstance(value, Module) else value
 
 
@@ -131,10 +131,10 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     M.
     """
     ((found, site),) = calls
-    nominee = found.nominee
-    assert nominee is not None, "only what is confirmed is patched"
-    constants: dict[str, Scalar] = dict(nominee.code.constants)
-    kept = [(nominee.attribute(name), constants.get(name)) for name in kept_by(nominee.definition)]
+    match = found.match
+    assert match is not None, "only what is confirmed is patched"
+    constants: dict[str, Scalar] = dict(match.code.constants)
+    kept = [(match.attribute(name), constants.get(name)) for name in kept_by(match.definition)]
     return connection_forward(stock, site, kept, _children(found.modules[0]))
 
 
@@ -166,7 +166,7 @@ def connection_forward(
             if reason or operator is None or site.traced(self.training, *tensors) is None:
                 return None
             return _leading(x, operator.call(x.view(-1, *x.shape[-2:]), *given, operator.name))
-        if site.must_run_stock(self.training, x, *tensors):
+        if site.falls_back(self.training, x, *tensors):
             return None
         if reason:
             site.bypass(reason)

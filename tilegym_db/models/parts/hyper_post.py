@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, shadow_function
-from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.found import (
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    ModuleOfPart,
+    PartCall,
+    grouped,
+    of_class,
+)
 from tilegym_db.models.parts.add_norm import layer_forward
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
 from tilegym_db.models.rewrite import parsed, plain_forward, recompiled
@@ -49,7 +58,7 @@ class LayerStep(NamedTuple):
     variables: tuple[str, ...]
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the layers that call hyper-connections."""
     adds = of_class(_adds)
     connections = {id(module) for group in others if group.kind in AFTER for module in group.modules}
@@ -68,20 +77,24 @@ def _adds(cls: type[Module]) -> bool:
     return forward is not None and bool(steps(forward))
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the expressions in the source of the forward, of which one is enough."""
     forward = plain_forward(found.module_class)
     assert forward is not None, "found by its source"
     marks = [source_fingerprint(step.source) for step in steps(forward)]
-    nominees = [
-        Nominee(definition, code)
+    matches = [
+        DefinitionMatch(definition, code)
         for definition in known.definitions(KIND)
         if definition.serving is not None
         for code in definition.serving.code
         if code.fingerprint in marks
     ]
     told = ", ".join(dict.fromkeys(str(mark) for mark in marks))
-    return Variants(nominees) if nominees else f"no sum in its forward is a variant that is known (fingerprint {told})"
+    return (
+        MatchCandidates(matches)
+        if matches
+        else f"no sum in its forward is a variant that is known (fingerprint {told})"
+    )
 
 
 @once_per_function
@@ -126,29 +139,29 @@ class _Renamed(ast.NodeTransformer):
         return ast.Name(self.new.setdefault(node.id, f"x{len(self.new)}"), ctx=node.ctx)
 
 
-def own_step(forward: FunctionType, nominee: Nominee) -> tuple[Callable[..., Any], LayerStep]:
+def own_step(forward: FunctionType, match: DefinitionMatch) -> tuple[Callable[..., Any], LayerStep]:
     """Return the model's own code of the step, as a function of its variables."""
-    step = next(step for step in steps(forward) if source_fingerprint(step.source) == nominee.code.fingerprint)
+    step = next(step for step in steps(forward) if source_fingerprint(step.source) == match.code.fingerprint)
     scope = dict(forward.__globals__)
     exec(compile(step.source, forward.__code__.co_filename, "exec"), scope)
     own: Callable[..., Any] = scope["step"]
     return own, step
 
 
-def places(nominee: Nominee) -> tuple[tuple[int, ...], int | None]:
+def places(match: DefinitionMatch) -> tuple[tuple[int, ...], int | None]:
     """Where the inputs of the Definition are among the variables, in its order; and the dtype, where there is one."""
-    dtype = nominee.code.attributes.get(DTYPE)
-    inputs = tuple(int(nominee.attribute(name).removeprefix("x")) for name in nominee.definition.inputs)
+    dtype = match.code.attributes.get(DTYPE)
+    inputs = tuple(int(match.attribute(name).removeprefix("x")) for name in match.definition.inputs)
     return inputs, None if dtype is None else int(dtype.removeprefix("x"))
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the expression on random rows, with one leading axis more than the Definition has."""
     forward = plain_forward(found.module_class)
     assert forward is not None, "found by its source"
-    own, step = own_step(forward, nominee)
-    definition, draw = nominee.definition, Draw(device_of(module))
-    order, dtype = places(nominee)
+    own, step = own_step(forward, match)
+    definition, draw = match.definition, Draw(device_of(module))
+    order, dtype = places(match)
     inputs = {
         name: draw(*definition.shape_of(name, _axes(definition))).to(_fixed(definition, name))
         for name in definition.inputs
@@ -177,23 +190,23 @@ def _fixed(definition: Definition, name: str) -> torch.dtype:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a layer: the same code with the step as one call, or ``stock`` itself."""
     ((found, site),) = calls
-    plain, nominee = plain_forward(found.module_class), found.nominee
+    plain, match = plain_forward(found.module_class), found.match
     assert plain is not None, "found by its source"
-    assert nominee is not None, "only what is confirmed is patched"
-    own, _ = own_step(plain, nominee)
-    rewrote, forget = shadow_function(rewritten(plain, nominee), {POST: post_function(site, nominee, own)})
+    assert match is not None, "only what is confirmed is patched"
+    own, _ = own_step(plain, match)
+    rewrote, forget = shadow_function(rewritten(plain, match), {POST: post_function(site, match, own)})
     site.shadows.append(forget)
     return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
 
 
-def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
+def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
     """Return the same function with each such expression as a call of :data:`POST`; its globals are those of
     ``forward``.
     """
     function = parsed(forward)
     assert function is not None, "found by its source"
     for statement, step in _sums(function, frozenset(forward.__code__.co_varnames)):
-        if source_fingerprint(step.source) == nominee.code.fingerprint:
+        if source_fingerprint(step.source) == match.code.fingerprint:
             called = f"{POST}({', '.join((function.args.args[0].arg, *step.variables))})"
             call = ast.parse(called, mode="eval").body
             for node in ast.walk(call):
@@ -202,15 +215,15 @@ def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
     return recompiled(forward, function)
 
 
-def post_function(site: CallSite, nominee: Nominee, own: Callable[..., Any]) -> Callable[..., Any]:
+def post_function(site: CallSite, match: DefinitionMatch, own: Callable[..., Any]) -> Callable[..., Any]:
     """``post(layer, *variables)``: what ``own(*variables)`` gives, by a kernel where one serves the call."""
-    order, dtype = places(nominee)
-    ranks = tuple(len(spec.shape or ()) for spec in nominee.definition.inputs.values())
+    order, dtype = places(match)
+    ranks = tuple(len(spec.shape or ()) for spec in match.definition.inputs.values())
 
     def served(layer: Any, values: Sequence[Any]) -> torch.Tensor | None:
         tensors = [values[place] for place in order]
         first = tensors[0]
-        if site.must_run_stock(layer.training, *tensors):
+        if site.falls_back(layer.training, *tensors):
             return None
         if torch.is_autocast_enabled(first.device.type):
             site.bypass(AUTOCAST)

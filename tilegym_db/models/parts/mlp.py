@@ -17,12 +17,12 @@ import torch
 from tilegym_db.models.call_site import NOT_ROWS, OTHER_ACTIVATION, CallSite, are_rows, has_hooks, rows
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     methods,
     of_class,
@@ -38,7 +38,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules with a ``down_proj`` that are no experts behind transformers' wrapper, or whose code is stated."""
     is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward))
     experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
@@ -78,40 +78,40 @@ def _settings(module: Module) -> Hashable:
     )
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the forward; the activation is for the probe to tell."""
     cls = found.module_class
     if hasattr(cls.forward, "__wrapped__"):
         return WRAPPED
-    nominees = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
-    if isinstance(nominees, str):
-        return nominees
-    for nominee in nominees:
-        if stock_function(nominee.definition, known.catalog) is None:
-            return f"{nominee.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
-    return Variants(nominees)
+    matches = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
+    if isinstance(matches, str):
+        return matches
+    for match in matches:
+        if stock_function(match.definition, known.catalog) is None:
+            return f"{match.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
+    return MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the module's code between random projections and a last one that gives back what it is given."""
-    definition = nominee.definition
-    projections = [nominee.attribute(name) for name in definition.inputs]
-    missing = [name for name in (*projections, nominee.attribute(OUTPUT)) if not hasattr(module, name)]
+    definition = match.definition
+    projections = [match.attribute(name) for name in definition.inputs]
+    missing = [name for name in (*projections, match.attribute(OUTPUT)) if not hasattr(module, name)]
     if missing:
         return f"it has no {missing[0]}, which serving.code of {definition.name} names"
     inputs = drawn_inputs(definition, {"M": ROWS}, device_of(module))
     with torch.no_grad():
-        return dict(inputs), (_between(module, nominee, inputs),)
+        return dict(inputs), (_between(module, match, inputs),)
 
 
-def _between(module: Module, nominee: Nominee, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _between(module: Module, match: DefinitionMatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the last projection of a module is given where the others give these; none of its modules is called."""
     twin = copy.copy(module)
-    given: dict[str, Any] = {nominee.attribute(name): _giving(value) for name, value in inputs.items()}
-    given[nominee.attribute(OUTPUT)] = lambda value: value
-    activation = getattr(module, nominee.attribute(ACTIVATION), None)
+    given: dict[str, Any] = {match.attribute(name): _giving(value) for name, value in inputs.items()}
+    given[match.attribute(OUTPUT)] = lambda value: value
+    activation = getattr(module, match.attribute(ACTIVATION), None)
     if isinstance(activation, Module):
-        given[nominee.attribute(ACTIVATION)] = activation.forward  # without its hooks
+        given[match.attribute(ACTIVATION)] = activation.forward  # without its hooks
     vars(twin)["_modules"] = {**module._modules, **given}
     out: torch.Tensor = type(module).forward(twin, next(iter(inputs.values())))
     return out
@@ -124,17 +124,17 @@ def _giving(value: torch.Tensor) -> Callable[..., torch.Tensor]:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a gated MLP: x [..., H] -> [..., H]."""
     ((found, site),) = calls
-    nominee, module = found.nominee, found.modules[0]
-    assert nominee is not None, "only what is confirmed is patched"
-    names = [nominee.attribute(name) for name in nominee.definition.inputs]
-    kept = nominee.attribute(ACTIVATION) if hasattr(module, nominee.attribute(ACTIVATION)) else None
+    match, module = found.match, found.modules[0]
+    assert match is not None, "only what is confirmed is patched"
+    names = [match.attribute(name) for name in match.definition.inputs]
+    kept = match.attribute(ACTIVATION) if hasattr(module, match.attribute(ACTIVATION)) else None
     probed = None if kept is None else probed_activation(module, [kept])
-    inputs = drawn_inputs(nominee.definition, {"M": ROWS}, device_of(module))
+    inputs = drawn_inputs(match.definition, {"M": ROWS}, device_of(module))
     with torch.no_grad():
         is_product = kept is not None and _is_product(
-            module, kept, list(inputs.values()), _between(module, nominee, inputs)
+            module, kept, list(inputs.values()), _between(module, match, inputs)
         )
-    return mlp_forward(stock, site, names, nominee.attribute(OUTPUT), kept, probed, is_product=is_product)
+    return mlp_forward(stock, site, names, match.attribute(OUTPUT), kept, probed, is_product=is_product)
 
 
 def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], found: torch.Tensor) -> bool:
@@ -169,11 +169,11 @@ def mlp_forward(
     """
     names, product = tuple(projections), activation if is_product else None
 
-    def must_run_stock(self: Any, x: torch.Tensor) -> bool:
+    def falls_back(self: Any, x: torch.Tensor) -> bool:
         function = None if activation is None else getattr(self, activation)
         if _is_compiling():
             return not is_product or site.traced(self.training, x) is None or not is_as_probed(function, probed)
-        if site.must_run_stock(self.training, x):
+        if site.falls_back(self.training, x):
             return True
         if not is_as_probed(function, probed):
             site.bypass(OTHER_ACTIVATION)
@@ -182,7 +182,7 @@ def mlp_forward(
 
     @functools.wraps(stock)
     def forward(self: Any, x: torch.Tensor) -> Any:
-        if must_run_stock(self, x):
+        if falls_back(self, x):
             return stock(self, x)
         given = [getattr(self, name)(x) for name in names]
         # From here on the stock code is repeated, not called: the projections must not run twice.
@@ -209,7 +209,7 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
             return None
         traced: torch.Tensor = operator.call(*projections, operator.name)
         return traced
-    if site.must_run_stock(training, *projections):
+    if site.falls_back(training, *projections):
         return None
     matrices = [rows(projection) for projection in projections]
     if any(matrix is None for matrix in matrices):

@@ -18,13 +18,13 @@ import torch
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
-    Globals,
+    DefinitionMatch,
+    FunctionOverrides,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     names_in_code,
     of_class,
@@ -41,7 +41,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules whose forward calls a rotary function, once for each of them."""
     rotary = of_class(lambda cls: tuple(name for name in names_in_code(cls.forward) if name.startswith(ROTARY)))
     return grouped(
@@ -54,7 +54,7 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
     )
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the function, as the module of the forward has it."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
@@ -63,20 +63,20 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     if not isinstance(function, FunctionType):
         kind = type(function).__name__
         return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
-    nominees = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the function on random heads, with tables whose halves differ: a variant that reads one half only is another one."""
     forward: Any = undecorated(type(module).forward)
-    return probe_function(forward.__globals__[found.function], nominee, device_of(module))
+    return probe_function(forward.__globals__[found.function], match, device_of(module))
 
 
-def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch.device) -> Probe:
+def probe_function(function: Callable[..., Any], match: DefinitionMatch, device: torch.device) -> Probe:
     """As :func:`probe`, of the function itself."""
-    inputs = drawn_inputs(nominee.definition, SIZES, device)
-    complex_tables = _complex_tables(nominee.definition)
+    inputs = drawn_inputs(match.definition, SIZES, device)
+    complex_tables = _complex_tables(match.definition)
     inputs |= {name: inputs[name].float() for name in complex_tables}
     given = {name: _as_complex(value) if name in complex_tables else value for name, value in inputs.items()}
     with torch.no_grad():
@@ -84,7 +84,7 @@ def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch
     return dict(inputs), returned if isinstance(returned, tuple) else (returned,)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     """Return the rotary functions that an attention forward is to see instead of its own."""
     own = undecorated(stock).__globals__
 
@@ -95,12 +95,14 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
             if site.training is not None or not training
         }
 
-    return Globals(replaced(False), replaced(True), [site for _, site in calls])
+    return FunctionOverrides(replaced(False), replaced(True), [site for _, site in calls])
 
 
-def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, training: bool) -> Callable[..., Any]:
-    assert found.nominee is not None, "only what is confirmed is patched"
-    definition = found.nominee.definition
+def _rope_function_of(
+    stock: Callable[..., Any], found: ModuleGroup, site: CallSite, training: bool
+) -> Callable[..., Any]:
+    assert found.match is not None, "only what is confirmed is patched"
+    definition = found.match.definition
     tables = _complex_tables(definition)
     places = tuple(index for index, name in enumerate(definition.inputs) if name in tables)
     turned = [spec.shape for spec in definition.outputs.values()]
@@ -176,7 +178,7 @@ def rope_function(
             operator = site.traced(training, *given)
             if operator is not None:
                 served = operator.call(*given, operator.name)
-        elif not site.must_run_stock(training, *given):
+        elif not site.falls_back(training, *given):
             served = site.ask(training, *_in_rows(given, tables))
         return stock(*args, **kwargs) if served is None else served
 

@@ -17,12 +17,12 @@ import torch
 
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NOT_PLAIN, NOT_ROWS, CallSite, shadow_function
 from tilegym_db.models.found import (
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     is_plain,
     methods,
@@ -51,7 +51,7 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Modules with a matrix as weight whose code makes scores of it and returns them with two more results."""
     routes = of_class(_routes)
     modules = []
@@ -67,18 +67,18 @@ def _routes(cls: type[Module]) -> bool:
     return is_plain(forward) and not forward.__code__.co_freevars and is_routing(forward)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """By the source of the forward."""
     cls = found.module_class
-    nominees = known.look_up("router", cls.forward, methods(cls), "its router forward", UNDESCRIBED)
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("router", cls.forward, methods(cls), "its router forward", UNDESCRIBED)
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a router of as many experts on the rows of a unit matrix, so that its scores are its weights."""
     draw, twin = Draw(device_of(module)), copy.copy(module)
     experts = module._parameters[WEIGHT].shape[0]  # type: ignore[union-attr]
-    inputs = _drawn(module, nominee, draw, experts)
+    inputs = _drawn(module, match, draw, experts)
     if isinstance(inputs, str):
         return inputs
     if not hasattr(module, HIDDEN):
@@ -86,9 +86,9 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     ranks = torch.stack([draw(experts).float().argsort() for _ in range(ROWS)], dim=1)
     scores = (SPACING * (ranks - experts // 2)).to(torch.bfloat16)
     zeros = {name: scores.new_zeros(experts) for name in module._parameters if name != WEIGHT}
-    passed = {name: inputs[name] for name in _passed(nominee.definition)}
+    passed = {name: inputs[name] for name in _passed(match.definition)}
     kept = {
-        nominee.attribute(name): value
+        match.attribute(name): value
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and name not in passed
     }
@@ -101,7 +101,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
             logits, weights, ids = type(module).forward(twin, states, *passed.values())
     except (IndexError, RuntimeError, TypeError) as error:  # anyone's code, with settings that do not fit one another
         return f"it cannot be probed: {type(error).__name__}: {error}"
-    return {next(iter(nominee.definition.inputs)): logits, **inputs}, (weights, ids)
+    return {next(iter(match.definition.inputs)): logits, **inputs}, (weights, ids)
 
 
 def _passed(definition: Definition) -> tuple[str, ...]:
@@ -113,21 +113,21 @@ def _passed(definition: Definition) -> tuple[str, ...]:
     return tuple(name for name, spec in others if spec.shape and spec.shape[:1] == tokens)
 
 
-def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[str, Any] | str:
+def _drawn(module: Module, match: DefinitionMatch, draw: Draw, experts: int) -> dict[str, Any] | str:
     """Return every input but the scores: settings as the module has them, tensors at random; or why there are none."""
     inputs: dict[str, Any] = {}
-    passed = _passed(nominee.definition)
-    for name, spec in list(nominee.definition.inputs.items())[1:]:
-        kept = getattr(module, nominee.attribute(name), None)
+    passed = _passed(match.definition)
+    for name, spec in list(match.definition.inputs.items())[1:]:
+        kept = getattr(module, match.attribute(name), None)
         if spec.is_scalar:
-            reason = nominee.why_no_number(module, name)
+            reason = match.why_no_number(module, name)
             if reason:
                 return reason
-            inputs[name] = nominee.value(module, name)
+            inputs[name] = match.value(module, name)
         elif name in passed:
             inputs[name] = draw(WORDS).float().argsort()[:ROWS]
         elif not isinstance(kept, torch.Tensor):
-            return f"it has no {nominee.attribute(name)}"
+            return f"it has no {match.attribute(name)}"
         elif kept.dim() == 2:  # experts of each token
             rows = [draw(experts).float().argsort()[: kept.shape[1]] for _ in range(WORDS)]
             inputs[name] = torch.stack(rows).to(getattr(torch, spec.dtype))
@@ -139,8 +139,8 @@ def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[s
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a router: hidden states [..., H] -> (scores [M, E], weights [M, K], ids [M, K])."""
     ((found, site),) = calls
-    assert found.nominee is not None, "only what is confirmed is patched"
-    routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.nominee)})
+    assert found.match is not None, "only what is confirmed is patched"
+    routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.match)})
     site.shadows.append(forget)
     return routed_forward(stock, routed, site)
 
@@ -159,20 +159,18 @@ def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSi
     return forward
 
 
-def route_function(site: CallSite, nominee: Nominee) -> Callable[..., Any]:
+def route_function(site: CallSite, match: DefinitionMatch) -> Callable[..., Any]:
     """``route(module, scores [M, E], *others) -> (weights, ids)`` by a kernel, or None if the model's code goes on.
 
     ``others`` are what the forward was given beside its hidden states.
     """
-    definition = nominee.definition
+    definition = match.definition
     passed = _passed(definition)
     kept = [(name, spec) for name, spec in list(definition.inputs.items())[1:] if name not in passed]
-    tensors = [
-        nominee.attribute(name) for name, spec in kept if not spec.is_scalar and spec.dtype not in INTEGER_DTYPES
-    ]
+    tensors = [match.attribute(name) for name, spec in kept if not spec.is_scalar and spec.dtype not in INTEGER_DTYPES]
 
     def inputs_of(module: Any, others: Sequence[Any]) -> list[Any]:
-        values = {name: nominee.value(module, name) for name, _ in kept}
+        values = {name: match.value(module, name) for name, _ in kept}
         values |= {name: tokens.reshape(-1) for name, tokens in zip(passed, others, strict=False)}
         return [values[name] for name in list(definition.inputs)[1:]]
 
@@ -187,7 +185,7 @@ def route_function(site: CallSite, nominee: Nominee) -> Callable[..., Any]:
             if operator is None or scores.dim() != 2 or not plain:
                 return None
             return operator.call(scores, *inputs_of(module, others), operator.name)
-        if site.must_run_stock(module.training, scores):
+        if site.falls_back(module.training, scores):
             return None
         if scores.dim() != 2 or not plain:
             site.bypass(NOT_ROWS if plain else NOT_PLAIN)

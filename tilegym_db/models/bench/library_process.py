@@ -42,7 +42,7 @@ class Library:
     options: dict[str, Any]
 
 
-PEERS = {
+LIBRARIES = {
     "liger": Library("liger-kernel", "liger_kernel", "liger_kernel.transformers", "apply_liger_kernel_to_", {}),
     "tilegym": Library("tilegym", "tilegym", "tilegym.transformers", "apply_tilegym_kernel_to_", {"use_cutile": True}),
 }
@@ -62,7 +62,7 @@ class Job:
     layers: int | None = None
 
 
-class Peer:
+class LibraryProcess:
     """A process that generates with a library's kernels. Use it as a context manager; each call is one generation."""
 
     def __init__(self, job: Job) -> None:
@@ -158,7 +158,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
-    library = PEERS[job.peer]
+    library = LIBRARIES[job.peer]
     if importlib.util.find_spec(library.package) is None:
         raise ToolchainError(
             f"it is not installed. Try: pip install --no-deps {library.distribution}", code="peer_absent"
