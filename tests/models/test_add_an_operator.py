@@ -259,7 +259,7 @@ def test_it_is_served_in_compiled_code_too(desk: Desk) -> None:
 def test_its_code_must_compute_what_it_says(desk: Desk) -> None:
     desk.add(NORM, NORM_BODY.replace("+ eps", "+ 2 * eps"))
     (site,) = patch(Block(MeanAbsNorm), catalog=desk.catalog, dry_run=True).report().sites
-    assert site.reason == "probed, it does not give the bits of mean_abs_norm"
+    assert site.reason == "the results of its probe are not the bits of mean_abs_norm"
 
 
 def test_an_attribute_that_the_module_does_not_have_is_named(desk: Desk) -> None:

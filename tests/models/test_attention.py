@@ -281,7 +281,7 @@ def test_training_and_gradients_run_stock(poison: Catalog, build: Any, prompt: A
         with torch.no_grad():
             assert not model.train()(ids).logits.isnan().any()
         assert {text.split(";")[0] for text in reasons(handle)} == {
-            "a gradient may be asked for",
+            "the call may need a gradient",
             "the module is in training mode",
         }
 
@@ -301,10 +301,10 @@ MODULE = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
         ({"attention_mask": torch.ones(1)}, part.MASKED),
         ({"dropout": 0.1}, part.DROPOUT),
         ({"output_attentions": True}, part.WEIGHTS),
-        ({"softcap": 50.0}, "it is given a softcap"),
-        ({"s_aux": torch.ones(4)}, "it is given a s_aux"),
-        ({"position_bias": torch.ones(1)}, "it is given a position_bias"),
-        ({"cache": object()}, "it is given a cache"),
+        ({"softcap": 50.0}, "it has the argument softcap"),
+        ({"s_aux": torch.ones(4)}, "it has the argument s_aux"),
+        ({"position_bias": torch.ones(1)}, "it has the argument position_bias"),
+        ({"cache": object()}, "it has the argument cache"),
         ({"scaling": torch.tensor(0.1)}, part.SCALE_IS_NO_NUMBER),
         ({"is_causal": False}, part.NOT_CAUSAL),
         ({"is_causal": True}, ""),
@@ -397,7 +397,7 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     registry["sdpa"] = twice
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
     catalogs = [restated(name, code=[{"fingerprint": fingerprint(twice)}]) for name in OPS]
-    assert reasons_to_stay(build(), catalogs[-1]) == {f"probed, it does not give the bits of {name}" for name in OPS}
+    assert reasons_to_stay(build(), catalogs[-1]) == {f"the results of its probe are not the bits of {name}" for name in OPS}
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------

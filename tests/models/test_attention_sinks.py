@@ -280,7 +280,7 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     catalogs = [restated(name, code=[{"fingerprint": fingerprint(without_a_sink)}]) for name in OPS]
     handle = patch(model, catalog=catalogs[-1], ops=OPS, dry_run=True)
     told = {site.reason for site in handle.report().sites if site.kind == "attention_sink"}
-    assert told == {f"probed, it does not give the bits of {name}" for name in OPS}
+    assert told == {f"the results of its probe are not the bits of {name}" for name in OPS}
 
 
 def test_registry_module_and_config_are_as_before(kernels: Catalog, logits: Any, model: Any, prompt: Any) -> None:

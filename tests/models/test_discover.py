@@ -23,9 +23,9 @@ def reason_of(model: Any, module_class: str, catalog: Catalog, kind: str = "") -
 
 def test_a_known_forward_with_another_activation_is_found_out_by_the_probe(kernels: Catalog, build: Any) -> None:
     reason = reason_of(build(hidden_act="relu"), "LlamaMLP", kernels)
-    assert reason == "probed, it does not give the bits of swiglu or gelu_tanh_and_mul"
+    assert reason == "the results of its probe are not the bits of swiglu or gelu_tanh_and_mul"
     reason = reason_of(build("phi3", hidden_act="gelu_pytorch_tanh"), "Phi3MLP", kernels)
-    assert reason == "probed, it does not give the bits of silu_and_mul"
+    assert reason == "the results of its probe are not the bits of silu_and_mul"
 
 
 def test_the_activation_decides_which_definition_a_gated_mlp_computes(kernels: Catalog, build: Any) -> None:
@@ -37,7 +37,7 @@ def test_a_norm_with_the_bits_of_another_is_not_what_its_code_says(restated: Any
     llama = {"fingerprint": "a7dfd4f03eb3ea7f", "attributes": {"eps": "variance_epsilon"}}
     restated("rms_norm", code=[])
     reason = reason_of(build(), "LlamaRMSNorm", restated("rms_norm_fp32", code=[llama]))
-    assert reason == "probed, it gives the bits of rms_norm; expected were those of rms_norm_fp32 alone"
+    assert reason == "the results of its probe are the bits of rms_norm, not of rms_norm_fp32 alone"
 
 
 def test_a_norm_is_only_known_with_the_method_it_calls(
@@ -137,4 +137,4 @@ def test_the_report_is_data_and_text(kernels: Catalog, logits: Any, build: Any, 
     assert (norm["modules"], norm["counts"]["kernel_calls"], list(norm["bypassed"].values())) == (5, 3, [1])
     text = str(handle.report())
     assert "rms_norm_cpu" in text
-    assert "a gradient may be asked for" in text
+    assert "the call may need a gradient" in text

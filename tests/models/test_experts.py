@@ -19,7 +19,7 @@ from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER
 from tilegym_db.models.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-OTHER_BITS = "probed, it does not give the bits of moe_experts"
+OTHER_BITS = "the results of its probe are not the bits of moe_experts"
 TOKENS, EXPERTS, HIDDEN, INNER = 7, 4, 64, 32
 
 

@@ -24,7 +24,7 @@ from tilegym_db.paths import shipped_root
 
 NAME = "moe_experts_fp8"
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-OTHER_BITS = f"probed, it does not give the bits of {NAME}"
+OTHER_BITS = f"the results of its probe are not the bits of {NAME}"
 EXPERTS, HIDDEN, INNER = 4, 256, 128
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 384, "moe_intermediate_size": INNER}
 

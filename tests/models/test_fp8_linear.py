@@ -26,7 +26,7 @@ from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
 from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
-OTHER_BITS = "probed, it does not give the bits of {}"
+OTHER_BITS = "the results of its probe are not the bits of {}"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 LAYERS = 14
 """Seven linear layers in each of two decoder layers."""

@@ -103,7 +103,7 @@ def test_a_model_computes_in_fp8_with_a_proof_of_each_layer_and_comes_back(
     assert len(shown.layers) == len(shown.quantised) == LAYERS
     assert all(0.01 < proof.fp8_error < 0.06 for proof in shown.layers if proof.fp8_error is not None)
     assert all(0 < proof.bf16_error < 0.004 for proof in shown.layers if proof.bf16_error is not None)
-    assert shown.skipped == {"lm_head": "transformers' FP8 quantiser leaves it as it is by default"}
+    assert shown.skipped == {"lm_head": "transformers' FP8 quantiser skips it by default"}
     assert shown.logits.reason == ""
     assert shown.logits.bf16_error is not None
     assert shown.logits.fp8_error is not None
@@ -228,13 +228,13 @@ def test_other_layers_say_why_they_are_not_quantised() -> None:
     assert list(chosen) == ["first", "last", "unused"]
     assert skipped == {
         "gate": "it is a router",
-        "odd": "its weight is 100 x 256, no multiple of 128 both ways",
-        "experts": "its weights are no matrices, as those of experts and convolutions",
-        "one": "its weight belongs to another module too",
-        "same": "its weight belongs to another module too",
+        "odd": "its weight is 100 x 256, which are not both multiples of 128",
+        "experts": "its weights are no matrices, like those of experts and convolutions",
+        "one": "another module has the same weight",
+        "same": "another module has the same weight",
         "wide": "its weight is float32, not bfloat16",
         "trained": "its weight has a gradient; set it to None first",
-        "hooked": "it has a forward of its own, as accelerate's hooks give a layer",
+        "hooked": "its forward was replaced on the instance, as hooks of accelerate do",
         "bad": "its weight has values that are not finite",
     }
 
@@ -253,7 +253,7 @@ def test_a_layer_that_codes_do_not_describe_or_that_did_not_run_keeps_its_weight
     assert shown.quantised == ("last",)
     reasons = {proof.name: proof.reason for proof in shown.layers}
     assert reasons == {"first": reasons["first"], "last": "", "unused": NOT_CALLED}
-    assert f"; at most {LARGEST_ERROR:g} is taken" in reasons["first"]
+    assert f"; at most {LARGEST_ERROR:g} is allowed" in reasons["first"]
 
 
 class Reading(Layers):
@@ -371,7 +371,7 @@ def test_a_row_that_is_wrong_in_any_repetition_is_an_error_of_the_layer() -> Non
     layer = LastRowsWrong(32, 64, bias=False)
     layer.weight = torch.nn.Parameter(weight)
     assert prove_layer("a", layer, weight, LayerInput(x, 8)).reason == ""
-    assert "its output is off by" in prove_layer("a", layer, weight, LayerInput(x, 9)).reason
+    assert "its relative error is" in prove_layer("a", layer, weight, LayerInput(x, 9)).reason
 
 
 def test_calls_that_no_kernel_serves_are_counted_in_the_reason_of_both_operators(shop: Any) -> None:
@@ -434,7 +434,7 @@ def test_routers_and_experts_of_a_mixture_stay(build: Any, catalog: Catalog, pro
     assert {name for name in shown.quantised if name.startswith(block)} == {
         f"{block}.shared_expert.{name}_proj" for name in ("gate", "up", "down")
     }
-    assert shown.skipped[f"{block}.experts"] == "its weights are no matrices, as those of experts and convolutions"
+    assert shown.skipped[f"{block}.experts"] == "its weights are no matrices, like those of experts and convolutions"
     assert shown.skipped[f"{block}.shared_expert_gate"] == "it is a router"
     assert shown.logits.reason == ""
 

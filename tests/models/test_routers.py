@@ -150,7 +150,7 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
     [
         ("greedy", 1, 1, ""),
         ("group_limited_greedy", 4, 2, ""),
-        ("greedy", 4, 2, "probed, it does not give the bits of topk_softmax_groups"),
+        ("greedy", 4, 2, "the results of its probe are not the bits of topk_softmax_groups"),
         ("greedy", None, None, "its num_group is None, no number that topk_softmax_groups takes"),
         ("group_limited_greedy", 3, 2, "it cannot be probed: RuntimeError: shape '[-1, 3, 2]' is invalid for input of size 40"),
     ],
@@ -215,7 +215,7 @@ def test_the_router_by_a_table_is_served_with_the_tokens_of_the_call(kernels: Ca
 def test_another_score_function_is_not_the_definition(cls: type[torch.nn.Module], kernels: Catalog) -> None:
     module = v4_router(cls, scoring_func="sigmoid")
     name = "table_router" if cls is DeepseekV4HashRouter else "topk_sqrtsoftplus_bias"
-    assert reason(module, kernels) == f"probed, it does not give the bits of {name}"
+    assert reason(module, kernels) == f"the results of its probe are not the bits of {name}"
 
 
 def test_a_router_by_a_table_that_is_given_no_tokens_raises_as_stock_does(kernels: Catalog) -> None:

@@ -35,7 +35,7 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
     stock = gradients(model, ids)
     with patched(model, catalog=poison) as handle:
         assert same(gradients(model, ids), stock)
-    reason = "training mode" if training else "a gradient may be asked for"
+    reason = "training mode" if training else "the call may need a gradient"
     assert all(reason in text for texts in bypassed(handle).values() for text in texts)
     told = {op for op, texts in bypassed(handle).items() if texts}
     assert told == {"fused_add_rms_norm", "attention_prefill"}  # of these there is no backward Definition

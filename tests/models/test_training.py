@@ -140,7 +140,7 @@ def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
     stock = gradients(model, ids)
     with patched(model, catalog=training_kernels) as handle:
         assert_close(gradients(model, ids), stock, torch.float32)
-    assert "no definition gives that of b alone" in reasons(handle)
+    assert "no definition computes the gradient of b alone" in reasons(handle)
     assert handle.report().hits()["swiglu_backward"] == 1  # in the layer above, through which both gradients flow
 
 

@@ -1,7 +1,7 @@
-"""A residual sum and the norm of it as one call, across two modules: a layer's forward is rewritten.
+"""A residual sum and its norm as one call across two modules: a layer's forward is rewritten.
 
-A Definition says by ``serving.includes`` which norm it computes of the sum. Its first two inputs are the operands; the others are
-those of the norm, and lie where the norm keeps them.
+A Definition states in ``serving.includes`` the norm that it computes of the sum. Its first two inputs are the operands. The
+others are those of the norm, in the attributes where the norm keeps them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tilegym_db.models.upstream_code import decorated_alike, without_checkpointi
 from tilegym_db.records.serving import ModelCode
 
 AFTER = ("norm",)
-"""A layer is found by the norms that were found in it."""
+"""A layer is found by the norms in it."""
 OPERANDS = 2
 
 _is_compiling = torch.compiler.is_compiling
@@ -53,7 +53,7 @@ Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the layers that add to their residual stream and norm the sum with a norm that was found."""
+    """Return the layers that add to their residual stream and then call a norm that was found."""
     norms = {
         id(module): index for index, group in enumerate(others) if group.kind == "norm" for module in group.modules
     }
@@ -77,7 +77,7 @@ def _called(cls: type[Module]) -> tuple[str, ...]:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """By what was found of the norm: the Definitions that include it."""
+    """Return the Definitions that include the norm that was found."""
     norm = found.norm
     if norm is None or norm.reason or norm.match is None:
         return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
@@ -94,12 +94,12 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 
 def _code(own: Sequence[ModelCode], norm: DefinitionMatch) -> ModelCode:
-    """Where the inputs lie: as the norm has them, unless the fused Definition says otherwise."""
+    """Return the attributes of the inputs: those of the norm, unless the fused Definition states others."""
     return own[0] if own else norm.code
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Add random rows to a random residual and run the norm on the sum; returns the norm and the sum."""
+    """Add random rows to a random residual and run the norm on the sum; return the norm and the sum."""
     norm = getattr(module, found.function)
     definition, draw = match.definition, Draw(device_of(norm))
     twin, x, kept = norm_part.random_norm(norm, match, draw, OPERANDS)
@@ -112,11 +112,11 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a layer: the same code with the sum and its norm as one call, or ``stock`` itself."""
+    """Return a layer's forward with the sum and its norm as one call, or ``stock`` itself."""
     ((found, site),) = calls
     plain = plain_forward(found.module_class)
-    assert plain is not None, "found by its source"
-    assert found.match is not None, "only what is confirmed is patched"
+    assert plain is not None, "the group was found by its source"
+    assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
     attributes = norm_part.attributes_of(found.match, OPERANDS)
     fused = add_norm_function(site, attributes, unpatched_class(norm))
@@ -126,7 +126,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: CallSite) -> Callable[..., Any]:
-    """Forward of a layer: ``fused`` in eager inference, else ``stock``."""
+    """Return the forward of a layer: ``fused`` in eager inference, else ``stock``."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,15 +140,15 @@ def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Ca
 
 
 def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: type) -> Callable[..., Any]:
-    """``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)`` for what a rewritten forward passes.
+    """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
 
-    ``residual`` is only read. ``hidden`` may become the sum, since the layer's code drops it there and
-    :func:`~tilegym_db.models.rewrite.is_owned` makes sure that nobody else has it.
+    ``residual`` is only read. ``hidden`` may become the sum: the layer's code drops it there, and
+    :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
     Args:
         site: the call site of the fused Definition.
-        attributes: where the norm keeps the inputs after the two operands, in order; the weight is the first.
-        norm_class: of the norms that were probed, as it was without a patch.
+        attributes: the norm's attributes for the inputs after the two operands, in order; the weight is the first.
+        norm_class: the class of the norms that were probed, without a patch.
     """
     names = tuple(attributes)
 
