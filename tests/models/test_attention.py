@@ -397,7 +397,9 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     registry["sdpa"] = twice
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
     catalogs = [restated(name, code=[{"fingerprint": fingerprint(twice)}]) for name in OPS]
-    assert reasons_to_stay(build(), catalogs[-1]) == {f"the results of its probe are not the bits of {name}" for name in OPS}
+    assert reasons_to_stay(build(), catalogs[-1]) == {
+        f"the results of its probe are not the bits of {name}" for name in OPS
+    }
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------

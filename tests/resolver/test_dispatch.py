@@ -69,7 +69,7 @@ def test_each_shape_is_a_key_of_its_own(site: Dispatcher) -> None:
         (lambda a: [a[0], a[1], a[2], torch.zeros(8, 4).T], "layouts"),
         (lambda a: [a[0], a[1], torch.tensor(0.5), a[3]], "'eps' of scale_rows is a Python number"),
         (lambda a: [a[0].as_subclass(Subclass), *a[1:]], "a Subclass, not a plain tensor"),
-        (lambda a: [a[0].to("meta"), *a[1:]], "the tensors lie on cpu and meta"),
+        (lambda a: [a[0].to("meta"), *a[1:]], "the tensors are on cpu and meta"),
     ],
 )
 def test_after_a_hit_a_call_that_differs_runs_stock(site: Dispatcher, change: Any, reason: str) -> None:

@@ -1,8 +1,8 @@
-"""The gate of n-gram memory: the projections stay, what makes the gated value of them becomes one call.
+"""The gate of n-gram memory: the projections stay, and the code that computes the gated value from them becomes one call.
 
 The inputs of a Definition are the residual streams [M, C, H], the keys, the values [M, H] and two weights [C, H], then numbers.
-``serving.code`` says which attribute gives which: the projections of keys and values, the norms that keep the weights of the
-streams and of the keys, and how many ``streams`` there are. A number is an attribute, a constant, or the ``eps`` of both norms.
+``serving.code`` maps roles to attributes: the projections of keys and values, the norms with the weights of the streams and of
+the keys, and the number of ``streams``. A number is an attribute, a constant, or the ``eps`` of both norms.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from tilegym_db.models.upstream_code import decorated_alike, undecorated
 KIND = "engram_gate"
 STREAMS, EPS, WEIGHT, GROUP = "streams", "eps", "weight", "group_size"
 CHILDREN = frozenset({"key_proj", "value_proj", "norm_key", "norm_query"})
-"""What the gates of transformers keep."""
+"""Attributes of the gates of transformers."""
 GATE = "_tilegym_db_gate"
-"""What the rewritten forward calls: ``GATE(self, keys, values, streams)``, which gives the gated value."""
+"""The function that the rewritten forward calls: ``GATE(self, keys, values, streams)`` returns the gated value."""
 TENSORS = 5
 LAST = "sigmoid"
 """The function that the last statement of the gate calls."""
@@ -56,7 +56,7 @@ Module = torch.nn.Module
 
 
 class Gate(NamedTuple):
-    """The statements of a forward that make the gated value: where they are, and the names of what they are given and give."""
+    """The statements of a forward that compute the gated value: their places, and the names of streams and result."""
 
     first: int
     last: int
@@ -65,7 +65,7 @@ class Gate(NamedTuple):
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Modules with projections and norms of keys and values, or whose code is stated."""
+    """Return the modules with projections and norms of keys and values, or whose code a Definition states."""
     is_stated = of_class(lambda cls: known.is_stated(KIND, undecorated(cls.forward)))
     return grouped(
         KIND,
@@ -78,7 +78,7 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """By the source of the forward, and of the norms that it calls."""
+    """Look up the source of the forward and of the norms that it calls."""
     cls, module = found.module_class, found.modules[0]
     own: Any = undecorated(cls.forward)
     if hasattr(own, "__wrapped__"):
@@ -89,26 +89,26 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 
 def norms_of(match: DefinitionMatch) -> tuple[str, str]:
-    """Where a module keeps the norms of the streams and of the keys."""
+    """Return the attributes of the norms of the streams and of the keys."""
     hidden, embed = list(match.definition.inputs)[3:TENSORS]
     return match.attribute(hidden), match.attribute(embed)
 
 
 def projections_of(match: DefinitionMatch) -> tuple[str, str]:
-    """Where a module keeps the projections of the keys and of the values."""
+    """Return the attributes of the projections of the keys and of the values."""
     keys, values = list(match.definition.inputs)[1:3]
     return match.attribute(keys), match.attribute(values)
 
 
 def numbers_of(module: Module, match: DefinitionMatch) -> list[Any] | str:
-    """Return the inputs after the tensors, in order; or why there are none."""
+    """Return the inputs after the tensors, in order, or the reason if the module lacks one."""
     norms = [getattr(module, name) for name in norms_of(match)]
     found: list[Any] = []
     for name in list(match.definition.inputs)[TENSORS:]:
         if name == EPS:
             kept = {norm.eps for norm in norms}
             if len(kept) != 1:
-                return "its norms have several eps"
+                return "its norms have different eps"
             found.append(float(kept.pop()))
         else:
             found.append(match.value(module, name))
@@ -116,12 +116,12 @@ def numbers_of(module: Module, match: DefinitionMatch) -> list[Any] | str:
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Run the statements of the gate on random rows with random weights; no projection is called."""
+    """Run the statements of the gate on random rows with random weights; the projections do not run."""
     definition, draw = match.definition, Draw(device_of(module))
     streams = getattr(module, match.attribute(STREAMS), None)
     norms, numbers = norms_of(match), numbers_of(module, match)
     if isinstance(numbers, str) or type(streams) is not int:
-        return numbers if isinstance(numbers, str) else f"its {match.attribute(STREAMS)} is no number of streams"
+        return numbers if isinstance(numbers, str) else f"its {match.attribute(STREAMS)} is no valid number of streams"
     size = getattr(module, norms[0]).group_size
     tokens, of_streams, of_size = next(iter(definition.inputs.values())).shape or ()
     axes = {str(tokens): ROWS, str(of_streams): streams, str(of_size): size}
@@ -134,7 +134,11 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     try:
         with torch.no_grad():
             out = own_gate(plain, match)(twin, keys.flatten(1)[None], values[None], hidden.flatten(1)[None])
-    except (RuntimeError, TypeError, ValueError) as error:  # anyone's code, with settings that do not fit one another
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a model's code may raise for settings that do not fit together
         return f"it cannot be probed: {type(error).__name__}: {error}"
     named = dict(zip(list(definition.inputs)[TENSORS:], numbers, strict=True))
     return {**inputs, **named}, (out.squeeze(0),)
@@ -147,11 +151,11 @@ def _with_weight(norm: Module, weight: torch.Tensor) -> Module:
     return twin
 
 
-# -- the statements of the gate -------------------------------------------------------------------------------------------
+# -- statements of the gate -------------------------------------------------------------------------------------------
 
 
 def gate_of(function: ast.FunctionDef, match: DefinitionMatch) -> Gate:
-    """Return the statements from the call of the first projection to the one that ends in a sigmoid."""
+    """Return the statements from the call of the first projection up to the one that ends in a sigmoid."""
     keys, _ = projections_of(match)
     norm, _ = norms_of(match)
     body = function.body
@@ -172,7 +176,7 @@ def _calls_of(statement: ast.stmt, attribute: str) -> list[ast.Call]:
 
 
 def own_gate(forward: FunctionType, match: DefinitionMatch) -> Callable[..., Any]:
-    """``gate(self, keys, values, streams)``: the model's own statements, given what the projections give."""
+    """Return ``gate(self, keys, values, streams)``, the model's own statements on the results of the projections."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
     gate, owner = gate_of(function, match), function.args.args[0].arg
@@ -188,7 +192,7 @@ def own_gate(forward: FunctionType, match: DefinitionMatch) -> Callable[..., Any
 
 
 class _Given(ast.NodeTransformer):
-    """Calls of projections as names."""
+    """A transformer that replaces calls of projections by names."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._names = names
@@ -200,7 +204,7 @@ class _Given(ast.NodeTransformer):
 
 
 def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
-    """Return the same function with the gate as a call of :data:`GATE`, which is given what the projections give."""
+    """Return the same function with the gate as a call of :data:`GATE` on the results of the projections."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
     gate, owner = gate_of(function, match), function.args.args[0].arg
@@ -217,14 +221,14 @@ def _calls_of_any(statements: Sequence[ast.stmt], attribute: str) -> ast.Call:
     return next(call for statement in statements for call in _calls_of(statement, attribute))
 
 
-# -- serving --------------------------------------------------------------------------------------------------------------
+# -- serving ----------------------------------------------------------------------------------------------------------
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a module with a gate: the same code with the gate as one call, or ``stock`` itself."""
+    """Return the forward of a module with its gate as one call, or ``stock`` itself."""
     ((found, site),) = calls
     match = found.match
-    assert match is not None, "only what is confirmed is patched"
+    assert match is not None, "only confirmed groups are patched"
     module, own = found.modules[0], undecorated(stock)
     classes = {name: unpatched_class(getattr(module, name)) for name in norms_of(match)}
     served = gate_function(site, match, own_gate(own, match), classes)
@@ -236,13 +240,13 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 def gate_function(
     site: CallSite, match: DefinitionMatch, own: Callable[..., Any], classes: dict[str, type[Module]]
 ) -> Callable[..., Any]:
-    """``gate(module, keys, values, streams)``: by a kernel where one serves the call, else by ``own``.
+    """Return ``gate(module, keys, values, streams)``, which runs a kernel, or ``own`` if no kernel serves the call.
 
     Args:
         site: the call site.
-        match: what the module computes.
+        match: the Definition that the module computes.
         own: the model's own code.
-        classes: of the norms that were probed, as they were without a patch.
+        classes: the classes of the norms that were probed, without a patch.
     """
     names, count = norms_of(match), match.attribute(STREAMS)
 

@@ -1,8 +1,8 @@
-"""What a layer does after a sub-layer of hyper-connections, as one call: an expression of its forward is rewritten.
+"""The step of a layer after a sub-layer of hyper-connections, as one call: an expression of its forward is rewritten.
 
-The expression is known by a fingerprint of its own: that of a function whose parameters are the local variables in it, ``x0``,
-``x1``, ... in order of appearance. ``serving.code`` says which of them is which input, and which one holds the ``dtype`` that
-everything is computed in. Every input and output of a Definition begins with the tokens [M, ...].
+The expression has a separate fingerprint: that of a function whose parameters are its local variables, ``x0``, ``x1``, ... in
+order of appearance. ``serving.code`` maps variables to inputs, and names the one with the ``dtype`` of the computation. Every
+input and output of a Definition begins with the tokens [M, ...].
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from tilegym_db.models.upstream_code import (
 from tilegym_db.records import Definition
 
 AFTER = ("hyper_connection",)
-"""A layer is found by the hyper-connections that were found in it."""
+"""A layer is found by the hyper-connections in it."""
 KIND = "hyper_post"
 DTYPE = "dtype"
 POST = "_tilegym_db_post"
-"""What the rewritten forward calls: ``POST(self, x0, x1, ...)``, with the local variables of the expression."""
-OTHER_DTYPE = "its layer computes in another dtype than what it is given has"
+"""The function that the rewritten forward calls: ``POST(self, x0, x1, ...)``, with the local variables of the expression."""
+OTHER_DTYPE = "its layer computes in another dtype than that of its inputs"
 FEWEST_LOCALS = 4
-"""In the step: the output of a sub-layer, the streams, and two coefficients, or one and a dtype."""
+"""Fewest variables of the step: a sub-layer's output, the streams, and two coefficients, or one and a dtype."""
 STREAMS = 4
-"""In a probe."""
+"""Streams in a probe."""
 
 Module = torch.nn.Module
 
 
 class LayerStep(NamedTuple):
-    """An expression of local variables: the source of a function of them, and their own names in order."""
+    """An expression of local variables: the source of a function of them, and their original names in order."""
 
     source: str
     variables: tuple[str, ...]
@@ -78,9 +78,9 @@ def _adds(cls: type[Module]) -> bool:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """By the expressions in the source of the forward, of which one is enough."""
+    """Look up the expressions in the source of the forward; one known expression is enough."""
     forward = plain_forward(found.module_class)
-    assert forward is not None, "found by its source"
+    assert forward is not None, "the group was found by its source"
     marks = [source_fingerprint(step.source) for step in steps(forward)]
     matches = [
         DefinitionMatch(definition, code)
@@ -89,11 +89,11 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         for code in definition.serving.code
         if code.fingerprint in marks
     ]
-    told = ", ".join(dict.fromkeys(str(mark) for mark in marks))
+    shown = ", ".join(dict.fromkeys(str(mark) for mark in marks))
     return (
         MatchCandidates(matches)
         if matches
-        else f"no sum in its forward is a variant that is known (fingerprint {told})"
+        else f"no sum in its forward is a variant that is known (fingerprint {shown})"
     )
 
 
@@ -107,7 +107,7 @@ def steps(forward: FunctionType) -> tuple[LayerStep, ...]:
 
 
 def _sums(function: ast.FunctionDef, names: frozenset[str]) -> Iterator[tuple[Any, LayerStep]]:
-    """(a statement whose value it is, the step)."""
+    """Yield (a statement whose value is a sum, the step)."""
     owner = function.args.args[0].arg
     for statement in ast.walk(function):
         if not isinstance(statement, ast.Assign | ast.Return) or statement.value is None:
@@ -127,7 +127,7 @@ def _step(value: ast.expr, names: frozenset[str]) -> LayerStep:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Local variables as x0, x1, ... in the order in which they appear."""
+    """A transformer that renames local variables to x0, x1, ... in order of appearance."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -149,16 +149,16 @@ def own_step(forward: FunctionType, match: DefinitionMatch) -> tuple[Callable[..
 
 
 def places(match: DefinitionMatch) -> tuple[tuple[int, ...], int | None]:
-    """Where the inputs of the Definition are among the variables, in its order; and the dtype, where there is one."""
+    """Return the indices of the Definition's inputs among the variables, and the index of the dtype or None."""
     dtype = match.code.attributes.get(DTYPE)
     inputs = tuple(int(match.attribute(name).removeprefix("x")) for name in match.definition.inputs)
     return inputs, None if dtype is None else int(dtype.removeprefix("x"))
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Run the expression on random rows, with one leading axis more than the Definition has."""
+    """Run the expression on random rows with one more leading axis than in the Definition."""
     forward = plain_forward(found.module_class)
-    assert forward is not None, "found by its source"
+    assert forward is not None, "the group was found by its source"
     own, step = own_step(forward, match)
     definition, draw = match.definition, Draw(device_of(module))
     order, dtype = places(match)
@@ -169,7 +169,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     values: list[Any] = [torch.bfloat16] * len(step.variables)
     for place, value in zip(order, inputs.values(), strict=True):
         values[place] = value.unsqueeze(0)
-    assert dtype is None or dtype not in order, "serving.code has one variable twice"
+    assert dtype is None or dtype not in order, "serving.code uses one variable twice"
     with torch.no_grad():
         return dict(inputs), (own(*values).squeeze(0),)
 
@@ -181,18 +181,18 @@ def _axes(definition: Definition) -> dict[str, int]:
 
 
 def _fixed(definition: Definition, name: str) -> torch.dtype:
-    """Return the dtype that an input always has, or bf16."""
+    """Return the dtype that an input always has; bf16 if it may have several."""
     dtype = definition.inputs[name].dtype
     found: torch.dtype = torch.bfloat16 if dtype in definition.dtypes else getattr(torch, dtype)
     return found
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a layer: the same code with the step as one call, or ``stock`` itself."""
+    """Return the forward of a layer with the step as one call, or ``stock`` itself."""
     ((found, site),) = calls
     plain, match = plain_forward(found.module_class), found.match
-    assert plain is not None, "found by its source"
-    assert match is not None, "only what is confirmed is patched"
+    assert plain is not None, "the group was found by its source"
+    assert match is not None, "only confirmed groups are patched"
     own, _ = own_step(plain, match)
     rewrote, forget = shadow_function(rewritten(plain, match), {POST: post_function(site, match, own)})
     site.shadows.append(forget)
@@ -200,11 +200,9 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
-    """Return the same function with each such expression as a call of :data:`POST`; its globals are those of
-    ``forward``.
-    """
+    """Return the same function with each such expression as a call of :data:`POST`, and with the globals of ``forward``."""
     function = parsed(forward)
-    assert function is not None, "found by its source"
+    assert function is not None, "the group was found by its source"
     for statement, step in _sums(function, frozenset(forward.__code__.co_varnames)):
         if source_fingerprint(step.source) == match.code.fingerprint:
             called = f"{POST}({', '.join((function.args.args[0].arg, *step.variables))})"
@@ -216,7 +214,7 @@ def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
 
 
 def post_function(site: CallSite, match: DefinitionMatch, own: Callable[..., Any]) -> Callable[..., Any]:
-    """``post(layer, *variables)``: what ``own(*variables)`` gives, by a kernel where one serves the call."""
+    """Return ``post(layer, *variables)``, which runs a kernel, or ``own(*variables)`` if no kernel serves the call."""
     order, dtype = places(match)
     ranks = tuple(len(spec.shape or ()) for spec in match.definition.inputs.values())
 
@@ -247,9 +245,7 @@ def post_function(site: CallSite, match: DefinitionMatch, own: Callable[..., Any
 
 
 def tokens_first(value: Any, leading: Sequence[int], rank: int) -> torch.Tensor | None:
-    """Return a tensor [*leading, ...] as a view [M, ...] of so many dimensions; None if it is no such tensor, or no
-    view will do.
-    """
+    """View a tensor [*leading, ...] as [M, ...] of ``rank`` dimensions; return None if that is impossible."""
     if not isinstance(value, torch.Tensor) or value.dim() != len(leading) + rank - 1:
         return None
     if tuple(value.shape[: len(leading)]) != tuple(leading) or not value.is_contiguous() or value.numel() == 0:
