@@ -280,7 +280,7 @@ class Summed(Block):
         return self.last(y) + x
 
 
-def test_a_sum_before_a_norm_of_which_no_definition_tells_is_left_to_stock_and_the_norm_is_served(desk: Desk) -> None:
+def test_sum_before_an_undescribed_norm_stays_stock(desk: Desk) -> None:
     desk.add(NORM, NORM_BODY)
     model = Summed(MeanAbsNorm).eval()
     reasons = {site.kind: site.reason for site in patch(model, catalog=desk.catalog, dry_run=True).report().sites}
@@ -291,7 +291,7 @@ def test_a_sum_before_a_norm_of_which_no_definition_tells_is_left_to_stock_and_t
     assert served(model, torch.randn(2, 3, 64), desk.catalog) == {"mean_abs_norm": 1}
 
 
-def test_the_report_prints_the_fingerprint_that_a_new_definition_states(build: Any, desk: Desk) -> None:
+def test_report_prints_the_fingerprint_for_a_new_definition(build: Any, desk: Desk) -> None:
     model = build()
     model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"forward": own_norm})
     sites = patch(model, catalog=desk.catalog, dry_run=True).report().sites
@@ -307,7 +307,7 @@ def own_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 # -- an operator that is only in the catalog --------------------------------------------------------------------------
 
 
-def test_an_operator_that_no_model_has_is_resolved_from_the_catalog(desk: Desk) -> None:
+def test_operator_of_no_model_resolves_from_the_catalog(desk: Desk) -> None:
     desk.add(CAP, CAP_BODY)
     x, out = torch.randn(5, 64), torch.empty(5, 64)
     found = resolve("tanh_cap", like=(x, 3.0), catalog=desk.catalog)

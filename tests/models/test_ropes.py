@@ -44,7 +44,7 @@ def ropes(shop: Any) -> Catalog:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_code_of_a_model_computes_its_definition_and_no_other(name: str) -> None:
+def test_rotary_code_of_a_model_matches_one_definition(name: str) -> None:
     known = KnownCode(CATALOG)
     function = FUNCTIONS[name]
     (match,) = known.look_up("rope", function, function.__globals__, "its rotation", {})

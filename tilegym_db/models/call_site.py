@@ -65,8 +65,8 @@ class CallSite:
         bypassed: reason -> number of calls that were not served.
         own_code: execution mode of the model's own code -> number of calls; empty unless the model has several modes.
         is_open: False once :meth:`close` sends every call to the stock code, for the reason ``closed``.
-        give_up: called once ``patience`` calls have asked for a kernel and got none; returns how many more to wait for.
-        before: the call site whose outputs are inputs of this one, and which is asked first; None for most sites.
+        give_up: called after ``patience`` calls without a kernel; returns the number of further calls to wait for.
+        before: the call site whose outputs are inputs of this one; it is asked first. None for most sites.
         is_recorded: True while calls are only recorded and none is served; the stock code then also runs ``before``.
         shadows: functions that remove the modules from which a copied function reads its globals.
     """
@@ -121,7 +121,7 @@ class CallSite:
         """Count a call that runs the stock code."""
         self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
 
-    def own_way(self, name: str) -> None:
+    def count_own_mode(self, name: str) -> None:
         """Count a call, served or not, by the execution mode of the model's own code."""
         self.own_code[name] = self.own_code.get(name, 0) + 1
 
@@ -133,7 +133,7 @@ class CallSite:
                 self.patience = self.give_up(self)
 
     def falls_back(self, training: bool, *tensors: Any) -> bool:
-        """Return True, and count the call, if it must run the stock code whatever was measured.
+        """Return True, and count the call, if it must run the stock code for any measurements.
 
         Args:
             training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both

@@ -227,7 +227,7 @@ class Handle:
                 reasons = why_given_up(site)
                 if not reasons:
                     return 0
-                if is_compiled_code_about() or device.is_capturing():
+                if has_compiled_code() or device.is_capturing():
                     return len(installed.modules)
                 site.close(reasons[site])
                 owner = handle()
@@ -316,7 +316,7 @@ def why_given_up(site: CallSite) -> dict[CallSite, str]:
     return {site: NEVER_MATCHED.format(waited), site.before: reason.format(waited)}
 
 
-def is_compiled_code_about() -> bool:
+def has_compiled_code() -> bool:
     """Return True if this process holds code from torch.compile. Its guards look at classes, so a change recompiles it."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     made = getattr(frames, "output_codes", None)

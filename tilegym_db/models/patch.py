@@ -112,7 +112,7 @@ def patch_what_fits(
     if dry_run and (verify or quantise):
         option = "verify" if verify else "quantise"
         raise UsageError(
-            f"a dry run patches nothing, so it cannot run the model; leave out dry_run or {option}.",
+            f"a dry run changes nothing, so there is nothing to verify; leave out dry_run or {option}.",
             code="options_clash",
         )
     if inputs is not None and not (verify or quantise):
@@ -130,12 +130,12 @@ def patch_what_fits(
             model,
             quantise,
             inputs,
-            lambda final: _found_and_patched(model, records, _Choice(ops, False, verify and final), inputs),
+            lambda final: _found_and_patched(model, records, _PatchOptions(ops, False, verify and final), inputs),
         )
-    return _found_and_patched(model, records, _Choice(ops, dry_run, verify), inputs)
+    return _found_and_patched(model, records, _PatchOptions(ops, dry_run, verify), inputs)
 
 
-class _Choice:
+class _PatchOptions:
     """The options that decide which groups to patch."""
 
     def __init__(self, ops: Collection[str] | None, dry_run: bool, verify: bool) -> None:
@@ -144,7 +144,9 @@ class _Choice:
         self.verify = verify
 
 
-def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice, inputs: ModelInputs | None) -> Handle:
+def _found_and_patched(
+    model: torch.nn.Module, records: Catalog, choice: _PatchOptions, inputs: ModelInputs | None
+) -> Handle:
     found = discover(model, records)
     if choice.verify and not found:
         return Handle()  # nothing to verify
@@ -152,9 +154,13 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice
 
 
 def _patch(
-    model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, choice: _Choice, inputs: ModelInputs | None
+    model: torch.nn.Module,
+    found: Sequence[ModuleGroup],
+    records: Catalog,
+    choice: _PatchOptions,
+    inputs: ModelInputs | None,
 ) -> Handle:
-    served = Served(records)
+    served = PublishedTables(records)
     handle = Handle()
     try:
         for group in _sharing_a_forward(found):
@@ -195,7 +201,7 @@ def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
     return list(groups.values())
 
 
-def _why_not(found: ModuleGroup, choice: _Choice, served: Served) -> str:
+def _why_not(found: ModuleGroup, choice: _PatchOptions, served: PublishedTables) -> str:
     """Return the reason for a group to stay stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
@@ -313,12 +319,12 @@ COMPUTED_IN = frozenset({torch.bfloat16, torch.float16, torch.float32})
 """The dtypes that models compute in. A weight of another dtype is quantised, and does not show the dtype of the computation."""
 
 
-class Served:
+class PublishedTables:
     """The entries of the published tables of this machine's devices for the Definitions of one catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._held: dict[tuple[int, ...], _Held] = {}
+        self._held: dict[tuple[int, ...], _Placement] = {}
 
     def why_never_served(self, found: ModuleGroup) -> str:
         """Return the reason if no call of a group can ever be served; empty if one can."""
@@ -330,7 +336,7 @@ class Served:
     def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
-        held = self._held_by(found)
+        held = self._placement_of(found)
         dtypes = None if _are_all_stated(found) else held.dtypes
         reasons = {}
         for device in held.devices:
@@ -340,14 +346,16 @@ class Served:
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 
-    def _held_by(self, found: ModuleGroup) -> _Held:
+    def _placement_of(self, found: ModuleGroup) -> _Placement:
         key = tuple(map(id, found.modules))
         if key not in self._held:
-            self._held[key] = _held_by({parameter for module in found.modules for parameter in module.parameters()})
+            self._held[key] = _placement_of(
+                {parameter for module in found.modules for parameter in module.parameters()}
+            )
         return self._held[key]
 
 
-class _Held(NamedTuple):
+class _Placement(NamedTuple):
     """The devices that some modules are on or may move to, and their dtypes; None if their weights do not show it."""
 
     devices: tuple[torch.device, ...]
@@ -367,7 +375,7 @@ def _are_all_stated(found: ModuleGroup) -> bool:
     return all(name in stated for module in found.modules for name, _ in module.named_parameters())
 
 
-def _held_by(parameters: Collection[torch.Tensor]) -> _Held:
+def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
     devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
     if not any(device.type == "cuda" for device in devices) and torch.cuda.is_available():
         devices.add(torch.device("cuda", torch.cuda.current_device()))  # many models are patched on the CPU, then moved
@@ -375,7 +383,7 @@ def _held_by(parameters: Collection[torch.Tensor]) -> _Held:
     is_known = bool(dtypes) and dtypes <= COMPUTED_IN
     dtypes |= {torch.get_autocast_dtype(device.type) for device in devices if torch.is_autocast_enabled(device.type)}
     names = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return _Held(tuple(sorted(devices, key=str)), names if is_known else None)
+    return _Placement(tuple(sorted(devices, key=str)), names if is_known else None)
 
 
 # ---- discovery ------------------------------------------------------------------------------------
@@ -477,12 +485,12 @@ State = dict[str, tuple[int, int]]
 """Path -> (time of the last change in ns, size), for every folder and file below the watched folders."""
 
 
-class _Kept(NamedTuple):
+class _KeptCatalog(NamedTuple):
     catalog: Catalog
     state: State
 
 
-_kept: list[_Kept] = []
+_kept: list[_KeptCatalog] = []
 _looking = threading.Lock()
 
 
@@ -492,7 +500,7 @@ def current_catalog() -> Catalog:
     with _looking:
         if _kept and _kept[0].catalog.roots == catalog.roots and not _has_changed(catalog.roots, _kept[0].state):
             return _kept[0].catalog
-        _kept[:] = [_Kept(catalog, _state_of(catalog.roots))]
+        _kept[:] = [_KeptCatalog(catalog, _state_of(catalog.roots))]
     return catalog
 
 

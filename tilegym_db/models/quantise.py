@@ -267,7 +267,7 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     return not should_convert_module(name, list(patterns))
 
 
-class Kept(NamedTuple):
+class KeptParameter(NamedTuple):
     """A parameter that was taken out of a model: its values in CPU memory, and a weak reference to the parameter."""
 
     values: torch.Tensor
@@ -292,7 +292,7 @@ class Quantisation:
     """Layers that hold codes now, and their original parameters, by name of the layer."""
 
     layers: Mapping[str, torch.nn.Linear]
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, KeptParameter] = field(default_factory=dict)
 
     def convert(self) -> None:
         """Turn the weights into codes, one layer after the other, so that at most one weight exists twice."""
@@ -300,7 +300,9 @@ class Quantisation:
             own: Any = module.weight
             codes, scale = quantised(own)
             # Keep the weight first, so that an interrupt on the next lines is undone too.
-            self.kept[name] = Kept(own.detach().to("cpu"), own.requires_grad, dict(vars(own)), weakref.ref(own))
+            self.kept[name] = KeptParameter(
+                own.detach().to("cpu"), own.requires_grad, dict(vars(own)), weakref.ref(own)
+            )
             module._parameters["weight"] = torch.nn.Parameter(codes, requires_grad=False)
             module._parameters[SCALES] = torch.nn.Parameter(scale, requires_grad=False)
             module.__class__ = BlockwiseLinear

@@ -299,7 +299,7 @@ def _shown(error: float | None) -> str:
 WEIGHT = "weight"
 
 
-class _Noticing(dict[str, Any]):
+class _WatchedParameters(dict[str, Any]):
     """The parameters of a module. It reports every access to the weight, by attribute or by ``parameters()``."""
 
     def __init__(self, own: Mapping[str, Any], tell: Callable[[], None]) -> None:
@@ -342,7 +342,7 @@ def noticed_reads(layers: Mapping[str, Module]) -> Iterator[set[str]]:
 def _notice(name: str, module: Module, read: set[str], undo: contextlib.ExitStack) -> None:
     own: dict[str, Any] = module._parameters
     running: list[bool] = []
-    watched = _Noticing(own, lambda: None if running else read.add(name))
+    watched = _WatchedParameters(own, lambda: None if running else read.add(name))
 
     def restore() -> None:
         own.clear()

@@ -36,7 +36,7 @@ NO_GRADIENT = "torch.no_grad() or torch.inference_mode() states that no gradient
 class Training:
     """The training side of a call site: one backward per set of inputs that need a gradient."""
 
-    def __init__(self, forward: Definition, ways: Sequence[_Way]) -> None:
+    def __init__(self, forward: Definition, ways: Sequence[_DefinitionPair]) -> None:
         self._names = tuple(forward.inputs)
         self._ways = {frozenset(way.differentiated): way for way in ways}
         self._ever_differentiated = frozenset().union(*self._ways)
@@ -114,7 +114,7 @@ class _Argument(NamedTuple):
     position: int
 
 
-class _Way:
+class _DefinitionPair:
     """A forward Definition with one of its backward Definitions."""
 
     def __init__(self, forward: Definition, backward: Definition, catalog: Catalog) -> None:
@@ -162,7 +162,7 @@ class _Call(torch.autograd.Function):
     """One call that autograd records: ``apply(way, *inputs)``."""
 
     @staticmethod
-    def forward(ctx: Any, way: _Way, *inputs: Any) -> Any:
+    def forward(ctx: Any, way: _DefinitionPair, *inputs: Any) -> Any:
         """Return the outputs of a kernel; None, with nothing recorded, if stock code must serve the call."""
         outputs = way.serve(*inputs)
         if outputs is not None:
@@ -192,7 +192,7 @@ def training_of(definition: Definition, catalog: Catalog) -> Training | None:
         catalog: the catalog of backward Definitions, stock code and kernels.
     """
     ways = [
-        _Way(definition, backward, catalog)
+        _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)
         if _can_fall_back(backward, catalog)
     ]

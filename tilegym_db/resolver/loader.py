@@ -78,14 +78,14 @@ def load_computer(
     entry = load_verified(solution, verified_digest)
     bound = partial(entry, **config) if config else entry
     if len(promised) == 1:
-        only = _Promise(promised[0])
+        only = _PromisedLayout(promised[0])
 
         def compute_one(*inputs: Any) -> Any:
             returned = bound(*inputs)
             return only.keep(returned[0] if isinstance(returned, tuple) else returned, inputs)
 
         return compute_one
-    promises = tuple(map(_Promise, promised))
+    promises = tuple(map(_PromisedLayout, promised))
 
     def compute(*inputs: Any) -> tuple[Any, ...]:
         return tuple(promise.keep(value, inputs) for promise, value in zip(promises, bound(*inputs), strict=True))
@@ -93,7 +93,7 @@ def load_computer(
     return compute
 
 
-class _Promise:
+class _PromisedLayout:
     """The layout that callers of a call site rely on."""
 
     def __init__(self, like: torch.Tensor) -> None:

@@ -181,7 +181,9 @@ def own_gate(forward: FunctionType, match: DefinitionMatch) -> Callable[..., Any
     assert function is not None, "known by its fingerprint"
     gate, owner = gate_of(function, match), function.args.args[0].arg
     lines = [
-        ast.unparse(_Given(dict(zip(projections_of(match), ("keys", "values"), strict=True))).visit(statement))
+        ast.unparse(
+            _ProjectionNames(dict(zip(projections_of(match), ("keys", "values"), strict=True))).visit(statement)
+        )
         for statement in function.body[gate.first : gate.last + 1]
     ]
     source = [f"def gate({owner}, keys, values, {gate.streams}):", *lines, f"return {gate.gated}"]
@@ -191,7 +193,7 @@ def own_gate(forward: FunctionType, match: DefinitionMatch) -> Callable[..., Any
     return own
 
 
-class _Given(ast.NodeTransformer):
+class _ProjectionNames(ast.NodeTransformer):
     """A transformer that replaces calls of projections by names."""
 
     def __init__(self, names: dict[str, str]) -> None:

@@ -192,11 +192,11 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     tensors = [name for name in _kept(match) if not match.definition.inputs[name].is_scalar]
     name = match.attribute(ACTIVATION)
     activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
-    own = Own(wrapper.registry, implementations(stock), activation)
+    own = ProbedExperts(wrapper.registry, implementations(stock), activation)
     return experts_forward(stock, site, own, match, [match.attribute(one) for one in tensors])
 
 
-class Own(NamedTuple):
+class ProbedExperts(NamedTuple):
     """The probed code of a module: implementation -> its function in the registry, and its activation by name."""
 
     registry: Any
@@ -219,7 +219,7 @@ class Own(NamedTuple):
 
 
 def experts_forward(
-    stock: Callable[..., Any], site: CallSite, own: Own, match: DefinitionMatch, weights: Sequence[str]
+    stock: Callable[..., Any], site: CallSite, own: ProbedExperts, match: DefinitionMatch, weights: Sequence[str]
 ) -> Callable[..., Any]:
     """Return the forward of experts, as :func:`forward` describes it.
 
@@ -245,7 +245,7 @@ def experts_forward(
         ]  # read once: each read of a parametrized weight computes it again
         if _is_compiling():
             return traced(self, given, kept, parameters)
-        site.own_way(self.config._experts_implementation)
+        site.count_own_mode(self.config._experts_implementation)
         if site.falls_back(self.training, *given, *parameters):
             return None
         reason = why_stock(given, parameters) or own.why_other(self)
