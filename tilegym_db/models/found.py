@@ -32,8 +32,8 @@ class ModuleGroup:
 
     Attributes:
         kind: the part, a module of :mod:`tilegym_db.models.parts`.
-        function: distinguishes groups that share one forward, for example by the rotary function of a rope, the norm that a
-            layer calls with its residual sum, or the Definition of some calls of an attention.
+        function: distinguishes groups that share one forward. It is the rotary function of a rope, the norm that a layer calls
+            with its residual sum, or the Definition of some calls of an attention.
         samples: the modules to probe, which represent the others.
         norm: the group of the norm that a layer calls.
         before: the operator that the patched forward calls first, through another call site.

@@ -292,7 +292,7 @@ def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Call
 
 
 # ---- giving up ------------------------------------------------------------------------------------
-# The reasons for a call site to leave a model after many calls without a kernel, and the moments when it may.
+# A call site leaves a model after many calls without a kernel: the reasons, and the moments when it may.
 
 NEVER_MATCHED = "no kernel could serve any of its first {} calls; it runs the model's own code"
 NEVER_FOLLOWED = "the operator after it served none of its first {} calls; the model's own code runs"

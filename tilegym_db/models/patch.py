@@ -390,8 +390,8 @@ def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
 # The call sites of a model that a Definition describes. Discovery changes nothing.
 #
 # A module becomes a candidate by what it holds and what its code calls. The fingerprint of that code selects the variant, and
-# a probe confirms it. There is no list of models or of operators: the ``serving`` of a Definition states the code that it
-# computes, and the module of a part in :mod:`.parts` finds and probes it.
+# a probe confirms it. There is no list of models or of operators. The ``serving`` of a Definition states the code that it
+# computes. The module of a part in :mod:`.parts` finds and probes it.
 
 NOT_IN_MEMORY = "its weights are not in memory"
 

@@ -30,7 +30,7 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
 
     Raises:
         UsageError: the way is refused on this device, no layer can be quantised or verified, or no published kernel serves
-            the products, so that the model would be slower. The model is then as it was.
+            the products. The model is then as it was.
     """
     refuse(model, way)
     layers, skipped = choose(model)

@@ -86,8 +86,8 @@ class LayerInput(NamedTuple):
 class Recorded:
     """A run of the unchanged model.
 
-    It has the inputs of the model and of each layer by name, the layers whose weights other code read, the logits, and the
-    logits in fp64 or the reason if there are none.
+    It has the inputs of the model and of each layer by name, and the layers whose weights other code read. It also has the
+    logits, and the logits in fp64 or the reason if there are none.
     """
 
     given: Mapping[str, Any]

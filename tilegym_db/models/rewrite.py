@@ -194,8 +194,8 @@ def _counted(made: Callable[[], torch.Tensor]) -> Any:
 # ---- routing --------------------------------------------------------------------------------------
 # A router's forward in which a kernel may choose the experts: the same code, with a question after its product.
 #
-# It looks for one shape of code in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``, with the
-# weights as a name or an expression. After the product comes a call that may return weights and ids. If it returns None, the
+# It looks for one shape of code in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``. The weights
+# may be a name or an expression. After the product comes a call that may return weights and ids. If it returns None, the
 # original code goes on.
 
 ROUTE = "_tilegym_db_route"

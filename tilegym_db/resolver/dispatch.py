@@ -299,7 +299,7 @@ class Dispatcher:
 
 
 # ---- bound calls ----------------------------------------------------------------------------------
-# The memory of a call site about a kind of call: the launcher that serves it, and the sizes that it is valid for.
+# A binding is the memory of a call site about a kind of call: the launcher, and the sizes that it is valid for.
 
 
 class Preview(NamedTuple):
@@ -419,7 +419,7 @@ def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher
 # other axes. Constraints that are bounds of the axis also hold on an interval. So if both ends of a span have the same decision,
 # its kernel is verified, allowed and faster at every size in between. Only the fastest of several such kernels may differ inside.
 #
-# A span that is left to stock code may contain sizes that a kernel serves: its constraints may allow scattered sizes, or it was
+# A span that is left to stock code may contain sizes that a kernel serves. Its constraints may allow scattered sizes, or it was
 # verified for one size only. These run stock code too, which costs only speed.
 
 

@@ -75,7 +75,7 @@ def compile_attempt(definition: Definition, find: Find, miss: Miss, failed: Fail
     """Compile ``attempt(*inputs, *written_outputs) -> bool`` for one call site."""
     parameters = (*definition.inputs, *definition.written_outputs)
     attempt = _compile(definition, parameters, _FIND + _ATTEMPT, "False", find=find, miss=miss, failed=failed)
-    attempt.__doc__ = f"Run a verified kernel for {definition.name} and return True, or return False with nothing done."
+    attempt.__doc__ = f"Run a verified kernel for {definition.name} and return True, or do nothing and return False."
     return attempt
 
 
@@ -94,7 +94,7 @@ def compile_serve(
     parameters = tuple(definition.inputs)
     functions = {"find": find, "miss": miss, "failed": failed, "allocate": allocate}
     serve = _compile(definition, parameters, _FIND + _SERVE, "None", growing, **functions)
-    serve.__doc__ = f"The outputs of {definition.name} by a verified kernel, or None with nothing done."
+    serve.__doc__ = f"Return the outputs of {definition.name} by a verified kernel, or None if no kernel ran."
     return serve
 
 
@@ -194,7 +194,7 @@ def _compile_allocation(definition: Definition, serving: Serving) -> Allocate:
     source = f"def _allocate({', '.join(definition.inputs)}):\n    return {returned}\n"
     exec(compile(source, f"<outputs of {definition.name}>", "exec"), namespace)
     allocate: Allocate = namespace["_allocate"]
-    allocate.__doc__ = f"The outputs of {definition.name} for its inputs, uninitialised."
+    allocate.__doc__ = f"Return the uninitialised outputs of {definition.name} for its inputs."
     return allocate
 
 

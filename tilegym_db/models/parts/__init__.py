@@ -1,7 +1,7 @@
 """The parts of a model that can be served, one module each.
 
-The module of a part finds it, names the Definitions that its code may compute, probes it, and has the forward that asks for a
-kernel first. A new kind of part is a new module here, with the functions of :class:`~tilegym_db.models.found.Part`.
+The module of a part finds it, names the Definitions that its code may compute, and probes it. It also has the forward that asks
+for a kernel first. A new kind of part is a new module here, with the functions of :class:`~tilegym_db.models.found.Part`.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     if not fused:
         return f"no definition describes a residual sum and {norm.definition} of it"
     return MatchCandidates(
-        [DefinitionMatch(definition, _code(definition.serving.code, norm.match)) for definition in fused]
-    )  # type: ignore[union-attr]
+        [DefinitionMatch(one, _code(one.serving.code, norm.match)) for one in fused]  # type: ignore[union-attr]
+    )
 
 
 def _code(own: Sequence[ModelCode], norm: DefinitionMatch) -> ModelCode:

@@ -262,7 +262,7 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
     """Return the reason if no Definition describes a call of ``sdpa_attention_forward``; empty if one does.
 
-    Stock code ignores all options that are not checked here. A window or a cache shows only in the mask: transformers omits the
+    Stock code ignores all options that are not checked here. A window or a cache shows only in the mask. transformers omits the
     mask only if every query sees all keys, or all keys up to its own.
 
     Args:

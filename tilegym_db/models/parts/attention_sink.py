@@ -1,7 +1,7 @@
 """The eager attention of models with sinks: the model's own function, or a kernel if its mask is plain.
 
 Such models have no ``sdpa`` attention, and every call has a mask of numbers. A kernel serves a call if the mask says only what
-the Definition says: each position sees those before it or a window of them, and a decode position sees all keys. So the mask is
+the Definition says. Each position then sees those before it or a window of them; a decode position sees all keys. So the mask is
 read, once for all layers that share it, and reading waits for the GPU. While a graph is captured, stock code runs.
 """
 
