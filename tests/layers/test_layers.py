@@ -176,7 +176,7 @@ def test_it_compiles_whole_with_its_gradients(made: tuple[Any, Any]) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_compiled_reference_returns_tensors_that_no_other_step_returned() -> None:
+def test_compiled_reference_returns_separate_tensors() -> None:
     """A last cast that changes nothing returns its input; PyTorch 2.11 then hands the gradient of the output to that step."""
     bodies: dict[str, int] = {}
 
@@ -213,7 +213,7 @@ def test_one_sublayer_is_deepseek_v4s_hyper_connection() -> None:
     torch.testing.assert_close(our_head(streams), head(streams), rtol=1e-5, atol=1e-6)
 
 
-def test_a_pipeline_without_sublayers_passes_the_activation_through_its_streams() -> None:
+def test_pipeline_without_sublayers_keeps_the_shape() -> None:
     x = random(3, SIZE)
     out = MHCPipeline(2, SIZE)(x)
     assert out.shape == x.shape

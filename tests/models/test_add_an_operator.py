@@ -114,7 +114,7 @@ import functools
 
 import torch
 
-from tilegym_db.models.found import ModuleOfPart, Variants, grouped, methods
+from tilegym_db.models.found import ModuleOfPart, MatchCandidates, grouped, methods
 from tilegym_db.models.call_site import are_rows, rows
 
 
@@ -122,13 +122,13 @@ def find(model, known, others):
     return grouped("softcap", [ModuleOfPart(module) for module in model.modules() if hasattr(module, "cap")])
 
 
-def variants(found, known):
+def candidates(found, known):
     cls = found.module_class
-    nominees = known.look_up("softcap", cls.forward, methods(cls), "its forward", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("softcap", cls.forward, methods(cls), "its forward", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found, module, nominee):
+def probe(found, module, match):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     return {"x": x, "cap": module.cap}, (type(module).forward(module, x),)
 
@@ -138,7 +138,7 @@ def forward(stock, calls):
 
     @functools.wraps(stock)
     def forward(self, x):
-        if torch.compiler.is_compiling() or not are_rows(x) or site.must_run_stock(self.training, x):
+        if torch.compiler.is_compiling() or not are_rows(x) or site.falls_back(self.training, x):
             return stock(self, x)
         out = site.ask(self.training, rows(x), self.cap)
         return stock(self, x) if out is None else out.view(x.shape)
@@ -249,7 +249,7 @@ def test_it_is_served_in_compiled_code_too(desk: Desk) -> None:
 def test_its_code_must_compute_what_it_says(desk: Desk) -> None:
     desk.add(NORM, NORM_BODY.replace("+ eps", "+ 2 * eps"))
     (site,) = patch(Block(MeanAbsNorm), catalog=desk.catalog, dry_run=True).report().sites
-    assert site.reason == "probed, it does not give the bits of mean_abs_norm"
+    assert site.reason == "the results of its probe are not the bits of mean_abs_norm"
 
 
 def test_an_attribute_that_the_module_does_not_have_is_named(desk: Desk) -> None:
@@ -270,7 +270,7 @@ class Summed(Block):
         return self.last(y) + x
 
 
-def test_a_sum_before_a_norm_of_which_no_definition_tells_is_left_to_stock_and_the_norm_is_served(desk: Desk) -> None:
+def test_sum_before_an_undescribed_norm_stays_stock(desk: Desk) -> None:
     desk.add(NORM, NORM_BODY)
     model = Summed(MeanAbsNorm).eval()
     reasons = {site.kind: site.reason for site in patch(model, catalog=desk.catalog, dry_run=True).report().sites}
@@ -281,7 +281,7 @@ def test_a_sum_before_a_norm_of_which_no_definition_tells_is_left_to_stock_and_t
     assert served(model, torch.randn(2, 3, 64), desk.catalog) == {"mean_abs_norm": 1}
 
 
-def test_the_report_prints_the_fingerprint_that_a_new_definition_states(build: Any, desk: Desk) -> None:
+def test_report_prints_the_fingerprint_for_a_new_definition(build: Any, desk: Desk) -> None:
     model = build()
     model.model.norm.__class__ = type("OwnNorm", (type(model.model.norm),), {"forward": own_norm})
     sites = patch(model, catalog=desk.catalog, dry_run=True).report().sites
@@ -297,7 +297,7 @@ def own_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 # -- an operator that is only in the catalog --------------------------------------------------------------------------
 
 
-def test_an_operator_that_no_model_has_is_resolved_from_the_catalog(desk: Desk) -> None:
+def test_operator_of_no_model_resolves_from_the_catalog(desk: Desk) -> None:
     desk.add(CAP, CAP_BODY)
     x, out = torch.randn(5, 64), torch.empty(5, 64)
     found = resolve("tanh_cap", like=(x, 3.0), catalog=desk.catalog)

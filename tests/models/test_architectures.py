@@ -116,7 +116,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> lis
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ALL)
-def test_a_forward_runs_a_kernel_at_every_known_site_and_gives_the_bits_of_stock(
+def test_forward_runs_kernels_with_the_bits_of_stock(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build(name), prompt(2)

@@ -74,7 +74,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> lis
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_prompt_and_its_steps_are_served_and_give_the_tokens_of_stock(
+def test_prompt_and_decoding_give_the_tokens_of_stock(
     name: str, batch: int, way: str, kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, inputs = build(name), {"input_ids": prompt(batch)}
@@ -149,9 +149,7 @@ def test_packed_sequences_run_stock(kernels: Catalog, logits: Any, build: Any, p
     assert hits(handle) == (0, 0)
 
 
-def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_it(
-    shop: Any, build: Any, prompt: Any
-) -> None:
+def test_growing_cache_unserved_is_decided_once_per_doubling(shop: Any, build: Any, prompt: Any) -> None:
     model, inputs = build(), {"input_ids": prompt(2)}
     options = {"max_new_tokens": 64, "do_sample": False}
     stock = model.generate(**inputs, **options).tolist()
@@ -164,9 +162,7 @@ def test_a_growing_cache_is_asked_about_once_a_doubling_where_no_kernel_serves_i
     assert (decode.counts.calls, decode.counts.kernel_calls) == (2 * 63, 0)
 
 
-def test_a_growing_cache_is_asked_about_once_a_doubling_where_a_kernel_serves_it(
-    kernels: Catalog, build: Any, prompt: Any
-) -> None:
+def test_growing_cache_served_is_decided_once_per_doubling(kernels: Catalog, build: Any, prompt: Any) -> None:
     model, inputs = build("qwen3"), {"input_ids": prompt(2)}
     options = {"max_new_tokens": 64, "do_sample": False}
     stock = model.generate(**inputs, **options).tolist()
@@ -179,9 +175,7 @@ def test_a_growing_cache_is_asked_about_once_a_doubling_where_a_kernel_serves_it
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_kernels_that_return_their_output_serve_as_those_that_write_it(
-    way: str, shop: Any, build: Any, prompt: Any
-) -> None:
+def test_value_returning_kernel_serves_attention(way: str, shop: Any, build: Any, prompt: Any) -> None:
     model, inputs = build("llama", torch.bfloat16), {"input_ids": prompt(3)}
     options, served = WAYS[way]
     stock = generate(model, inputs, **options)
@@ -199,7 +193,7 @@ def test_kernels_that_return_their_output_are_proved_like_others(shop: Any, buil
     assert min(hits(handle)) > 0
 
 
-def test_values_of_another_length_than_the_keys_are_for_stock_to_judge(poison: Catalog, build: Any) -> None:
+def test_values_of_another_length_than_keys_run_stock(poison: Catalog, build: Any) -> None:
     module = build().model.layers[0].self_attn
     with patched(module, catalog=poison, ops=OPS) as handle, torch.no_grad():
         function = served_registry(module).get_interface("sdpa", None)
@@ -253,9 +247,7 @@ def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
 # -- left to stock ----------------------------------------------------------------------------------------------------
 
 
-def test_other_attentions_of_the_model_run_and_the_report_names_them(
-    poison: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_other_attentions_run_and_the_report_names_them(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(), prompt()
     with patched(model, catalog=poison, ops=OPS) as handle:
         model.set_attn_implementation("eager")
@@ -281,7 +273,7 @@ def test_training_and_gradients_run_stock(poison: Catalog, build: Any, prompt: A
         with torch.no_grad():
             assert not model.train()(ids).logits.isnan().any()
         assert {text.split(";")[0] for text in reasons(handle)} == {
-            "a gradient may be asked for",
+            "the call may need a gradient",
             "the module is in training mode",
         }
 
@@ -301,10 +293,10 @@ MODULE = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
         ({"attention_mask": torch.ones(1)}, part.MASKED),
         ({"dropout": 0.1}, part.DROPOUT),
         ({"output_attentions": True}, part.WEIGHTS),
-        ({"softcap": 50.0}, "it is given a softcap"),
-        ({"s_aux": torch.ones(4)}, "it is given a s_aux"),
-        ({"position_bias": torch.ones(1)}, "it is given a position_bias"),
-        ({"cache": object()}, "it is given a cache"),
+        ({"softcap": 50.0}, "it has the argument softcap"),
+        ({"s_aux": torch.ones(4)}, "it has the argument s_aux"),
+        ({"position_bias": torch.ones(1)}, "it has the argument position_bias"),
+        ({"cache": object()}, "it has the argument cache"),
         ({"scaling": torch.tensor(0.1)}, part.SCALE_IS_NO_NUMBER),
         ({"is_causal": False}, part.NOT_CAUSAL),
         ({"is_causal": True}, ""),
@@ -397,7 +389,9 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     registry["sdpa"] = twice
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
     catalogs = [restated(name, code=[{"fingerprint": fingerprint(twice)}]) for name in OPS]
-    assert reasons_to_stay(build(), catalogs[-1]) == {f"probed, it does not give the bits of {name}" for name in OPS}
+    assert reasons_to_stay(build(), catalogs[-1]) == {
+        f"the results of its probe are not the bits of {name}" for name in OPS
+    }
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------
@@ -417,9 +411,7 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
-def test_neither_config_nor_registries_change_also_after_an_exception(
-    kernels: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_config_and_registries_stay_after_an_exception(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     model = build()
     before, classes = state_of(model), [type(module) for module in model.modules()]
 
@@ -435,9 +427,7 @@ def test_neither_config_nor_registries_change_also_after_an_exception(
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_a_model_that_shares_the_config_is_untouched_also_in_another_thread(
-    poison: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_model_with_a_shared_config_is_untouched(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     ours, ids = build(), prompt()
     other = transformers.LlamaForCausalLM(ours.config).eval()
     assert other.config is ours.config or other.model.config is ours.model.config
@@ -499,9 +489,7 @@ def test_copies_and_saved_models_are_stock(
         assert torch.equal(logits(found, ids), stock)
 
 
-def test_a_forward_that_somebody_kept_runs_stock_after_unpatch_and_a_dropped_model_leaves_nothing(
-    poison: Catalog, build: Any, prompt: Any
-) -> None:
+def test_kept_forward_runs_stock_after_unpatch(poison: Catalog, build: Any, prompt: Any) -> None:
     model = build()
     handle = patch(model, catalog=poison, ops=OPS)
     kept, alive = model.model.forward, weakref.ref(type(model.model.layers[0].self_attn))

@@ -78,7 +78,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> lis
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_prompt_and_its_steps_are_served_and_give_the_tokens_of_stock(
+def test_prompt_and_decoding_give_the_tokens_of_stock(
     batch: int, way: str, kernels: Catalog, model: Any, prompt: Any
 ) -> None:
     inputs = {"input_ids": prompt(batch)}
@@ -167,7 +167,7 @@ def test_training_gradients_and_autocast_run_stock(poison: Catalog, model: Any, 
     assert reasons(handle) == {NEEDS_GRAD, IN_TRAINING, AUTOCAST}
 
 
-def test_another_attention_of_the_model_runs_and_the_report_names_it(
+def test_other_attention_runs_and_the_report_names_it(
     poison: Catalog, logits: Any, model: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry, eager = transformers.AttentionInterface(), modeling_gpt_oss.eager_attention_forward
@@ -280,7 +280,7 @@ def test_the_probe_must_give_the_bits_of_the_definition(
     catalogs = [restated(name, code=[{"fingerprint": fingerprint(without_a_sink)}]) for name in OPS]
     handle = patch(model, catalog=catalogs[-1], ops=OPS, dry_run=True)
     told = {site.reason for site in handle.report().sites if site.kind == "attention_sink"}
-    assert told == {f"probed, it does not give the bits of {name}" for name in OPS}
+    assert told == {f"the results of its probe are not the bits of {name}" for name in OPS}
 
 
 def test_registry_module_and_config_are_as_before(kernels: Catalog, logits: Any, model: Any, prompt: Any) -> None:

@@ -79,7 +79,7 @@ def targets(graphs: list[torch.fx.GraphModule]) -> list[list[str]]:
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SERVED)
-def test_one_graph_calls_a_kernel_at_every_site_for_any_number_of_tokens(
+def test_one_graph_calls_kernels_for_any_number_of_tokens(
     name: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, counter = build_one_layer(build, name), CompileCounter()
@@ -109,7 +109,7 @@ def test_lowered_graphs_have_the_operators_too(
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
-def test_what_would_be_left_to_stock_is_lowered_to_stock_operations(
+def test_unserved_operator_is_lowered_to_stock_operations(
     name: str, shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, graphs = build_one_layer(build, name), []
@@ -153,7 +153,7 @@ def copies_of_tables(model: Any, ids: torch.Tensor) -> Counter[tuple[str, Any]]:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
-def test_where_no_kernel_pays_a_graph_has_the_operations_of_the_unpatched_model(
+def test_graph_without_a_faster_kernel_equals_the_unpatched_one(
     name: str, length: int, shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build_one_layer(build, name), prompt(2, length)
@@ -186,18 +186,14 @@ def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(
         (lambda a, b: a * torch.mv(b, b[0]).unsqueeze(1), False),
     ],
 )
-def test_stock_code_is_traced_with_leading_axes_only_where_it_computes_the_same_with_them(
-    stock: Any, takes: bool, kernels: Catalog
-) -> None:
+def test_stock_trace_has_leading_axes_only_if_the_bits_agree(stock: Any, takes: bool, kernels: Catalog) -> None:
     site = make_site(kernels.definition("swiglu"), kernels)
     assert site.operator is not None
     impl = replace(site.operator.impl, stock=stock)
     assert impl.takes_leading_axes(torch.empty(1, 1, 8), torch.empty(1, 1, 8)) is takes
 
 
-def test_a_graph_that_has_the_operator_computes_what_no_kernel_serves(
-    shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_graph_with_the_operator_computes_unserved_calls(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model = build_one_layer(build)
     stock = logits(model, prompt(2))
     with patched(model, catalog=shop.offer(smallest=128)) as handle:  # measured for longer prompts
@@ -228,9 +224,7 @@ def test_inductor_runs_kernels_between_its_own_code(kernels: Catalog, build: Any
         assert (handle.report().hits()["rms_norm"], handle.report().hits()["swiglu"]) == (2, 2)
 
 
-def test_a_failing_kernel_is_answered_with_stock_code_in_the_layout_that_was_promised(
-    shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_failing_kernel_falls_back_in_the_promised_layout(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model = build_one_layer(build, "phi3")
     stock = logits(model, prompt(2))
     with patched(model, catalog=shop.offer("    raise ValueError('boom')\n")) as handle:
@@ -261,9 +255,7 @@ def test_gradients_of_compiled_code_are_those_of_stock(
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "autocast"])
-def test_transforms_inside_compiled_code_see_the_models_own_code_or_slices_of_it(
-    way: str, kernels: Catalog, build: Any
-) -> None:
+def test_transforms_in_compiled_code_see_the_models_own_code(way: str, kernels: Catalog, build: Any) -> None:
     model = build_one_layer(build).requires_grad_(False)
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
 
@@ -327,7 +319,7 @@ def kernels_of(handle: Any) -> list[tuple[Any, ...]]:
     return [(key.axes, key.solution, key.reason) for key in keys]
 
 
-def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_code(
+def test_graph_capture_runs_kernels_for_known_calls_only(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, known, new = build_one_layer(build), prompt(2, 9), prompt(2, 7)
@@ -347,7 +339,7 @@ def test_while_a_graph_is_captured_known_calls_run_kernels_and_new_ones_stock_co
         assert tables == kernels_of(handle)
 
 
-def test_a_thread_that_traces_leaves_the_word_of_others_as_it_was() -> None:
+def test_tracing_thread_leaves_the_flag_of_other_threads() -> None:
     """Two that begin one after the other, and end in that order."""
     assert not torch.compiler.is_compiling()
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:

@@ -50,7 +50,7 @@ class Traced(torch.nn.Module):
         return hidden
 
 
-def test_what_is_under_decorators_that_rename_is_the_function_of_the_source() -> None:
+def test_undecorated_forward_is_the_function_of_the_source() -> None:
     plain = plain_forward(Layer)
     assert plain is not None
     assert plain is inspect.unwrap(Layer.forward)
@@ -58,7 +58,7 @@ def test_what_is_under_decorators_that_rename_is_the_function_of_the_source() ->
     assert fused_norms(plain) == ("norm",)
 
 
-def test_another_function_takes_the_old_names_under_the_same_decorators() -> None:
+def test_decorated_alike_function_accepts_the_old_names() -> None:
     seen = decorated_alike(Layer.forward, lambda self, hidden, cache=None: (hidden, cache))
     with pytest.warns(FutureWarning, match="is deprecated"):
         assert seen(None, states=1, past_key_values=2) == (1, 2)

@@ -21,23 +21,23 @@ def reason_of(model: Any, module_class: str, catalog: Catalog, kind: str = "") -
     return reason
 
 
-def test_a_known_forward_with_another_activation_is_found_out_by_the_probe(kernels: Catalog, build: Any) -> None:
+def test_known_forward_with_another_activation_fails_the_probe(kernels: Catalog, build: Any) -> None:
     reason = reason_of(build(hidden_act="relu"), "LlamaMLP", kernels)
-    assert reason == "probed, it does not give the bits of swiglu or gelu_tanh_and_mul"
+    assert reason == "the results of its probe are not the bits of swiglu or gelu_tanh_and_mul"
     reason = reason_of(build("phi3", hidden_act="gelu_pytorch_tanh"), "Phi3MLP", kernels)
-    assert reason == "probed, it does not give the bits of silu_and_mul"
+    assert reason == "the results of its probe are not the bits of silu_and_mul"
 
 
-def test_the_activation_decides_which_definition_a_gated_mlp_computes(kernels: Catalog, build: Any) -> None:
+def test_activation_decides_the_definition_of_a_gated_mlp(kernels: Catalog, build: Any) -> None:
     report = patch(build(hidden_act="gelu_pytorch_tanh"), catalog=kernels, dry_run=True).report()
     assert {site.definition for site in report.sites if site.kind == "mlp"} == {"gelu_tanh_and_mul"}
 
 
-def test_a_norm_with_the_bits_of_another_is_not_what_its_code_says(restated: Any, build: Any) -> None:
+def test_norm_with_the_bits_of_another_fails_the_probe(restated: Any, build: Any) -> None:
     llama = {"fingerprint": "a7dfd4f03eb3ea7f", "attributes": {"eps": "variance_epsilon"}}
     restated("rms_norm", code=[])
     reason = reason_of(build(), "LlamaRMSNorm", restated("rms_norm_fp32", code=[llama]))
-    assert reason == "probed, it gives the bits of rms_norm; expected were those of rms_norm_fp32 alone"
+    assert reason == "the results of its probe are the bits of rms_norm, not of rms_norm_fp32 alone"
 
 
 def test_a_norm_is_only_known_with_the_method_it_calls(
@@ -57,9 +57,7 @@ def test_two_activations_of_one_class_do_not_share_a_site(kernels: Catalog, buil
     }
 
 
-def test_the_second_rotary_function_of_a_forward_is_served_where_it_is_called(
-    kernels: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_second_rotary_function_of_a_forward_is_served(kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build("deepseek_v3", rope_interleave=False), prompt(2)
     stock = logits(model, ids)
     with patched(model, catalog=kernels) as handle:
@@ -107,7 +105,7 @@ def test_quantised_norm_weights_stay_stock(kernels: Catalog, build: Any) -> None
     assert "torch.int8, not plain floating point" in reason_of(model, "LlamaRMSNorm", kernels)
 
 
-def test_looking_changes_neither_the_model_nor_the_random_state_and_runs_no_hook(kernels: Catalog, build: Any) -> None:
+def test_discovery_changes_nothing_and_runs_no_hook(kernels: Catalog, build: Any) -> None:
     model, seen = build(), []
     for module in model.modules():
         module.register_forward_hook(lambda *args: seen.append(args))
@@ -137,4 +135,4 @@ def test_the_report_is_data_and_text(kernels: Catalog, logits: Any, build: Any, 
     assert (norm["modules"], norm["counts"]["kernel_calls"], list(norm["bypassed"].values())) == (5, 3, [1])
     text = str(handle.report())
     assert "rms_norm_cpu" in text
-    assert "a gradient may be asked for" in text
+    assert "the call may need a gradient" in text

@@ -19,7 +19,7 @@ from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER
 from tilegym_db.models.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-OTHER_BITS = "probed, it does not give the bits of moe_experts"
+OTHER_BITS = "the results of its probe are not the bits of moe_experts"
 TOKENS, EXPERTS, HIDDEN, INNER = 7, 4, 64, 32
 
 
@@ -77,7 +77,7 @@ def call(module: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "layers"), [("qwen3_moe", 2), ("mixtral", 2), ("gpt_oss", 2), ("deepseek_v3", 1)])
-def test_greedy_tokens_are_those_of_stock_whatever_implementation_is_set(
+def test_greedy_tokens_equal_stock_for_every_implementation(
     name: str, layers: int, implementation: str, kernels: Catalog, build: Any, left_padded: Any
 ) -> None:
     model = build(name)
@@ -153,9 +153,7 @@ def test_nothing_is_left_behind(kernels: Catalog) -> None:
 
 @pytest.mark.parametrize("smallest", [1, 2048])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_compiled_code_has_the_operator_or_the_models_own_operations(
-    implementation: str, smallest: int, shop: Any
-) -> None:
+def test_compiled_code_has_the_operator_or_stock_operations(implementation: str, smallest: int, shop: Any) -> None:
     module, catalog = experts(implementation=implementation), shop.offer(ops=("moe_experts",), smallest=smallest)
     stock = call(module)
     with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
@@ -171,7 +169,7 @@ def test_compiled_code_has_the_operator_or_the_models_own_operations(
 
 
 @pytest.mark.parametrize("smallest", [1, 2048])
-def test_compiled_code_runs_a_layer_with_fewer_experts_and_one_with_all(smallest: int, shop: Any) -> None:
+def test_compiled_code_runs_layers_with_few_and_all_experts(smallest: int, shop: Any) -> None:
     fewer, whole = experts(), experts()
     for name in ("gate_up_proj", "down_proj"):
         setattr(fewer, name, torch.nn.Parameter(getattr(fewer, name)[: EXPERTS // 2].clone()))
@@ -183,7 +181,7 @@ def test_compiled_code_runs_a_layer_with_fewer_experts_and_one_with_all(smallest
     torch.testing.assert_close(found, stock)
 
 
-def test_compiled_code_honours_a_limit_that_changes_after_the_patch(shop: Any) -> None:
+def test_compiled_code_honours_a_limit_changed_after_patch(shop: Any) -> None:
     settings = GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
     settings._experts_implementation = "grouped_mm"
     module: Any = GptOssExperts(settings).eval()
@@ -243,7 +241,7 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
     assert bypassed(experts(), poison, in_autocast) == {AUTOCAST}
 
 
-def test_an_activation_with_a_hook_or_another_one_is_left_to_stock(poison: Catalog) -> None:
+def test_hooked_or_replaced_activation_stays_stock(poison: Catalog) -> None:
     def hooked(module: Any) -> torch.Tensor:
         with module.act_fn.register_forward_hook(lambda *_: None):
             return call(module)
@@ -350,7 +348,7 @@ def test_a_gate_that_is_set_after_the_patch_is_honoured(poison: Catalog) -> None
     assert bypassed(experts(), poison, gated) == {OWN_GATE}
 
 
-def test_experts_of_another_rank_or_without_a_config_are_left_alone(kernels: Catalog) -> None:
+def test_experts_of_another_rank_or_without_config_stay_stock(kernels: Catalog) -> None:
     sharded, bare = experts(), experts()
     sharded._is_expert_parallel = True
     bare.config = None
@@ -368,7 +366,7 @@ def test_quantised_or_wrapped_weights_are_left_alone(kernels: Catalog) -> None:
     assert reason(missing, kernels) == told.format("")
 
 
-def test_experts_that_are_not_in_memory_or_offloaded_are_left_alone(kernels: Catalog) -> None:
+def test_experts_absent_or_offloaded_stay_stock(kernels: Catalog) -> None:
     replaced = experts()
     replaced.forward = lambda *given: given[0]
     assert "already replaced on the instance" in reason(replaced, kernels)

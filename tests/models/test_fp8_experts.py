@@ -24,7 +24,7 @@ from tilegym_db.paths import shipped_root
 
 NAME = "moe_experts_fp8"
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-OTHER_BITS = f"probed, it does not give the bits of {NAME}"
+OTHER_BITS = f"the results of its probe are not the bits of {NAME}"
 EXPERTS, HIDDEN, INNER = 4, 256, 128
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 384, "moe_intermediate_size": INNER}
 
@@ -148,7 +148,7 @@ def bypassed(module: Any, catalog: Catalog, act: Callable[[Any], torch.Tensor]) 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "layers"), [("qwen3_moe", 2), ("deepseek_v3", 1)])
-def test_greedy_tokens_are_those_of_stock_whatever_implementation_is_set(
+def test_greedy_tokens_equal_stock_for_every_implementation(
     name: str, layers: int, implementation: str, shop: Any, build: Any, left_padded: Any
 ) -> None:
     model = quantised_model(build, name, only_experts=name != "qwen3_moe")
@@ -209,7 +209,7 @@ def test_weights_of_a_router_in_float32_are_served(shop: Any) -> None:
     assert handle.report().hits() == {NAME: 1}
 
 
-def test_codes_that_say_they_want_gradients_are_served_with_gradients_on(kernels: Catalog) -> None:
+def test_codes_requiring_grad_are_served_with_grad_enabled(kernels: Catalog) -> None:
     module = experts()
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
         assert not module(*routed()).requires_grad
@@ -236,7 +236,7 @@ def test_compiled_code_has_the_operator(shop: Any) -> None:
     assert handle.report().hits() == {NAME: 1}
 
 
-def test_no_tokens_gradients_training_and_autocast_are_left_to_stock(poison: Catalog) -> None:
+def test_empty_grad_training_and_autocast_calls_run_stock(poison: Catalog) -> None:
     def with_grad(module: Any) -> torch.Tensor:
         states, ids, weights = routed()
         out: torch.Tensor = module(states.requires_grad_(), ids, weights)
@@ -278,9 +278,7 @@ def test_another_activation_is_no_definition(changes: dict[str, Any], kernels: C
     assert reason(experts(**changes), kernels) == OTHER_BITS
 
 
-def test_a_machine_that_cannot_run_the_models_own_code_serves_nothing(
-    kernels: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_unable_to_run_stock_code_serves_nothing(kernels: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
     monkeypatch.setattr(fp8, "is_kernels_available", lambda: False)
     assert reason(experts(), kernels).startswith(

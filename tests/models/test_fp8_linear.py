@@ -26,7 +26,7 @@ from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
 from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
-OTHER_BITS = "probed, it does not give the bits of {}"
+OTHER_BITS = "the results of its probe are not the bits of {}"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 LAYERS = 14
 """Seven linear layers in each of two decoder layers."""
@@ -203,7 +203,7 @@ def test_a_call_gives_the_bits_of_stock(shape: tuple[int, ...], bias: bool, shop
     assert torch.equal(stock, expected + module.bias if bias else expected)
 
 
-def test_codes_that_say_they_want_gradients_are_served_with_gradients_on(kernels: Catalog) -> None:
+def test_codes_requiring_grad_are_served_with_grad_enabled(kernels: Catalog) -> None:
     module = layer()
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
         assert not module(values(4, 256)).requires_grad
@@ -259,9 +259,7 @@ def test_a_product_that_fails_leaves_the_whole_call_to_stock(shop: Any) -> None:
 # -- layers that are left alone ---------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_cannot_run_the_models_own_code_serves_nothing(
-    kernels: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_unable_to_run_stock_code_serves_nothing(kernels: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
     monkeypatch.setattr(fp8, "is_kernels_available", lambda: False)
     reasons = sites(layer(), kernels)
@@ -295,9 +293,7 @@ def divided_roughly(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -
     return out.view(*x.shape[:-1], codes.shape[0]).to(x.dtype)
 
 
-def test_code_that_divides_with_an_error_of_a_last_place_is_known(
-    kernels: Catalog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_dividing_with_last_place_error_is_known(kernels: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", hub(divided_roughly))
     assert sites(layer(), kernels)[PRODUCT] == ""
 
@@ -350,7 +346,7 @@ def fused_from(shop: Any, smallest: int) -> Catalog:
     return catalog
 
 
-def test_a_fused_definition_is_asked_first_and_the_pair_for_what_it_does_not_serve(shop: Any) -> None:
+def test_fused_definition_is_asked_before_the_pair(shop: Any) -> None:
     module, catalog = layer(), fused_from(shop, smallest=64)
     with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         for tokens in (64, 3):
@@ -361,7 +357,7 @@ def test_a_fused_definition_is_asked_first_and_the_pair_for_what_it_does_not_ser
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_fused_definition_is_served_in_compiled_code_and_the_models_own_code_elsewhere(bias: bool, shop: Any) -> None:
+def test_fused_definition_is_served_in_compiled_code(bias: bool, shop: Any) -> None:
     module, catalog = layer(bias=bias), fused_from(shop, smallest=64)
     with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
         torch.compiler.reset()

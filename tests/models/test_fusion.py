@@ -38,7 +38,7 @@ def hits_and_bypassed(handle: Any, fused: str = FUSED) -> tuple[int, set[str]]:
     [("llama", FUSED), ("qwen3", FUSED), ("gpt_oss", f"{FUSED}_fp32"), ("qwen3_next", f"{FUSED}_gemma")],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_fused_layer_gives_the_bits_of_stock_and_keeps_every_hidden_state(
+def test_fused_layer_has_stock_bits_and_keeps_hidden_states(
     name: str, fused: str, dtype: torch.dtype, kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build(name, dtype), prompt(2)
@@ -105,7 +105,7 @@ def test_a_hook_on_the_norm_still_runs(kernels: Catalog, logits: Any, build: Any
 
 
 @pytest.mark.parametrize("what", ["its input", "a buffer", "a part of a buffer"])
-def test_a_sub_layer_that_returns_what_it_does_not_own_is_not_overwritten(
+def test_output_not_owned_by_the_sub_layer_is_not_overwritten(
     what: str, kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     class Attention(torch.nn.Module):
@@ -127,7 +127,7 @@ def test_a_sub_layer_that_returns_what_it_does_not_own_is_not_overwritten(
     assert hits_and_bypassed(handle) == (1, {HELD})
 
 
-def test_a_layer_in_another_dtype_than_its_residual_stream_is_left_to_stock(kernels: Catalog, build: Any) -> None:
+def test_layer_in_another_dtype_than_its_residual_runs_stock(kernels: Catalog, build: Any) -> None:
     model = build()
     ids = torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -323,7 +323,7 @@ def test_memory_is_owned_where_nobody_else_has_it(holder: str, sub_layer: str) -
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("asked", WAYS_TO_CALL)
 @pytest.mark.parametrize("counted", WAYS_TO_CALL)
-def test_who_owns_memory_does_not_depend_on_how_python_calls_functions(counted: str, asked: str, holder: str) -> None:
+def test_ownership_is_independent_of_the_frame_evaluator(counted: str, asked: str, holder: str) -> None:
     rewrite.own_holders.cache_clear()
     with WAYS_TO_CALL[counted]():
         assert owned(SUB_LAYERS["a tensor"], HOLDERS["nobody"])

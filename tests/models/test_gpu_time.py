@@ -47,7 +47,7 @@ NOISE: list[dict[str, Any]] = [
 ]
 
 
-def test_work_belongs_to_the_mark_in_which_its_thread_launched_it() -> None:
+def test_gpu_work_belongs_to_the_mark_of_its_launch() -> None:
     found = attributed(
         [
             *NOISE,
@@ -75,7 +75,7 @@ def test_work_belongs_to_the_mark_in_which_its_thread_launched_it() -> None:
     assert (found.replayed_us, found.reason) == (0, "")
 
 
-def test_one_launch_may_be_the_cause_of_much_work_and_some_work_has_no_launch() -> None:
+def test_launch_may_cause_several_works_or_be_missing() -> None:
     found = attributed([mark("swiglu", 0, 9), launch(1, 1), work(1, 2.0), work(1, 3.0), work(99, 5.0)])
     assert (found.total_us, found.by_definition) == (10, {"swiglu": 5})
 
@@ -118,7 +118,7 @@ def test_a_report_shows_the_profile_as_text_and_as_json() -> None:
         PatchReport(()).gpu_table()
 
 
-def test_without_a_gpu_the_report_says_so_and_the_call_is_not_made(kernels: Catalog, build: Any) -> None:
+def test_profile_without_a_gpu_reports_it_and_makes_no_call(kernels: Catalog, build: Any) -> None:
     with patched(build(), catalog=kernels) as handle:
         assert handle.report().gpu_time is None
         report = handle.report(profile=lambda: pytest.fail("there is nothing to see"))
@@ -135,7 +135,7 @@ def names_of_marks(call: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_call_by_a_kernel_is_marked_for_the_profiler_and_only_while_asked(
+def test_kernel_calls_are_marked_only_during_a_profile(
     compiled: bool, kernels: Catalog, build: Any, prompt: Any, logits: Any
 ) -> None:
     torch.compiler.reset()
@@ -172,7 +172,7 @@ def gpu_kernels(shop: Any) -> Catalog:
 
 
 @pytest.mark.gpu
-def test_the_share_of_a_real_profile_is_that_of_the_calls_by_kernels(
+def test_share_of_a_real_profile_equals_that_of_kernel_calls(
     gpu_kernels: Catalog, build: Any, prompt: Any, logits: Any
 ) -> None:
     model, ids = build().cuda(), prompt().cuda()
@@ -186,9 +186,7 @@ def test_the_share_of_a_real_profile_is_that_of_the_calls_by_kernels(
 
 
 @pytest.mark.gpu
-def test_compiled_decoding_in_cuda_graphs_runs_kernels_and_gives_stocks_tokens(
-    gpu_kernels: Catalog, build: Any, prompt: Any
-) -> None:
+def test_compiled_decoding_in_cuda_graphs_equals_stock(gpu_kernels: Catalog, build: Any, prompt: Any) -> None:
     torch.compiler.reset()
     model, ids = build().cuda(), prompt(2).cuda()
     stock = static_cache(model, ids, 8)

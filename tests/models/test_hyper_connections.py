@@ -212,7 +212,7 @@ def test_a_gate_of_ngram_memory_is_served_or_left_to_stock(what: str, hyper: Cat
     (site,) = [site for site in handle.report().sites if site.kind == "engram_gate"]
     reasons = {
         "gradient": NEEDS_GRAD, "autocast": AUTOCAST, "strides": NOT_ROWS, "hook": HAS_HOOKS,
-        "eps": "its norms have several eps",
+        "eps": "its norms have different eps",
     }  # fmt: skip
     assert set(site.bypassed) == ({reasons[what]} if what else set())
     assert handle.report().hits() == {"engram_gate_hf": int(not what)}

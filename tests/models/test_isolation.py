@@ -113,9 +113,7 @@ def test_a_patch_that_fails_half_way_is_undone(kernels: Catalog, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3"])
-def test_copies_and_checkpoints_are_stock_and_know_nothing_of_this_package(
-    name: str, poison: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_copies_and_checkpoints_are_stock(name: str, poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(name), prompt()
     before, stock, keys = model_state(model), logits(model, ids), list(model.state_dict())
     saved = io.BytesIO()
@@ -178,9 +176,7 @@ def test_a_class_changed_after_the_patch_is_not_overwritten(
     assert model_state(model) == before
 
 
-def test_models_built_in_the_block_are_patched_and_others_are_not(
-    poison: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_patched_init_patches_only_models_of_the_block(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     config, ids, init = build().config, prompt(), PreTrainedModel.__init__
     other = LlamaForCausalLM(config).eval()
     elsewhere: list[Any] = []

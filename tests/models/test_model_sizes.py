@@ -40,7 +40,7 @@ TINY = {
         ({"hidden_size": None}, "^(config_refused|model_not_built)"),
     ],
 )
-def test_a_config_that_nothing_can_be_built_from_is_refused_with_its_reason(tmp_path, change, fact):
+def test_config_without_a_model_is_refused_with_a_reason(tmp_path, change, fact):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, **change}))
     with pytest.raises(UsageError) as refused:

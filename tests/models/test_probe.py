@@ -18,9 +18,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 
 from tilegym_db import Catalog
-from tilegym_db.models.found import Found, KnownCode, Nominee
+from tilegym_db.models.found import DefinitionMatch, KnownCode, ModuleGroup
 from tilegym_db.models.parts import mlp, norm, rope
-from tilegym_db.models.probe import Probe, matches
+from tilegym_db.models.probe import Probe, matching_definitions
 from tilegym_db.paths import shipped_root
 
 CPU = torch.device("cpu")
@@ -32,14 +32,14 @@ NORMS, GATES, ROPES = (
 
 def matched(probe: Probe | str, names: Sequence[str]) -> list[str]:
     assert not isinstance(probe, str), probe
-    return matches(probe, [CATALOG.definition(name) for name in names], CATALOG)
+    return matching_definitions(probe, [CATALOG.definition(name) for name in names], CATALOG)
 
 
-def nominee(name: str) -> Nominee:
+def match(name: str) -> DefinitionMatch:
     """A Definition with the first code that it states."""
     definition = CATALOG.definition(name)
     assert definition.serving is not None
-    return Nominee(definition, definition.serving.code[0])
+    return DefinitionMatch(definition, definition.serving.code[0])
 
 
 @pytest.mark.parametrize("size", [4, 64, 1024])
@@ -53,8 +53,8 @@ def test_a_norm_is_told_from_those_that_round_elsewhere(
 ) -> None:
     module = norm_class(size).to(dtype)
     before = module.weight.clone()
-    found = Found("norm", norm_class, (module,))
-    assert matched(norm.probe(found, module, nominee(definition)), NORMS) == [definition]
+    found = ModuleGroup("norm", norm_class, (module,))
+    assert matched(norm.probe(found, module, match(definition)), NORMS) == [definition]
     assert module.weight.dtype == dtype
     assert torch.equal(module.weight, before)
 
@@ -70,7 +70,7 @@ def test_an_activation_is_told_from_other_gates(packed: bool) -> None:
         name = "activation_fn" if packed else "act_fn"
         delattr(module, name)
         setattr(module, name, activation)
-        return matched(mlp.probe(Found("mlp", type(module), (module,)), module, nominee(silu)), GATES)
+        return matched(mlp.probe(ModuleGroup("mlp", type(module), (module,)), module, match(silu)), GATES)
 
     assert gates(torch.nn.SiLU()) == [silu]
     assert gates(torch.nn.functional.silu) == [silu]
@@ -89,6 +89,6 @@ def test_an_activation_is_told_from_other_gates(packed: bool) -> None:
     ],
 )
 def test_rotations_are_told_apart(function: Any, full_width: list[str], part: list[str] | None) -> None:
-    assert matched(rope.probe_function(function, nominee("rope_neox"), CPU), ROPES) == full_width
+    assert matched(rope.probe_function(function, match("rope_neox"), CPU), ROPES) == full_width
     if part is not None:
-        assert matched(rope.probe_function(function, nominee("rope_partial"), CPU), ["rope_partial"]) == part
+        assert matched(rope.probe_function(function, match("rope_partial"), CPU), ["rope_partial"]) == part

@@ -60,7 +60,7 @@ ROUGH = {
     "writes nothing": (LEAVES_ITS_OUTPUT, "two runs|NaN or infinite|residual_out against fp64"),
     "wrong in inference mode": (
         WRONG_IN_INFERENCE_MODE,
-        "two runs on the same inputs differ, the second one in inference mode",
+        "two runs on the same inputs differ; the second is in inference mode",
     ),
     "right with gradients alone": (RIGHT_WITH_GRADIENTS_ALONE, "times that of stock; at most"),
     "raises": ("    raise ValueError('boom')\n", "it raises ValueError: boom"),
@@ -112,9 +112,7 @@ def test_each_kind_of_call_is_proved_in_prefill_and_decode(
 
 
 @pytest.mark.parametrize("fault", ROUGH)
-def test_a_kernel_that_fails_on_this_model_is_left_out_and_the_report_says_why(
-    fault: str, shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_failing_kernel_is_left_out_with_a_reason(fault: str, shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     body, reason = ROUGH[fault]
     model, ids = build("qwen3", torch.bfloat16), prompt()
     stock = logits(model, ids)
@@ -128,13 +126,11 @@ def test_a_kernel_that_fails_on_this_model_is_left_out_and_the_report_says_why(
     assert [proof.reason for proof in report.failed_proofs if not re.search(reason, proof.reason)] == []
     told = {key.reason for site in report.sites if site.counts for key in site.counts.keys}
     assert told
-    assert all(text.startswith("not proved on this model: ") for text in told)
-    assert "not proved on this model" in str(report)
+    assert all(text.startswith("verification on this model failed: ") for text in told)
+    assert "verification on this model failed" in str(report)
 
 
-def test_a_kernel_that_keeps_the_rotary_tables_of_the_first_position_is_left_out(
-    shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_kernel_caching_rotary_tables_is_left_out(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build("llama", torch.bfloat16), prompt()
     stock = logits(model, ids)
     with patched(model, catalog=shop.offer(KEEPS_THE_TABLES, ops=("rope_neox",)), verify=True) as handle:
@@ -161,9 +157,7 @@ def test_two_batches_and_two_positions_of_each_are_captured(kernels: Catalog, bu
     handle.unpatch()
 
 
-def test_a_kernel_that_fails_at_one_size_serves_no_other_size_of_that_site(
-    shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_kernel_failing_at_one_size_serves_no_size(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(dtype=torch.bfloat16), prompt(3, 20)
     stock = logits(model, ids)
     with patched(model, catalog=shop.offer(WRONG_FOR_ONE_TOKEN), verify=True, ops=["rms_norm"]) as handle:
@@ -173,7 +167,7 @@ def test_a_kernel_that_fails_at_one_size_serves_no_other_size_of_that_site(
     assert handle.report().kernel_calls == 0
 
 
-def test_kernels_that_round_less_than_stock_are_proved_with_smaller_errors(shop: Any, build: Any) -> None:
+def test_kernel_rounding_less_than_stock_has_smaller_errors(shop: Any, build: Any) -> None:
     model = build("llama", torch.bfloat16)
     with patched(model, catalog=shop.offer(ROUNDS_ONCE, without=("fused_add_rms_norm",)), verify=True) as handle:
         report = handle.report()
@@ -193,7 +187,7 @@ def test_a_compiled_model_runs_no_kernel_that_failed(shop: Any, logits: Any, bui
     assert handle.report().kernel_calls == 0
 
 
-def test_proving_needs_a_model_that_can_run_and_undoes_the_patch_where_it_cannot(kernels: Catalog, build: Any) -> None:
+def test_verify_on_a_failing_model_undoes_the_patch(kernels: Catalog, build: Any) -> None:
     model = build()
     classes = [type(module) for module in model.modules()]
     with raises(UsageError, "options_clash", "dry_run"):
@@ -224,9 +218,7 @@ def test_nothing_is_tried_where_nothing_is_published(build: Any) -> None:
     assert {(proof.kernel, proof.reason) for proof in proofs} == {(None, "nothing is published for cpu")}
 
 
-def test_left_padding_given_by_the_user_is_what_the_sites_are_proved_on(
-    kernels: Catalog, build: Any, left_padded: Any
-) -> None:
+def test_verify_uses_the_left_padding_of_the_inputs(kernels: Catalog, build: Any, left_padded: Any) -> None:
     with patched(build(), catalog=kernels, verify=True, inputs=left_padded((9, 4, 7))) as handle:
         axes = {(p.stage, p.axes["M"]) for p in proofs_of(handle)["rms_norm"]}
     assert axes == {("prefill", 27), ("decode", 3)}
@@ -251,9 +243,7 @@ def test_a_copy_keeps_strides_overlaps_and_alignment() -> None:
         assert copy.numel() == 0 or copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
-def test_the_model_runs_stock_code_while_it_is_captured_and_keeps_no_hook(
-    poison: Catalog, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_capture_runs_stock_code_and_leaves_no_hook(poison: Catalog, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(), prompt()
     stock = logits(model, ids)
     handle = patch(model, catalog=poison)
@@ -270,7 +260,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def test_what_stock_errs_by_decides_and_nobody_must_beat_one_rounding() -> None:
+def test_allowed_error_follows_stock_and_one_rounding() -> None:
     assert allowed_error(3e-3, 1e-3, torch.bfloat16) == pytest.approx(6e-3)
     assert allowed_error(0.0, 1e-3, torch.bfloat16) == pytest.approx(2e-3)
     assert allowed_error(5e-8, 2e-8, torch.float32) == LIMITS["float32"].tau
@@ -300,7 +290,7 @@ def test_workloads_say_sizes_scalars_strides_and_the_stage(kernels: Catalog, bui
     assert layout_strides(rope.layouts["k_out"], (2, 2, 5, 16), axes) == (160, 16, 32, 1)
 
 
-def test_a_workload_that_is_known_under_another_spelling_is_not_new(kernels: Catalog) -> None:
+def test_workload_in_another_spelling_is_not_new(kernels: Catalog) -> None:
     (known, *_) = [w for w in kernels.workloads_for("rope_neox") if "strided" in w.layouts.get("q", "")]
     definition = kernels.definition("rope_neox")
     axes = definition.bind_axes(known.axes)

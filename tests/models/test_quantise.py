@@ -86,9 +86,7 @@ class Bits:
 # -- a model ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_computes_in_fp8_with_a_proof_of_each_layer_and_comes_back(
-    model: Any, catalog: Catalog, logits: Any, prompt: Any
-) -> None:
+def test_model_is_quantised_with_proofs_and_restored(model: Any, catalog: Catalog, logits: Any, prompt: Any) -> None:
     ids = prompt(2)
     before, weight = Bits(model, lambda: logits(model, ids)), model.model.layers[1].mlp.up_proj.weight
     handle = patch(model, quantise=REFERENCE, catalog=catalog)
@@ -103,7 +101,7 @@ def test_a_model_computes_in_fp8_with_a_proof_of_each_layer_and_comes_back(
     assert len(shown.layers) == len(shown.quantised) == LAYERS
     assert all(0.01 < proof.fp8_error < 0.06 for proof in shown.layers if proof.fp8_error is not None)
     assert all(0 < proof.bf16_error < 0.004 for proof in shown.layers if proof.bf16_error is not None)
-    assert shown.skipped == {"lm_head": "transformers' FP8 quantiser leaves it as it is by default"}
+    assert shown.skipped == {"lm_head": "transformers' FP8 quantiser skips it by default"}
     assert shown.logits.reason == ""
     assert shown.logits.bf16_error is not None
     assert shown.logits.fp8_error is not None
@@ -228,18 +226,18 @@ def test_other_layers_say_why_they_are_not_quantised() -> None:
     assert list(chosen) == ["first", "last", "unused"]
     assert skipped == {
         "gate": "it is a router",
-        "odd": "its weight is 100 x 256, no multiple of 128 both ways",
-        "experts": "its weights are no matrices, as those of experts and convolutions",
-        "one": "its weight belongs to another module too",
-        "same": "its weight belongs to another module too",
+        "odd": "its weight is 100 x 256, which are not both multiples of 128",
+        "experts": "its weights are no matrices, like those of experts and convolutions",
+        "one": "another module has the same weight",
+        "same": "another module has the same weight",
         "wide": "its weight is float32, not bfloat16",
         "trained": "its weight has a gradient; set it to None first",
-        "hooked": "it has a forward of its own, as accelerate's hooks give a layer",
+        "hooked": "its forward was replaced on the instance, as hooks of accelerate do",
         "bad": "its weight has values that are not finite",
     }
 
 
-def test_a_layer_that_codes_do_not_describe_or_that_did_not_run_keeps_its_weight(catalog: Catalog) -> None:
+def test_layer_inexact_or_not_called_keeps_its_weight(catalog: Catalog) -> None:
     """One value of each block is so large that the codes of all others are zero, and the run multiplies it with zero."""
     model, x = Layers(), tokens()
     weight, columns = model.first.weight, torch.arange(256) % 128 == 0
@@ -253,7 +251,7 @@ def test_a_layer_that_codes_do_not_describe_or_that_did_not_run_keeps_its_weight
     assert shown.quantised == ("last",)
     reasons = {proof.name: proof.reason for proof in shown.layers}
     assert reasons == {"first": reasons["first"], "last": "", "unused": NOT_CALLED}
-    assert f"; at most {LARGEST_ERROR:g} is taken" in reasons["first"]
+    assert f"; at most {LARGEST_ERROR:g} is allowed" in reasons["first"]
 
 
 class Reading(Layers):
@@ -278,7 +276,7 @@ class Reading(Layers):
 
 
 @pytest.mark.parametrize("way", ["a dtype", "a product", "the first parameter", "its dictionary", "a hook"])
-def test_a_layer_whose_weight_the_models_code_reads_by_itself_keeps_it(way: str, catalog: Catalog) -> None:
+def test_layer_whose_weight_other_code_reads_keeps_it(way: str, catalog: Catalog) -> None:
     model = Reading(way)
     weight, attributes, hooks = model.first.weight, set(vars(model.first)), len(model.first._forward_hooks)
     with patched(model, quantise=REFERENCE, catalog=catalog, inputs={"x": tokens()}) as handle:
@@ -291,7 +289,7 @@ def test_a_layer_whose_weight_the_models_code_reads_by_itself_keeps_it(way: str,
     assert shown.skipped["first"] == READ
 
 
-def test_a_model_whose_first_parameter_tells_its_dtype_keeps_that() -> None:
+def test_first_parameter_of_a_model_keeps_its_dtype() -> None:
     from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -312,7 +310,7 @@ class Cancelling(Layers):
         return out if known is None else out - known
 
 
-def test_logits_that_are_mostly_error_are_refused_and_the_model_stays(catalog: Catalog) -> None:
+def test_inexact_logits_are_refused_and_the_model_stays(catalog: Catalog) -> None:
     model, x = Cancelling(), tokens()
     with torch.no_grad():
         inputs = {"x": x, "known": 0.99 * model(x)}
@@ -330,9 +328,7 @@ class Pooling(Layers):
         return out
 
 
-def test_a_layer_that_no_kernel_serves_keeps_its_weight_where_speed_is_asked_for(
-    shop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unserved_layer_keeps_its_weight_in_mode_fp8(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantise, "why_no_products", lambda device, capability: "")
     model, catalog = Pooling(), shop.offer(rounding="reference", ops=(CAST, PRODUCT), smallest=4)
     found = {}
@@ -359,7 +355,7 @@ def test_a_layer_is_proved_with_as_many_rows_as_its_calls_have(shop: Any, monkey
     assert proof.fp8_error < LARGEST_ERROR
 
 
-def test_a_row_that_is_wrong_in_any_repetition_is_an_error_of_the_layer() -> None:
+def test_wrong_row_in_any_repetition_is_an_error() -> None:
     weight, x = torch.randn(64, 32), torch.randn(4, 32)
 
     class LastRowsWrong(torch.nn.Linear):
@@ -371,10 +367,10 @@ def test_a_row_that_is_wrong_in_any_repetition_is_an_error_of_the_layer() -> Non
     layer = LastRowsWrong(32, 64, bias=False)
     layer.weight = torch.nn.Parameter(weight)
     assert prove_layer("a", layer, weight, LayerInput(x, 8)).reason == ""
-    assert "its output is off by" in prove_layer("a", layer, weight, LayerInput(x, 9)).reason
+    assert "its relative error is" in prove_layer("a", layer, weight, LayerInput(x, 9)).reason
 
 
-def test_calls_that_no_kernel_serves_are_counted_in_the_reason_of_both_operators(shop: Any) -> None:
+def test_unserved_calls_count_for_both_operators(shop: Any) -> None:
     model, catalog = Layers(), shop.offer(rounding="reference", ops=(CAST, PRODUCT), smallest=64)
     with patched(model, quantise=REFERENCE, catalog=catalog, inputs={"x": tokens()}) as handle, torch.no_grad():
         for _ in range(PATIENCE + 1):
@@ -398,7 +394,7 @@ def test_what_a_model_is_given_stays_as_it_is(model: Any, catalog: Catalog, prom
     assert handle.report().quantised.logits.reason == ""  # type: ignore[union-attr]
 
 
-def test_a_model_without_logits_is_held_against_what_it_returns_first(model: Any, catalog: Catalog) -> None:
+def test_model_without_logits_is_compared_by_its_first_output(model: Any, catalog: Catalog) -> None:
     with patched(model.model, quantise=REFERENCE, catalog=catalog) as handle:
         assert handle.report().quantised.logits.tokens == 128  # type: ignore[union-attr]
 
@@ -434,7 +430,7 @@ def test_routers_and_experts_of_a_mixture_stay(build: Any, catalog: Catalog, pro
     assert {name for name in shown.quantised if name.startswith(block)} == {
         f"{block}.shared_expert.{name}_proj" for name in ("gate", "up", "down")
     }
-    assert shown.skipped[f"{block}.experts"] == "its weights are no matrices, as those of experts and convolutions"
+    assert shown.skipped[f"{block}.experts"] == "its weights are no matrices, like those of experts and convolutions"
     assert shown.skipped[f"{block}.shared_expert_gate"] == "it is a router"
     assert shown.logits.reason == ""
 
@@ -506,7 +502,7 @@ def test_what_cannot_be_quantised_is_refused(name: str, catalog: Catalog) -> Non
     assert not any(isinstance(module, BlockwiseLinear) for module in model.modules())
 
 
-def test_without_a_published_kernel_it_is_refused_and_the_model_stays(
+def test_quantise_without_a_published_kernel_is_refused(
     logits: Any, model: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantise, "why_no_products", lambda device, capability: "")
@@ -614,7 +610,7 @@ def test_an_activation_of_one_byte_is_refused() -> None:
         layer(tokens().to(layer.weight.dtype))
 
 
-def test_codes_that_were_cast_are_refused_and_the_weight_still_comes_back() -> None:
+def test_cast_codes_are_refused_and_the_weight_is_restored() -> None:
     torch.manual_seed(0)
     own = torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16).weight
     layer, quantisation = quantised_layer()
@@ -625,7 +621,7 @@ def test_codes_that_were_cast_are_refused_and_the_weight_still_comes_back() -> N
     assert torch.equal(layer.weight, own)
 
 
-def test_a_parameter_that_was_moved_or_cast_meanwhile_is_made_anew() -> None:
+def test_parameter_moved_or_cast_since_is_recreated() -> None:
     layer, quantisation = quantised_layer()
     quantisation.undo()
     own, values = layer.weight, layer.weight.detach().clone()

@@ -26,7 +26,7 @@ def test_one_way_alone_takes_every_turn():
     assert set(map(tuple, balanced_orders(["stock"]))) == {("stock",)}
 
 
-def test_a_model_whose_cache_has_no_fixed_size_goes_without_compiled_steps(build: Any, prompt: Any):
+def test_model_without_a_static_cache_has_no_compiled_steps(build: Any, prompt: Any):
     model = build("deepseek_v4")
     with patched(model) as handle:
         entries = Entries(model, model, handle, prompt(), 3, "eager")

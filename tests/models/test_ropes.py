@@ -16,7 +16,7 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import rope
-from tilegym_db.models.probe import matches
+from tilegym_db.models.probe import matching_definitions
 from tilegym_db.paths import shipped_root
 
 CATALOG = Catalog((shipped_root(),))
@@ -44,13 +44,13 @@ def ropes(shop: Any) -> Catalog:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_code_of_a_model_computes_its_definition_and_no_other(name: str) -> None:
+def test_rotary_code_of_a_model_matches_one_definition(name: str) -> None:
     known = KnownCode(CATALOG)
     function = FUNCTIONS[name]
-    (nominee,) = known.look_up("rope", function, function.__globals__, "its rotation", {})
-    assert nominee.definition.name == name
-    probe = rope.probe_function(function, nominee, torch.device("cpu"))
-    assert matches(probe, known.definitions("rope"), CATALOG) == [name]
+    (match,) = known.look_up("rope", function, function.__globals__, "its rotation", {})
+    assert match.definition.name == name
+    probe = rope.probe_function(function, match, torch.device("cpu"))
+    assert matching_definitions(probe, known.definitions("rope"), CATALOG) == [name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -100,7 +100,7 @@ def test_scores_weights_and_ids_are_those_of_stock(renormalise: bool, kernels: C
     assert type(module) is Qwen3MoeTopKRouter
 
 
-def test_settings_and_weights_that_change_after_the_patch_are_honoured(kernels: Catalog) -> None:
+def test_settings_changed_after_patch_are_honoured(kernels: Catalog) -> None:
     module = router()
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
         call(module)
@@ -113,7 +113,7 @@ def test_settings_and_weights_that_change_after_the_patch_are_honoured(kernels: 
 
 
 @pytest.mark.parametrize("smallest", [1, 2048])
-def test_compiled_code_has_the_operator_or_the_models_own_operations(smallest: int, shop: Any) -> None:
+def test_compiled_code_has_the_operator_or_stock_operations(smallest: int, shop: Any) -> None:
     module, catalog = router(), shop.offer(ops=("topk_softmax",), smallest=smallest)
     stock = call(module)
     with patched(torch.nn.ModuleList([module]), catalog=catalog) as handle:
@@ -150,12 +150,12 @@ def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> N
     [
         ("greedy", 1, 1, ""),
         ("group_limited_greedy", 4, 2, ""),
-        ("greedy", 4, 2, "probed, it does not give the bits of topk_softmax_groups"),
+        ("greedy", 4, 2, "the results of its probe are not the bits of topk_softmax_groups"),
         ("greedy", None, None, "its num_group is None, no number that topk_softmax_groups takes"),
         ("group_limited_greedy", 3, 2, "it cannot be probed: RuntimeError: shape '[-1, 3, 2]' is invalid for input of size 40"),
     ],
 )  # fmt: skip
-def test_groups_are_served_where_the_settings_say_what_the_code_does(
+def test_groups_are_served_if_the_settings_match_the_code(
     method: str, groups: int | None, kept: int | None, told: str, kernels: Catalog
 ) -> None:
     module = grouped_router(method, groups, kept)
@@ -201,7 +201,7 @@ def test_the_router_of_deepseek_v4_is_served(kernels: Catalog) -> None:
     assert handle.report().hits() == {"topk_sqrtsoftplus_bias": 1}
 
 
-def test_the_router_by_a_table_is_served_with_the_tokens_of_the_call(kernels: Catalog) -> None:
+def test_table_router_is_served_with_the_tokens_of_the_call(kernels: Catalog) -> None:
     module = v4_router(DeepseekV4HashRouter)
     stock = by_table(module, TOKENS)
     assert stock[2].tolist() == module.tid2eid[TOKENS[0]].tolist()
@@ -215,10 +215,10 @@ def test_the_router_by_a_table_is_served_with_the_tokens_of_the_call(kernels: Ca
 def test_another_score_function_is_not_the_definition(cls: type[torch.nn.Module], kernels: Catalog) -> None:
     module = v4_router(cls, scoring_func="sigmoid")
     name = "table_router" if cls is DeepseekV4HashRouter else "topk_sqrtsoftplus_bias"
-    assert reason(module, kernels) == f"probed, it does not give the bits of {name}"
+    assert reason(module, kernels) == f"the results of its probe are not the bits of {name}"
 
 
-def test_a_router_by_a_table_that_is_given_no_tokens_raises_as_stock_does(kernels: Catalog) -> None:
+def test_table_router_without_tokens_raises_like_stock(kernels: Catalog) -> None:
     module = v4_router(DeepseekV4HashRouter)
     with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
         with pytest.raises(AttributeError, match="reshape"):

@@ -64,9 +64,7 @@ def test_only_the_ops_asked_for_are_served(kernels: Catalog, logits: Any, build:
     assert {site.reason for site in handle.report().sites} == {"", "not among the ops asked for"}
 
 
-def test_a_kernel_that_raises_is_quarantined_and_stock_code_answers(
-    shop: Any, logits: Any, build: Any, prompt: Any
-) -> None:
+def test_raising_kernel_is_quarantined_and_stock_runs(shop: Any, logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build("qwen3"), prompt()
     stock = logits(model, ids)
     with patched(model, catalog=shop.offer("    raise ValueError('boom')\n")) as handle:
@@ -82,7 +80,7 @@ def test_a_kernel_that_raises_is_quarantined_and_stock_code_answers(
     }
 
 
-def test_without_measurements_the_model_runs_its_own_code_and_says_why(logits: Any, build: Any, prompt: Any) -> None:
+def test_model_without_measurements_reports_stock_code(logits: Any, build: Any, prompt: Any) -> None:
     model, ids = build(), prompt()
     stock = logits(model, ids)
     with patched(model) as handle:

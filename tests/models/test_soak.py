@@ -67,7 +67,7 @@ def test_a_wrong_kernel_is_found(soak: ModuleType, shop: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("alone", [(), ("--alone",)])
-def test_a_control_patches_nothing_and_what_it_grew_by_is_allowed_to_the_same_run(
+def test_growth_of_the_control_is_allowed_to_the_run(
     alone: tuple[str, ...], soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "control.json"
@@ -81,7 +81,7 @@ def test_a_control_patches_nothing_and_what_it_grew_by_is_allowed_to_the_same_ru
     assert results["memory_growth"]["host"]["limit"] > 10**10
 
 
-def test_a_model_alone_runs_its_kernels_through_the_same_episodes_with_nothing_to_compare(
+def test_model_alone_runs_kernels_in_the_same_episodes(
     soak: ModuleType, kernels: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code, beside = run(soak, monkeypatch, tmp_path / "beside.json", 30)
@@ -146,7 +146,7 @@ def figures(soak: ModuleType, patched: list[float], stock: list[float], precise:
         ([1.0, 2.0, 0.0], [float("nan"), 2.0, 0.0], [0.0, 2.0, 0.0], True),
     ],
 )
-def test_another_token_is_allowed_only_where_stock_could_not_tell(
+def test_other_token_is_allowed_only_if_stock_is_undecided(
     soak: ModuleType, patched: list[float], stock: list[float], precise: list[float], wrong: bool
 ) -> None:
     assert soak.wrong_rows(figures(soak, patched, stock, precise)).tolist() == [wrong]
@@ -192,9 +192,7 @@ def test_each_thing_that_does_not_hold_is_a_violation(soak: ModuleType, changes:
     ("gpu", "alone", "judged"),
     [("cpu", False, True), ("cpu", True, True), ("h200", False, False), ("h200", True, True)],
 )
-def test_on_a_gpu_the_hosts_memory_is_judged_where_the_model_is_alone(
-    soak: ModuleType, gpu: str, alone: bool, judged: bool
-) -> None:
+def test_gpu_run_alone_has_its_host_memory_judged(soak: ModuleType, gpu: str, alone: bool, judged: bool) -> None:
     of = soak.Run(gpu, "bfloat16", 2, 1000, 12, 8, 0, alone)
     leaking = [soak.Sample(step, step * MIB, None if gpu == "cpu" else 7) for step in range(0, 1001, 10)]
     growth = soak.memory_growth(leaking, of)
@@ -205,7 +203,7 @@ def test_on_a_gpu_the_hosts_memory_is_judged_where_the_model_is_alone(
     assert judged or "--alone" in growth["host"]["not_judged"]
 
 
-def test_growth_is_a_slope_after_the_warm_up_not_a_difference_of_two_samples(soak: ModuleType) -> None:
+def test_growth_is_a_slope_after_the_warm_up(soak: ModuleType) -> None:
     of = soak.Run("h200", "bfloat16", 2, 1000, 12, 8, 0, alone=True)
     warming = [soak.Sample(step, step * MIB, None) for step in range(0, 250, 10)]
     level = [soak.Sample(step, (250 + (step % 20)) * MIB, 7) for step in range(250, 1001, 10)]
@@ -221,7 +219,7 @@ def test_growth_is_a_slope_after_the_warm_up_not_a_difference_of_two_samples(soa
         soak.growth_bytes([(0, 1), (1, 1)])
 
 
-def test_episodes_have_as_many_steps_as_asked_and_all_kinds_of_shapes(soak: ModuleType) -> None:
+def test_episodes_have_the_requested_steps_and_all_shapes(soak: ModuleType) -> None:
     drawn = list(soak.episodes(2000, 64, 16, seed=1))
     assert drawn == list(soak.episodes(2000, 64, 16, seed=1))
     assert sum(episode.steps for episode in drawn) == 2000

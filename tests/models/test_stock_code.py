@@ -35,7 +35,7 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
     stock = gradients(model, ids)
     with patched(model, catalog=poison) as handle:
         assert same(gradients(model, ids), stock)
-    reason = "training mode" if training else "a gradient may be asked for"
+    reason = "training mode" if training else "the call may need a gradient"
     assert all(reason in text for texts in bypassed(handle).values() for text in texts)
     told = {op for op, texts in bypassed(handle).items() if texts}
     assert told == {"fused_add_rms_norm", "attention_prefill"}  # of these there is no backward Definition
@@ -58,7 +58,7 @@ def test_gradient_checkpointing_computes_the_same_twice(
         assert same(gradients(model, ids), stock)
 
 
-def test_a_trained_adapter_inside_a_frozen_model_gets_its_gradient(poison: Catalog, build: Any, prompt: Any) -> None:
+def test_adapter_in_a_frozen_model_gets_its_gradient(poison: Catalog, build: Any, prompt: Any) -> None:
     class Adapter(torch.nn.Module):
         def __init__(self, base: torch.nn.Linear) -> None:
             super().__init__()
@@ -179,7 +179,7 @@ def test_an_activation_with_hooks_or_replaced_later_still_runs(
     assert "the activation was replaced, or has hooks" in bypassed(handle)["swiglu"]
 
 
-def test_a_forward_replaced_on_the_instance_is_left_alone_and_reported(
+def test_forward_replaced_on_the_instance_stays_and_is_reported(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids, seen = build(), prompt(), []

@@ -108,7 +108,7 @@ def test_checkpointing_runs_the_same_kernels_twice(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_checkpoint_without_a_backward_runs_stock_code_both_times(poison: Catalog, build: Any, prompt: Any) -> None:
+def test_checkpoint_without_a_backward_runs_stock_both_times(poison: Catalog, build: Any, prompt: Any) -> None:
     model, ids = build().train(), prompt(2)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
@@ -140,7 +140,7 @@ def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
     stock = gradients(model, ids)
     with patched(model, catalog=training_kernels) as handle:
         assert_close(gradients(model, ids), stock, torch.float32)
-    assert "no definition gives that of b alone" in reasons(handle)
+    assert "no definition computes the gradient of b alone" in reasons(handle)
     assert handle.report().hits()["swiglu_backward"] == 1  # in the layer above, through which both gradients flow
 
 
@@ -227,7 +227,7 @@ def test_what_a_backward_kernel_writes_is_the_gradient(
     assert found["model.layers.1.mlp.down_proj.weight"].isfinite().all()
 
 
-def test_a_backward_that_raises_is_quarantined_and_stock_code_answers(
+def test_raising_backward_is_quarantined_and_stock_runs(
     training_kernels: Catalog, shop: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build().train(), prompt(2)

@@ -70,7 +70,7 @@ def is_heads(value: Any) -> bool:
 @pytest.mark.parametrize(
     "definition", [one for one in SERVED if one.serving and one.serving.rows], ids=lambda record: record.name
 )
-def test_rows_may_have_any_leading_axes_and_outputs_have_them_too(definition: Definition) -> None:
+def test_rows_with_leading_axes_give_outputs_with_them(definition: Definition) -> None:
     _, _, inputs = a_call(definition)
     rows = [value for value in inputs if isinstance(value, torch.Tensor) and value.dim() == 2]
     led = [value.expand(3, *value.shape) if any(value is one for one in rows) else value for value in inputs]
@@ -79,7 +79,7 @@ def test_rows_may_have_any_leading_axes_and_outputs_have_them_too(definition: De
         assert (output.dim(), output.shape[0]) == ((3, 3) if len(shape) == 2 else (1, output.shape[0]))
 
 
-def test_the_layout_may_change_with_the_serving_and_the_digest_does_not() -> None:
+def test_layout_changes_with_serving_but_not_the_digest() -> None:
     record = CATALOG.definition("attention_prefill")
     other = Definition.from_dict({**record.to_dict(), "serving": {}})
     _, _, inputs = a_call(record)

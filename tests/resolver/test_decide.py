@@ -41,7 +41,7 @@ def other_kernel(shop: Any, kernel: Any) -> Any:
     return shop.add("scale_rows", "scale_rows_other", "def run(x, weight, eps, out):\n    out.copy_(x)\n")
 
 
-def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, kernel: Any, other_kernel: Any) -> None:
+def test_decide_at_exact_axes_picks_the_fastest_verified(shop: Any, kernel: Any, other_kernel: Any) -> None:
     publish(shop, [shop.candidate(kernel, 9.0, config={"BIAS": 1}), shop.candidate(other_kernel, 10.0)])
     decision = decide_in(shop, ask(shop))
     assert decision.solution is not None
@@ -156,7 +156,7 @@ def publish_range(shop: Any, kernel: Any, other_kernel: Any, **changes: Any) -> 
 @pytest.mark.parametrize(
     ("m", "winner"), [(2, "scale_rows_other"), (31, "scale_rows_other"), (33, "scale_rows_kernel")]
 )
-def test_between_measured_points_the_nearest_in_log_space_decides(
+def test_decide_between_points_uses_the_nearest_in_log_space(
     shop: Any, kernel: Any, other_kernel: Any, m: int, winner: str
 ) -> None:
     publish_range(shop, kernel, other_kernel)
@@ -181,7 +181,7 @@ def test_another_shape_than_the_measured_one_needs_fuzz_cases(shop: Any, kernel:
     assert "without fuzz cases" in reasons(decision)["scale_rows_kernel"]
 
 
-def test_a_request_is_judged_at_its_own_axes_not_at_the_measured_ones(shop: Any) -> None:
+def test_request_is_judged_at_its_axes_not_the_measured_ones(shop: Any) -> None:
     files = shop.add("scale_rows", "even", "def run(x, weight, eps, out):\n    pass\n", constraints=["M % 2 == 0"])
     shop.publish([shop.entry("scale_rows", {"M": m, "N": 8}, [shop.candidate(files)]) for m in (2, 64)], gpu="h200")
     assert decide_in(shop, ask(shop, axes={"M": 4, "N": 8})).solution is not None
@@ -199,9 +199,7 @@ def test_a_tie_inside_noise_goes_to_what_is_serving(shop: Any, kernel: Any, othe
     assert "inside noise of what is serving" in reasons(decision)["scale_rows_kernel"]
 
 
-def test_a_tie_without_what_is_serving_goes_to_what_is_launched_soonest(
-    shop: Any, kernel: Any, other_kernel: Any
-) -> None:
+def test_tie_without_an_incumbent_goes_to_the_first_launched(shop: Any, kernel: Any, other_kernel: Any) -> None:
     slow_host = shop.candidate(kernel, 10.0, host_us=25.0)
     publish(shop, [slow_host, shop.candidate(other_kernel, 10.05, host_us=11.0)])
     decision = decide_in(shop, ask(shop))
@@ -214,9 +212,7 @@ def test_a_tie_without_what_is_serving_goes_to_what_is_launched_soonest(
     assert "slower: 10.40 us against 10.00 us" in reasons(decide_in(shop, ask(shop)))["scale_rows_other"]
 
 
-def test_kernels_closer_than_two_processes_agree_are_a_tie_however_narrow_their_intervals(
-    shop: Any, kernel: Any, other_kernel: Any
-) -> None:
+def test_kernels_within_process_noise_are_a_tie(shop: Any, kernel: Any, other_kernel: Any) -> None:
     sure = {"ci_low_us": 5.2, "ci_high_us": 5.2}
     publish(
         shop, [shop.candidate(kernel, 5.0, ci_low_us=5.0, ci_high_us=5.0), shop.candidate(other_kernel, 5.2, **sure)]
@@ -228,7 +224,7 @@ def test_kernels_closer_than_two_processes_agree_are_a_tie_however_narrow_their_
 
 
 @pytest.mark.parametrize(("host_us", "served"), [(26.0, True), (28.0, False), (None, True)])
-def test_a_kernel_that_is_launched_later_than_the_stock_code_is_done_holds_a_model_up(
+def test_kernel_launched_after_stock_is_done_is_refused(
     host_us: float | None, served: bool, shop: Any, kernel: Any, stock: Any
 ) -> None:
     publish(shop, [shop.candidate(kernel, 6.0, host_us=host_us), shop.candidate(stock, 9.0, host_us=20.0)])
@@ -238,7 +234,7 @@ def test_a_kernel_that_is_launched_later_than_the_stock_code_is_done_holds_a_mod
         assert "launch-bound: a call takes the host 28.0 us" in reasons(decision)["scale_rows_kernel"]
 
 
-def test_a_kernel_that_keeps_the_device_busy_may_take_its_time_to_launch(shop: Any, kernel: Any, stock: Any) -> None:
+def test_long_kernel_may_have_a_slow_launch(shop: Any, kernel: Any, stock: Any) -> None:
     publish(shop, [shop.candidate(kernel, 100.0, host_us=60.0), shop.candidate(stock, 150.0, host_us=10.0)])
     assert decide_in(shop, ask(shop)).solution is not None
 
@@ -252,7 +248,7 @@ def test_a_kernel_that_keeps_the_device_busy_may_take_its_time_to_launch(shop: A
         (20.0, 21.0, None),
     ],
 )
-def test_in_compiled_code_a_kernel_must_beat_what_the_compiler_would_make(
+def test_kernel_in_compiled_code_must_beat_the_compiler(
     latency_us: float, generated_us: float | None, reason: str | None, shop: Any, kernel: Any, other_kernel: Any
 ) -> None:
     generated = (
@@ -284,9 +280,7 @@ def test_what_is_serving_slower_than_noise_loses(shop: Any, kernel: Any, other_k
     assert decision.solution.name == "scale_rows_kernel"
 
 
-def test_a_continuous_scalar_need_not_match_but_the_equal_one_is_preferred(
-    shop: Any, kernel: Any, other_kernel: Any
-) -> None:
+def test_continuous_scalar_prefers_the_equal_point(shop: Any, kernel: Any, other_kernel: Any) -> None:
     shop.publish(
         [
             shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(files)], scalars={"eps": eps})
@@ -302,7 +296,7 @@ def test_a_continuous_scalar_need_not_match_but_the_equal_one_is_preferred(
     }
 
 
-def test_a_scalar_is_served_only_inside_the_range_that_was_verified(shop: Any, kernel: Any) -> None:
+def test_scalar_is_served_only_inside_its_verified_range(shop: Any, kernel: Any) -> None:
     candidate = shop.candidate(kernel)
     entry = shop.entry("scale_rows", {"M": 4, "N": 8}, [candidate], scalars={"eps": 1e-5})
     shop.publish([entry], gpu="h200")
@@ -345,7 +339,7 @@ def test_a_request_that_does_not_fit_is_refused(shop: Any, changes: dict[str, An
         ask(shop, **changes)
 
 
-def test_what_omits_an_output_serves_no_call_whatever_was_published_of_it(shop: Any) -> None:
+def test_solution_omitting_an_output_serves_no_call(shop: Any) -> None:
     """Neither resolve, nor a bound call site, nor the functions of operators: a caller gets every output from stock code."""
     outputs = {"out": {"shape": ["M"], "dtype": "float32"}, "total": {"shape": [1], "dtype": "float32"}}
     shop.define(

@@ -69,7 +69,7 @@ def test_each_shape_is_a_key_of_its_own(site: Dispatcher) -> None:
         (lambda a: [a[0], a[1], a[2], torch.zeros(8, 4).T], "layouts"),
         (lambda a: [a[0], a[1], torch.tensor(0.5), a[3]], "'eps' of scale_rows is a Python number"),
         (lambda a: [a[0].as_subclass(Subclass), *a[1:]], "a Subclass, not a plain tensor"),
-        (lambda a: [a[0].to("meta"), *a[1:]], "the tensors lie on cpu and meta"),
+        (lambda a: [a[0].to("meta"), *a[1:]], "the tensors are on cpu and meta"),
     ],
 )
 def test_after_a_hit_a_call_that_differs_runs_stock(site: Dispatcher, change: Any, reason: str) -> None:
@@ -129,7 +129,7 @@ def failing_site(shop: Any) -> Dispatcher:
     return call_site(shop.definition("scale_rows"), shop.catalog, stock=plain_stock)
 
 
-def test_a_failing_kernel_is_quarantined_for_its_key_and_stock_runs(failing_site: Dispatcher) -> None:
+def test_failing_kernel_is_quarantined_for_its_key(failing_site: Dispatcher) -> None:
     with pytest.warns(RuntimeWarning, match="fails_at_five.*scale_rows.*M=5,N=8.*ValueError: boom"):
         assert not kernel_ran(failing_site, args(5))
     with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def in_place_site(shop: Any) -> Callable[[int], Dispatcher]:
     return make
 
 
-def test_an_input_overwritten_by_a_first_launch_that_fails_is_put_back(
+def test_input_overwritten_by_a_failed_first_launch_is_restored(
     in_place_site: Callable[[int], Dispatcher],
 ) -> None:
     total, out = torch.ones(3), torch.zeros(3)
@@ -196,7 +196,7 @@ def test_an_input_overwritten_by_a_first_launch_that_fails_is_put_back(
     assert (total.tolist(), out.tolist()) == ([2.0] * 3, [4.0] * 3)
 
 
-def test_a_later_failure_after_an_in_place_write_is_an_error_and_not_a_wrong_result(
+def test_later_failure_after_an_in_place_write_raises(
     in_place_site: Callable[[int], Dispatcher],
 ) -> None:
     site = in_place_site(2)

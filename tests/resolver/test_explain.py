@@ -50,7 +50,7 @@ def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[...,
     assert answer["left_to_compilers"] is None
 
 
-def test_a_pick_that_compiled_code_does_without_is_said_to_be_one(shop: Any, stock: Any, kernel: Any) -> None:
+def test_explain_names_a_pick_unused_in_compiled_code(shop: Any, stock: Any, kernel: Any) -> None:
     shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(kernel, 5.0)], dtypes={"T": "float32"})])
     result = run(*POINT)
     assert "picked" in result.stdout
@@ -104,7 +104,7 @@ def test_where_stock_runs_what_waits_for_its_promotion_is_named(shop: Any, stock
     assert "1 screen pass is not verified yet: run tilegym-db promote scale_rows" in result.stderr
 
 
-def test_a_store_that_cannot_be_read_takes_nothing_from_the_answer(shop: Any, stock: Any, kernel: Any) -> None:
+def test_explain_with_an_unreadable_store_still_answers(shop: Any, stock: Any, kernel: Any) -> None:
     shop.home.mkdir(exist_ok=True)
     (shop.home / "tilegym.duckdb").write_bytes(b"not a database" * 1000)
     result = run(*POINT)

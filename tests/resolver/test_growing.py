@@ -65,7 +65,7 @@ def decided(site: Any, *args: torch.Tensor) -> str | None:
     return None if decision.solution is None else decision.solution.name
 
 
-def test_steps_are_decided_once_a_span_and_each_runs_what_its_own_decision_says(attend: Any) -> None:
+def test_steps_of_a_span_run_the_kernel_of_their_decision(attend: Any) -> None:
     first, second = add(attend, "first"), add(attend, "second")
     publish(attend, (8, first, {}), (100, second, {}), (300, first, {}))
     site = call_site(attend.definition("attend"), attend.catalog)
@@ -77,7 +77,7 @@ def test_steps_are_decided_once_a_span_and_each_runs_what_its_own_decision_says(
     assert site.report().misses == 12
 
 
-def test_a_cache_may_shrink_and_several_may_take_turns_at_no_price(attend: Any) -> None:
+def test_shrinking_and_alternating_caches_cost_no_decision(attend: Any) -> None:
     first, second = add(attend, "first"), add(attend, "second")
     publish(attend, (8, first, {}), (1000, second, {}))
     site = call_site(attend.definition("attend"), attend.catalog)
@@ -118,7 +118,7 @@ def test_a_kernel_for_scattered_sizes_never_serves_those_between(constraint: str
     assert all(decided(site, *inputs(length)) for length in found)
 
 
-def test_a_kernel_without_fuzz_cases_serves_its_measured_size_alone(attend: Any) -> None:
+def test_kernel_without_fuzz_cases_serves_its_measured_size(attend: Any) -> None:
     kernel = add(attend, "first")
     publish(attend, (40, kernel, {"envelope_cases": 0}), (60, kernel, {"envelope_cases": 0}))
     site = call_site(attend.definition("attend"), attend.catalog)
@@ -129,7 +129,7 @@ def test_a_kernel_without_fuzz_cases_serves_its_measured_size_alone(attend: Any)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_published_no_kernel_runs_where_its_own_decision_gives_none(seed: int, attend: Any) -> None:
+def test_kernel_runs_only_if_the_exact_decision_has_one(seed: int, attend: Any) -> None:
     draw = random.Random(seed)
     kernels = [
         add(attend, name, tuple(draw.sample([f"L >= {draw.randint(1, 80)}", "L % 3 != 0", "L < 200", "D == 4"], 2)))
@@ -164,7 +164,7 @@ def test_layouts_and_other_sizes_are_decided_for_themselves(attend: Any) -> None
     assert serve(*inputs(0)) is None
 
 
-def test_a_kernel_that_raises_is_not_asked_again_at_the_next_size(attend: Any) -> None:
+def test_raising_kernel_is_not_tried_at_the_next_size(attend: Any) -> None:
     kernel = attend.add("attend", "first", "def run(q, k, out):\n    raise ValueError('no')\n")
     publish(attend, (8, kernel, {}), (100, kernel, {}))
     site = call_site(attend.definition("attend"), attend.catalog)
@@ -175,7 +175,7 @@ def test_a_kernel_that_raises_is_not_asked_again_at_the_next_size(attend: Any) -
     assert len(site.report().failures) == 1
 
 
-def test_a_forgotten_span_is_decided_again_and_its_calls_are_counted(attend: Any) -> None:
+def test_forgotten_span_is_decided_again_and_counted(attend: Any) -> None:
     publish(attend, (8, add(attend, "first"), {}), (1000, add(attend, "first"), {}))
     site = call_site(attend.definition("attend"), attend.catalog)
     site.max_keys = 2
@@ -186,7 +186,7 @@ def test_a_forgotten_span_is_decided_again_and_its_calls_are_counted(attend: Any
     assert (report.calls, report.kernel_calls, report.misses, len(report.keys)) == (5, 5, 4, 2)
 
 
-def test_a_span_ends_where_the_answer_changes_and_never_leaves_its_octave() -> None:
+def test_span_ends_at_another_answer_or_its_octave() -> None:
     for size in range(1, 200):
         assert span_around(size, lambda _: True) == octave(size)
         assert span_around(size, lambda _: False) == (size, size)

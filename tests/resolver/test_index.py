@@ -221,7 +221,7 @@ CALL: dict[str, Any] = {
 }
 
 
-def test_a_measured_point_is_found_with_a_reason_for_every_candidate() -> None:
+def test_measured_point_has_a_reason_for_every_candidate() -> None:
     index = PointIndex(DEFINITION, table_of(verified("plain")), SOLUTIONS, sm="sm_90", unavailable={})
     decision = index.find(Call(DEFINITION.name, **CALL))
     assert decision is not None
@@ -248,7 +248,7 @@ def test_call_sites_of_one_table_share_an_index() -> None:
     assert index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={"triton": "not here"}) is not index
 
 
-def test_of_points_that_differ_in_a_continuous_scalar_the_equal_one_decides() -> None:
+def test_index_prefers_the_point_with_an_equal_scalar() -> None:
     found = [
         {**ENTRY, "scalars": {"swap": False, "eps": eps}, "candidates": [verified(name)]}
         for eps, name in ((1e-6, "any"), (1e-5, "plain"))

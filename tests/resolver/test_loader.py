@@ -21,7 +21,7 @@ def test_the_config_is_bound(shop: Any, kernel: Any) -> None:
     assert torch.equal(out, torch.full((2, 3), 12.5))
 
 
-def test_a_value_returning_solution_writes_the_outputs_it_is_given(shop: Any, stock: Any) -> None:
+def test_value_returning_solution_writes_the_passed_outputs(shop: Any, stock: Any) -> None:
     out = torch.empty(2, 3)
     load_launcher(shop.definition("scale_rows"), stock, {}, stock.digest)(*ARGS, out)
     assert torch.equal(out, torch.full((2, 3), 2.5))

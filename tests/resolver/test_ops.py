@@ -49,7 +49,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", CATALOG.definitions)
-def test_every_operator_gives_what_its_reference_gives_in_the_layout_of_its_definition(name: str) -> None:
+def test_operators_agree_with_references_in_value_and_layout(name: str) -> None:
     definition = CATALOG.definition(name)
     case, inputs = tiny(definition)
     wanted = run_reference(definition, inputs)
@@ -84,7 +84,7 @@ def test_a_function_says_what_it_takes_and_gives() -> None:
     assert inspect.signature(tilegym_db.ops.topk_gate).parameters["top_k"].annotation is int
 
 
-def test_a_function_says_that_the_reference_runs_where_the_operator_is_open() -> None:
+def test_help_of_an_open_operator_names_the_reference() -> None:
     definitions = Catalog.default().definitions
     unserved = {name for name in definitions if "none yet; the reference runs" in getattr(tilegym_db.ops, name).__doc__}
     assert {name for name, definition in definitions.items() if definition.is_open} <= unserved
@@ -157,7 +157,7 @@ def published(shop: Shop) -> SolutionFiles:
     return files
 
 
-def test_a_verified_kernel_serves_the_calls_that_it_is_verified_for(shop: Shop, published: SolutionFiles) -> None:
+def test_verified_kernel_serves_the_calls_it_is_verified_for(shop: Shop, published: SolutionFiles) -> None:
     function = function_of("scale_rows", shop.catalog)
     assert function(X, WEIGHT, 0.5).eq(10).all()
     wanted = X * WEIGHT + 0.5
@@ -199,7 +199,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_reference(shop: Shop) -> Non
     assert torch.equal(found, X * WEIGHT + 0.5)
 
 
-def test_an_output_in_place_is_the_input_by_a_kernel_and_by_the_reference(shop: Shop) -> None:
+def test_in_place_output_is_the_input_for_every_backend(shop: Shop) -> None:
     files = shop.add(
         "add_into", "add_into_own", "def run(x, total, out):\n    total.add_(x)\n    out.copy_(2 * total)\n"
     )
@@ -213,7 +213,7 @@ def test_an_output_in_place_is_the_input_by_a_kernel_and_by_the_reference(shop: 
         assert torch.equal(out, 2 * total)
 
 
-def test_an_operator_without_outputs_of_its_own_returns_what_it_overwrote(shop: Shop) -> None:
+def test_operator_with_only_in_place_outputs_returns_them(shop: Shop) -> None:
     shop.define(
         "double",
         axes={"M": {"type": "var"}},
@@ -236,7 +236,7 @@ def test_an_operator_without_outputs_of_its_own_returns_what_it_overwrote(shop: 
 # -- derivatives and transforms ------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_a_derivative_may_be_asked_of_runs_the_reference(shop: Shop, published: SolutionFiles) -> None:
+def test_call_that_may_need_a_derivative_runs_the_reference(shop: Shop, published: SolutionFiles) -> None:
     function = function_of("scale_rows", shop.catalog)
     weight = WEIGHT.clone().requires_grad_()
     found = function(X, weight, 0.5)
@@ -287,7 +287,7 @@ def test_compiled_code_has_one_operator_that_a_kernel_serves(shop: Shop, publish
     assert len(seen) == 2  # the second one is for any number of rows
 
 
-def test_a_transform_inside_compiled_code_gives_what_it_gives_outside(shop: Shop, published: SolutionFiles) -> None:
+def test_transform_in_compiled_code_equals_the_eager_one(shop: Shop, published: SolutionFiles) -> None:
     function = function_of("scale_rows", shop.catalog)
     torch._dynamo.reset()
 

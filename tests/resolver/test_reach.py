@@ -81,21 +81,19 @@ def test_more_or_less_of_independent_work_is_served_and_said(decide_heads: Any, 
         ({"B": 0, "Hq": 8, "Hkv": 2, "D": 64}, "B=0 is outside the measured range 1..8, and further from it"),
     ],
 )
-def test_what_is_not_the_same_work_again_is_left_to_stock_with_the_reason(
-    decide_heads: Any, axes: Any, reason: str
-) -> None:
+def test_other_work_than_measured_stays_stock_with_a_reason(decide_heads: Any, axes: Any, reason: str) -> None:
     decision = decide_heads(axes)
     assert decision.solution is None
     assert decision.evidence.reason.startswith(reason)
 
 
-def test_beyond_the_range_too_a_kernel_must_have_passed_fuzz_cases(decide_heads: Any) -> None:
+def test_kernel_beyond_the_range_needs_fuzz_cases(decide_heads: Any) -> None:
     decision = decide_heads({"B": 32, "Hq": 8, "Hkv": 2, "D": 64}, envelope_cases=0)
     assert decision.solution is None
     assert "without fuzz cases" in decision.rejected[0].reason
 
 
-def test_one_measured_size_does_not_show_that_an_axis_only_repeats_work() -> None:
+def test_one_measured_size_does_not_extend_the_range() -> None:
     definition = Definition.from_dict(
         {
             "name": "heads",
@@ -128,7 +126,7 @@ def test_one_measured_size_does_not_show_that_an_axis_only_repeats_work() -> Non
         "attention_decode",
     ],
 )
-def test_every_independent_axis_of_a_shipped_operator_multiplies_its_cost(name: str) -> None:
+def test_independent_axes_of_shipped_operators_multiply_cost(name: str) -> None:
     """Twice a whole group is twice the flops; by itself, the group of one operand adds to the others'."""
     definition = SHIPPED.definition(name)
     workload = max(SHIPPED.workloads_for(name), key=lambda item: sum(item.axes.values()))
@@ -142,7 +140,7 @@ def test_every_independent_axis_of_a_shipped_operator_multiplies_its_cost(name: 
         assert definition.cost_of({**axes, **doubled}, dtypes)[0] == 2 * flops
 
 
-def test_the_rotation_of_a_model_with_as_many_key_heads_as_query_heads_is_served_on_the_shipped_gpu() -> None:
+def test_rope_with_equal_head_counts_is_served() -> None:
     """OLMoE has 16 of each; 4 to 8 key heads were measured when this was refused."""
     definition = SHIPPED.definition("rope_neox")
     request = make_request(

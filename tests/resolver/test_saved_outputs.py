@@ -43,7 +43,7 @@ def training(shop: Any) -> Any:
     return training_of(shop.definition("sized"), shop.catalog)
 
 
-def test_a_saved_output_of_the_kernel_is_what_the_backward_kernel_gets(training: Any) -> None:
+def test_saved_output_of_the_kernel_reaches_the_backward(training: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out, size = training.ask((x,), training=True)
     assert float(size.min()) >= 1000  # the kernel's own, not the reference's
@@ -52,7 +52,7 @@ def test_a_saved_output_of_the_kernel_is_what_the_backward_kernel_gets(training:
     torch.testing.assert_close(grad, size[:, None].expand(4, 8))
 
 
-def test_a_saved_output_that_is_overwritten_before_the_backward_is_an_error(training: Any) -> None:
+def test_saved_output_overwritten_before_backward_raises(training: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out, size = training.ask((x,), training=True)
     size.zero_()

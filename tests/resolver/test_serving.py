@@ -57,7 +57,7 @@ def test_a_call_left_to_stock_allocates_nothing(site: Dispatcher, change: dict[s
     assert (site.report().calls, site.report().kernel_calls) == (2, 0)
 
 
-def test_a_new_call_during_a_capture_allocates_nothing_and_is_not_remembered(site: Dispatcher) -> None:
+def test_new_call_in_a_capture_allocates_nothing(site: Dispatcher) -> None:
     allocate, capturing = Allocations(), [True]
     site.is_capturing = lambda: capturing[0]
     serve = site.serving(allocate)

@@ -57,7 +57,7 @@ def test_axis_and_scalar_are_one_size_in_a_request(published, call):
     assert resolved.solution.name == "best_kernel"
 
 
-def test_a_size_between_measured_ones_is_judged_by_the_nearest_and_one_outside_is_not_served(published):
+def test_size_is_judged_by_the_nearest_inside_the_range(published):
     def at(size):
         return resolve("best", axes={"M": 8, "E": 16, "K": size}, gpu="cpu", catalog=published.catalog)
 

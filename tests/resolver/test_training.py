@@ -75,14 +75,14 @@ def why_stock(shop: Any, **changes: Any) -> str:
     return resolved.evidence.reason if resolved.is_stock else ""
 
 
-def test_with_a_verified_backward_training_resolves_to_the_kernel(shop: Any, publish_both: Any) -> None:
+def test_training_with_a_backward_resolves_to_the_kernel(shop: Any, publish_both: Any) -> None:
     publish_both()
     assert why_stock(shop) == ""
     resolved = resolve("scale_rows_backward", axes={"M": 4, "N": 8}, gpu="cpu", catalog=shop.catalog, **FLOAT32)
     assert resolved.solution.name == "scale_rows_backward_kernel"
 
 
-def test_a_kernel_is_credited_with_no_more_than_autograd_really_costs(shop: Any, publish_both: Any) -> None:
+def test_kernel_credit_is_limited_to_the_cost_of_autograd(shop: Any, publish_both: Any) -> None:
     publish_both(speedup=1.26, speedup_ci_low=1.25)
     reason = "mode training: it has no verified backward: no verified solution is faster than stock"
     assert why_stock(shop).startswith(reason)
@@ -96,7 +96,7 @@ def test_an_unverified_backward_leaves_the_forward_to_stock(shop: Any, publish_b
     assert not resolve("scale_rows", axes={"M": 4, "N": 8}, gpu="cpu", catalog=shop.catalog, **FLOAT32).is_stock
 
 
-def test_the_backward_is_asked_for_the_layouts_that_it_will_be_given(shop: Any, publish_both: Any) -> None:
+def test_backward_is_requested_with_its_real_layouts(shop: Any, publish_both: Any) -> None:
     publish_both(layouts={"x": "row_contiguous"})
     assert "scale_rows_backward was not measured on cpu with these layouts" in why_stock(shop)
 

@@ -1,7 +1,7 @@
-"""Layers of models as modules over the catalog's operators, with their gradients: hyper-connections and n-gram memory.
+"""Layers of models as modules over the catalog's operators, with gradients: hyper-connections and n-gram memory.
 
-A layer runs the fastest verified kernels of the machine, forward and backward, and the references of the Definitions where there
-are none. Parameters have the names that transformers gives them, so that its checkpoints load.
+A layer runs the fastest verified kernels of the machine, forward and backward, or else the references of the Definitions. Its
+parameters have the names that transformers uses, so checkpoints of transformers load.
 """
 
 from tilegym_db.layers.engram import EngramGateLayer

@@ -1,6 +1,6 @@
-"""An operator of the catalog and that of its gradients as one function that autograd can go back through.
+"""An operator of the catalog and the operator of its gradients, as one differentiable function.
 
-What is handed from forward to backward follows from the two records: a backward names the forward's inputs, outputs that it kept,
+The two records define what the forward passes to the backward: a backward names inputs of the forward, outputs that are kept,
 ``grad_<output>`` and ``grad_<input>``.
 """
 
@@ -23,10 +23,11 @@ Function = Callable[..., Any]
 
 
 def operator(name: str) -> Function:
-    """``function(*inputs)`` of a Definition, in any floating dtype.
+    """Return ``function(*inputs)`` of a Definition, for any floating dtype.
 
-    A dtype that the Definition lists is served as :mod:`tilegym_db.ops` does; another one by the reference, in float64 without
-    the roundings that it states, so that gradients can be checked. Autocast has no say: an operator states its own dtypes.
+    For a dtype that the Definition lists, it runs as in :mod:`tilegym_db.ops`. For another dtype, the reference runs in float64
+    without the roundings that it states, so that gradients can be checked. Autocast has no effect, because an operator states
+    its dtypes.
     """
     definition = Catalog.default(warns=False).definition(name)
     serve, reference = getattr(ops, name), load_function(definition.reference, name)
@@ -46,10 +47,10 @@ def operator(name: str) -> Function:
 
 
 def _apart(returned: Any) -> Any:
-    """What a reference returns; in a compiled graph, in tensors that no other step of it returned.
+    """Copy what a reference returns; in a compiled graph, into tensors that no other step of the graph returned.
 
-    The graph that PyTorch 2.11 makes of an autograd function also returns all its steps. Where the last is a cast that changes
-    nothing, the output is the tensor of the step before, and autograd hands its gradient to that step: the others become zero.
+    The graph that PyTorch 2.11 makes of an autograd function also returns all its steps. If the last step is a cast that changes
+    nothing, the output is the tensor of the step before. Autograd then gives the gradient to that step, and others become zero.
     """
     if not torch.compiler.is_compiling():
         return returned
@@ -57,7 +58,7 @@ def _apart(returned: Any) -> Any:
 
 
 def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
-    """Return the dtypes that each input may have, in order; none for a number."""
+    """Return the dtypes that each input may have, in order; empty for a number."""
     return [
         frozenset()
         if spec.is_scalar
@@ -67,9 +68,9 @@ def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
 
 
 def differentiable(forward: str, backward: str) -> Function:
-    """``function(*inputs)`` of one Definition, whose gradients are those that another one computes.
+    """Return ``function(*inputs)`` of one Definition whose gradients another Definition computes.
 
-    Outputs that the backward takes as they are have no gradient of their own. There is no second derivative.
+    Outputs that the backward takes as inputs have no gradient. There is no second derivative.
     """
     catalog = Catalog.default(warns=False)
     first, second = catalog.definition(forward), catalog.definition(backward)
@@ -89,7 +90,7 @@ def differentiable(forward: str, backward: str) -> Function:
             ctx.save_for_backward(*tensors)
             ctx.scalars = [None if isinstance(value, torch.Tensor) else value for value in inputs]
             ctx.mark_non_differentiable(*(found[place] for place in fixed))
-            return found  # a tuple always, which compilers want
+            return found  # always a tuple, because compilers need one
 
         @staticmethod
         @once_differentiable

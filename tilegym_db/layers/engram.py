@@ -1,4 +1,4 @@
-"""N-gram memory: looked-up values, gated into every copy of the residual stream."""
+"""N-gram memory: looked-up values that are gated into every copy of the residual stream."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import nn
 from tilegym_db.layers.differentiable import differentiable, operator
 
 _gate = differentiable("engram_gate_fwd_save", "engram_gate_backward_saved")
-_gate_alone = operator("engram_gate_fwd")  # without what a gradient needs
+_gate_alone = operator("engram_gate_fwd")  # without the outputs that a gradient needs
 
 
 class EngramGateLayer(nn.Module):
-    """hidden + gate * value; the gate of a copy says how well its hidden state and a looked-up key agree."""
+    """A layer for hidden + gate * value. The gate of a copy measures how well its hidden state and a looked-up key agree."""
 
     def __init__(self, hidden_size: int, num_copies: int = 4, *, clamp: float = 1e-6, eps: float = 1e-20) -> None:
-        """Make the two norm weights, of ones.
+        """Create the two norm weights, filled with ones.
 
         Args:
             hidden_size: H.
             num_copies: copies of the residual stream, C.
-            clamp: smallest magnitude of a score under the root, which bounds its slope.
+            clamp: smallest magnitude of a score under the root, which limits its slope.
             eps: added to the mean squares.
         """
         super().__init__()
@@ -29,12 +29,12 @@ class EngramGateLayer(nn.Module):
         self.weight_embed = nn.Parameter(torch.ones(num_copies, hidden_size))
 
     def reset_parameters(self) -> None:
-        """Weights of one."""
+        """Set the weights to one."""
         nn.init.ones_(self.weight_hidden)
         nn.init.ones_(self.weight_embed)
 
     def forward(self, hidden: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Hidden and key [..., C, H], value [..., H] -> [..., C, H]; keys and values in the dtype of the hidden state."""
+        """Map hidden and key [..., C, H] and value [..., H] to [..., C, H]; key and value in the dtype of hidden."""
         count, size, dtype = self.num_copies, self.hidden_size, hidden.dtype
         tensors = (
             hidden.reshape(-1, count, size),
@@ -51,5 +51,5 @@ class EngramGateLayer(nn.Module):
         return gated
 
     def extra_repr(self) -> str:
-        """Sizes, as a printed model shows them."""
+        """Return the sizes for a printed model."""
         return f"hidden_size={self.hidden_size}, num_copies={self.num_copies}"

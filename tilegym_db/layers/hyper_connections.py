@@ -16,25 +16,25 @@ _sinkhorn = differentiable("mhc_sinkhorn", "mhc_sinkhorn_backward")
 _apply_mix = differentiable("mhc_pre_apply_mix", "mhc_pre_apply_mix_backward")
 _post = differentiable("mhc_post", "mhc_post_backward")
 _head_mix = differentiable("mhc_head_compute_mix", "mhc_head_compute_mix_backward")
-_pre_fused = operator("mhc_pre_fused")  # without a gradient: everything before a sublayer at once
+_pre_fused = operator("mhc_pre_fused")  # everything before a sublayer in one operator, without a gradient
 
 Coefficients = tuple[torch.Tensor, torch.Tensor]
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter in float32, also where the model was cast to half precision; float64 stays."""
+    """Return a parameter in float32, even if the model was cast to half precision; float64 stays."""
     return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
 def _flat(streams: torch.Tensor) -> torch.Tensor:
-    """[..., C, H] -> [M, C, H], contiguous."""
+    """Flatten [..., C, H] to [M, C, H], contiguous."""
     return streams.reshape(-1, *streams.shape[-2:])
 
 
 class HyperConnection(nn.Module):
-    """What stands around one sublayer: streams -> coefficients and the sublayer's input; and the writing back of its output.
+    """The code around one sublayer: streams -> coefficients and the sublayer's input, and the mixing of its output.
 
-    ``fn``, ``base`` and ``scale`` are those of transformers' DeepSeek-V4 and GLM-5-Next, as is what ``forward`` returns.
+    ``fn``, ``base``, ``scale`` and the results of ``forward`` are those of DeepSeek-V4 and GLM-5-Next in transformers.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class HyperConnection(nn.Module):
         norm_eps: float = 1e-6,
         eps: float = 1e-6,
     ) -> None:
-        """Parameters are float32 and should stay so.
+        """Create the parameters in float32, in which they should stay.
 
         Args:
             num_connections: residual streams, C.
-            hidden_size: values of a stream, H.
+            hidden_size: values per stream, H.
             sinkhorn_steps: column steps that make the mixing matrix nearly doubly stochastic.
-            post_mult: largest weight with which a stream takes the sublayer's output.
+            post_mult: largest weight of the sublayer's output in a stream.
             norm_eps: added to the mean square of the streams.
             eps: added to the gates and to the entries and sums of the mixing matrix.
         """
@@ -67,13 +67,13 @@ class HyperConnection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As transformers does: a small random projection, no base, scales of one."""
+        """Set the parameters as transformers does: a small random projection, a base of zeros, scales of one."""
         nn.init.normal_(self.fn, std=0.02)
         nn.init.zeros_(self.base)
         nn.init.ones_(self.scale)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Streams [..., C, H] -> post [..., C], comb [..., C, C] in float32, input of the sublayer [..., H]."""
+        """Map streams [..., C, H] to post [..., C] and comb [..., C, C] in float32, and the sublayer's input [..., H]."""
         flat, leading = _flat(streams), streams.shape[:-2]
         fn, base, scale = _wide(self.fn), _wide(self.base), _wide(self.scale)
         if torch.is_grad_enabled() and (streams.requires_grad or fn.requires_grad):
@@ -92,7 +92,7 @@ class HyperConnection(nn.Module):
         )
 
     def write_back(self, output: torch.Tensor, streams: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
-        """Output [..., H] of the sublayer and the streams before it -> streams after it; coefficients are (post, comb)."""
+        """Return the streams after a sublayer from its output [..., H] and the streams before; coefficients: (post, comb)."""
         post, comb = coefficients
         count = self.num_connections
         written: torch.Tensor = _post(
@@ -104,15 +104,15 @@ class HyperConnection(nn.Module):
         return written.reshape(streams.shape)
 
     def extra_repr(self) -> str:
-        """Sizes, as a printed model shows them."""
+        """Return the sizes for a printed model."""
         return f"num_connections={self.num_connections}, hidden_size={self.hidden_size}, steps={self.sinkhorn_steps}"
 
 
 class HyperHead(nn.Module):
-    """The streams after the last sublayer, weighted and summed; parameters as in transformers' DeepSeek-V4."""
+    """The weighted sum of the streams after the last sublayer; parameters as in DeepSeek-V4 of transformers."""
 
     def __init__(self, num_connections: int, hidden_size: int, *, norm_eps: float = 1e-6, eps: float = 1e-6) -> None:
-        """Parameters are float32 and should stay so; arguments as for :class:`HyperConnection`."""
+        """Create the parameters in float32, in which they should stay; arguments as for :class:`HyperConnection`."""
         super().__init__()
         self.hidden_size, self.norm_eps, self.eps = hidden_size, norm_eps, eps
         self.hc_fn = nn.Parameter(torch.empty(num_connections, num_connections * hidden_size))
@@ -121,13 +121,13 @@ class HyperHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As transformers does."""
+        """Set the parameters as transformers does."""
         nn.init.normal_(self.hc_fn, std=0.02)
         nn.init.zeros_(self.hc_base)
         nn.init.ones_(self.hc_scale)
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """Streams [..., C, H] -> [..., H]."""
+        """Map streams [..., C, H] to [..., H]."""
         flat = _flat(streams)
         mixes, _ = _norm_fn(flat, _wide(self.hc_fn), self.norm_eps)
         weights = _head_mix(mixes, _wide(self.hc_scale), _wide(self.hc_base), self.eps)
@@ -136,7 +136,7 @@ class HyperHead(nn.Module):
 
 
 class MHCPipeline(nn.Module):
-    """Sublayers with hyper-connections around each: an activation goes in and comes out, C residual streams in between."""
+    """Sublayers with hyper-connections around each. An activation goes in and comes out; inside are C residual streams."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class MHCPipeline(nn.Module):
         norm_eps: float = 1e-6,
         eps: float = 1e-6,
     ) -> None:
-        """Each sublayer maps [..., H] to [..., H]; one that changes nothing if none are given. Else as HyperConnection."""
+        """Take sublayers that map [..., H] to [..., H], by default the identity; other arguments as for HyperConnection."""
         super().__init__()
         self.num_connections = num_connections
         self.sublayers = nn.ModuleList([nn.Identity()] if sublayers is None else sublayers)
@@ -167,7 +167,7 @@ class MHCPipeline(nn.Module):
         self.head = HyperHead(num_connections, hidden_size, norm_eps=norm_eps, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activation [..., H] -> [..., H]."""
+        """Map an activation [..., H] to [..., H]."""
         size = x.shape[-1]
         streams = _expand(x.reshape(-1, size), self.num_connections)
         streams = streams.reshape(*x.shape[:-1], self.num_connections, size)

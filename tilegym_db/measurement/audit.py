@@ -43,7 +43,7 @@ work there.
 MAX_QUEUED = 900
 """Launches that can wait on a device without blocking further launches: its queue holds 1,024."""
 MIN_CALLS_BY_TIME = 4
-"""Minimum number of calls, however long the worker says that a launch takes: with fewer calls the check is weaker."""
+"""Minimum number of calls for any launch time that the worker reports; with fewer calls the check is weaker."""
 NULL_CALLS = 5
 AUDIT_TIMEOUT_S = 60.0
 
@@ -296,7 +296,7 @@ def _busy_us(host_us: float, busy_times: Sequence[float]) -> float:
     return next((busy for busy in busy_times if busy >= 1.5 * host_us + 100.0), busy_times[-1])
 
 
-# ---- Fresh contents -------------------------------------------------------------------------------
+# ---- fresh contents -------------------------------------------------------------------------------
 # Check outputs on contents that a Solution has not seen before, relative to those of stock code.
 
 
@@ -396,7 +396,7 @@ def own_kernel(functions: Iterable[str]) -> re.Pattern[str]:
 def check_ownership(solution: Solution, sources: Mapping[str, bytes], used: Sequence[KernelUse]) -> Ownership:
     """Check that a tile Solution does its own work, on the stream it was called on.
 
-    Memsets (an output, a workspace) are not counted. A ``python`` Solution may launch whatever PyTorch launches.
+    Memsets (an output, a workspace) are not counted. A ``python`` Solution may launch all kernels that PyTorch launches.
 
     Args:
         solution: its language is checked.

@@ -166,7 +166,7 @@ def _prefix(trace: Trace) -> str:
     return "_".join((trace.language, trace.definition, trace.gpu, dtypes, re.sub(r"[^A-Za-z0-9_.-]", "", shape)[:120]))
 
 
-# ---- Missing confinement --------------------------------------------------------------------------
+# ---- missing confinement --------------------------------------------------------------------------
 # Rules for a machine that cannot confine workers: it promotes only sources that the package ships, for its own user.
 
 
@@ -195,7 +195,7 @@ def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]
         names: Definitions or Solutions to promote; empty means all.
 
     Raises:
-        HardwareError: none of them may be promoted; the message states what the kernel of this machine refused.
+        HardwareError: they may not be promoted; the message states what the kernel of this machine refused.
     """
     sandbox = best_level(machine.device)
     if sandbox.level >= MIN_SANDBOX_LEVEL:

@@ -67,7 +67,7 @@ class Runner:
 
     def unsupported(self, workload: Workload) -> str | None:
         """Return the reason why the Solution's declared limits exclude this workload, or None."""
-        # On a CPU, tile languages run in their interpreters, whatever their targets.
+        # On a CPU, tile languages run in their interpreters, for any targets.
         target = self.sm if self.device != CPU else CPU if self.solution.record.spec.language == "python" else None
         return self.solution.record.unsupported(
             self.definition.bind_axes(workload.axes),

@@ -1,4 +1,4 @@
-"""A call site: what all modules of one group share, the way to a kernel and the calls that never got that far."""
+"""Call sites: one per group of modules. Each asks for a kernel and counts the calls that do not get one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
-NEEDS_GRAD = "a gradient may be asked for; torch.no_grad() or torch.inference_mode() says that none is"
-IN_AUTOCAST = "autocast is on in a call that trains"
-AUTOCAST = "autocast picks the dtype that it computes in"
+NEEDS_GRAD = "the call may need a gradient; torch.no_grad() or torch.inference_mode() rules that out"
+IN_AUTOCAST = "autocast is on during training"
+AUTOCAST = "autocast chooses the dtype of the computation"
 TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
 NOT_PLAIN = "the input is no plain tensor"
 NOT_ROWS = "the input cannot be viewed as rows without a copy"
 OTHER_ACTIVATION = "the activation was replaced, or has hooks"
 HAS_HOOKS = "the norm was replaced, or has hooks"
-HELD = "what the sub-layer returned is held by somebody else too, so that it must not be overwritten"
+HELD = "other code still holds the output of the sub-layer, so it must not be overwritten"
 UNPATCHED = "unpatched"
 
 _grad_enabled = torch.is_grad_enabled
@@ -39,9 +39,9 @@ _Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Operator:
-    """The operator of a Definition as compilers see it: ``call(*inputs, name)``, ``name`` being that of the site.
+    """The operator of a Definition as compilers see it: ``call(*inputs, name)``, with the name of the call site.
 
-    ``impl`` is what the operator finds by that name, kept alive here and by nothing else.
+    The operator finds ``impl`` by that name. Only this object keeps ``impl`` alive.
     """
 
     call: Callable[..., Any]
@@ -57,18 +57,18 @@ class CallSite:
     """One group of modules that call a Definition.
 
     Attributes:
-        serve: ``serve(*inputs)`` gives the outputs by a kernel, or None with nothing done.
-        dispatcher: what ``serve`` asks.
-        operator: what goes into compiled code; None if only stock code may.
-        training: serves calls that a derivative may be asked of; None if only stock code may.
-        stock: ``stock(*inputs)`` returns the outputs by the Definition's stock solution.
-        bypassed: how many calls were not served, by reason.
-        own_code: how many calls the model's own code would have run in each of its ways, where it has several.
+        serve: ``serve(*inputs)`` returns the outputs of a kernel, or None if no kernel ran.
+        dispatcher: the dispatcher that ``serve`` asks.
+        operator: the operator for compiled code; None if only stock code may run there.
+        training: serves calls that may need a derivative; None if only stock code may.
+        stock: ``stock(*inputs)`` returns the outputs of the Definition's stock solution.
+        bypassed: reason -> number of calls that were not served.
+        own_code: execution mode of the model's own code -> number of calls; empty unless the model has several modes.
         is_open: False once :meth:`close` sends every call to the stock code, for the reason ``closed``.
-        give_up: called once ``patience`` calls have asked for a kernel and none got one; returns how many more to wait for.
-        before: the site that is asked first, and whose outputs are inputs of this one's calls; None for most.
-        is_recorded: True while nothing is served and calls are only kept: stock then gives what comes before them.
-        shadows: take away the modules that a copied function reads its globals from; see :mod:`.rebind`.
+        give_up: called after ``patience`` calls without a kernel; returns the number of further calls to wait for.
+        before: the call site whose outputs are inputs of this one; it is asked first. None for most sites.
+        is_recorded: True while calls are only recorded and none is served; the stock code then also runs ``before``.
+        shadows: functions that remove the modules from which a copied function reads its globals.
     """
 
     __slots__ = (
@@ -114,31 +114,31 @@ class CallSite:
         self.shadows: list[Callable[[], Any]] = []
 
     def close(self, reason: str = UNPATCHED) -> None:
-        """Let no call through any more; ``reason`` is what they are counted under."""
+        """Send all further calls to the stock code, and count them under ``reason``."""
         self.is_open, self.closed = False, self.closed or reason
 
     def bypass(self, reason: str) -> None:
-        """Count a call that is left to the stock code."""
+        """Count a call that runs the stock code."""
         self.bypassed[reason] = self.bypassed.get(reason, 0) + 1
 
-    def own_way(self, name: str) -> None:
-        """Count a call, served or not, by the way in which the model's own code would run it."""
+    def count_own_mode(self, name: str) -> None:
+        """Count a call, served or not, by the execution mode of the model's own code."""
         self.own_code[name] = self.own_code.get(name, 0) + 1
 
     def unserved(self) -> None:
-        """Count a call that asked for a kernel and was left to the stock code."""
+        """Count a call that asked for a kernel and ran the stock code."""
         if self.patience > 0:
             self.patience -= 1
             if self.patience == 0 and self.give_up is not None:
                 self.patience = self.give_up(self)
 
-    def must_run_stock(self, training: bool, *tensors: Any) -> bool:
-        """Return True if the call must run the stock code whatever was measured; if so it is counted.
+    def falls_back(self, training: bool, *tensors: Any) -> bool:
+        """Return True, and count the call, if it must run the stock code for any measurements.
 
         Args:
             training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
-                must compute the same.
-            tensors: what a gradient may flow to; the first is the activation.
+                runs must compute the same.
+            tensors: the tensors that a gradient may flow to; the first is the activation.
         """
         trains = training or (_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         if training and self.training is None:
@@ -158,7 +158,7 @@ class CallSite:
         return True
 
     def ask(self, training: bool, *inputs: Any) -> Any:
-        """Return the outputs by a kernel, or None with nothing done, for a call that does not have to run stock code.
+        """Return the outputs of a kernel, or None if none ran. Ask only if :meth:`falls_back` returned False.
 
         Args:
             training: the module's flag.
@@ -181,13 +181,13 @@ class CallSite:
     def traced(self, training: bool, *tensors: Any) -> Operator | None:
         """Return the operator to put into compiled code for these tensors, or None for the stock code.
 
-        A compiler runs this while it traces, and guards on what it reads. Nothing is counted, and an exported program has
-        no operators of this package in it. One dtype only: what an operation of several dtypes gives is for PyTorch to say.
+        A compiler runs this while it traces, and guards on what it reads. Nothing is counted. An exported program has no
+        operators of this package in it. All tensors must have one dtype: PyTorch alone defines the result of mixed dtypes.
         """
-        # Its function is_exporting() answers True to every compiler in PyTorch 2.11.
+        # torch.compiler.is_exporting() returns True for every compiler in PyTorch 2.11.
         if self.operator is None or not self.is_open or training or torch.compiler._is_exporting_flag:
             return None
-        if forward_ad._current_level >= 0:  # a kernel knows no derivative
+        if forward_ad._current_level >= 0:  # kernels have no forward-mode derivative
             return None
         for tensor in tensors:
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != tensors[0].dtype:
@@ -197,8 +197,8 @@ class CallSite:
         return self.operator
 
 
-# ---- rebind ---------------------------------------------------------------------------------------
-# Ways to give one instance other behaviour without touching its class, its module or its ``__dict__``.
+# ---- replaced behaviour ---------------------------------------------------------------------------
+# These functions change one instance. Its class, its module and its ``__dict__`` stay as they are.
 
 _MARK = "_tilegym_db_replaces"
 _numbers = itertools.count()
@@ -207,12 +207,12 @@ _numbers = itertools.count()
 def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
     """Return a class that differs from ``base`` in ``forward`` only.
 
-    It keeps the name, so that configs keyed by class name go on working; copying or pickling an instance gives back the base
-    class, so that nothing of this package ends up in a checkpoint.
+    The name stays, so configs keyed by class name still work. Copying or pickling an instance gives the base class, so a
+    checkpoint has nothing of this package in it.
     """
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        # Protocol 1 has the class among its arguments; picklers refuse another class there in the later ones.
+        # Protocol 1 lists the class among the arguments. With later protocols, picklers accept no other class there.
         reduced: Any = base.__reduce_ex__(self, min(int(protocol), 1))
         function, arguments, *rest = reduced
         restored = tuple(base if argument is patched else argument for argument in arguments)
@@ -231,23 +231,22 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
 
 
 def is_patched(module: torch.nn.Module) -> bool:
-    """Return True if the module's class, or one that it derives from, was made by :func:`subclass`."""
+    """Return True if :func:`subclass` made the module's class or a base of it."""
     return hasattr(type(module), _MARK)
 
 
 def unpatched_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the module's class, or what it was before :func:`subclass` made another of it."""
+    """Return the module's class as it was before :func:`subclass` replaced it."""
     cls = type(module)
     replaced: type[torch.nn.Module] | None = vars(cls).get(_MARK)
     return cls if replaced is None else replaced
 
 
 def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> tuple[FunctionType, Callable[[], Any]]:
-    """Return the same code, reading its globals from a module of its own in which some are replaced; and what removes
-    that module.
+    """Return a copy of a function that reads its globals from a new module, and a function that removes that module.
 
-    The module is registered under a private name because tracers look a function's globals up by module name. It is removed
-    by the second result, or with the function.
+    Some globals are replaced in the new module. It is registered under a private name, because tracers look up a function's
+    globals by module name. The second result removes it; so does the end of the copied function.
     """
     shadow = ModuleType(f"{function.__module__}__tilegym_db_{next(_numbers)}")
     private = {"__name__", "__spec__", "__loader__"}
@@ -265,30 +264,30 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
 
 
 def has_hooks(module: Any) -> bool:
-    """Return True if calling a module does more than its class's forward: hooks, or a forward of its own."""
+    """Return True if a call of a module does more than its class's forward: it has hooks, or a forward on the instance."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 # ---- rows -----------------------------------------------------------------------------------------
-# Activations as the rows of a matrix: a view, or nothing. Nothing here is ever copied.
+# Activations as the rows of a matrix. Each function makes a view or gives up; none copies.
 
 
 def rows(value: torch.Tensor) -> torch.Tensor | None:
-    """[..., N] as [M, N] without a copy; None if the strides do not allow it, or N is not the innermost one."""
+    """View [..., N] as [M, N] without a copy; return None if the strides do not allow it or N is not innermost."""
     if value.dim() == 2 and value.stride(1) == 1:
         return value
     return value.view(-1, value.shape[-1]) if are_rows(value) else None
 
 
 def are_rows(value: torch.Tensor) -> bool:
-    """Return True if :func:`rows` has an answer; a matrix counts only where it is not empty."""
+    """Return True if :func:`rows` returns a view; an empty tensor has none."""
     if value.dim() < 2 or value.numel() == 0:
         return False
     return value.is_contiguous() or _has_mergeable_rows(value)
 
 
 def _has_mergeable_rows(value: torch.Tensor) -> bool:
-    """Return True if the leading axes, from the last to the first, are steps of one constant stride."""
+    """Return True if all leading axes together step through memory with one constant stride."""
     *leading, last = zip(value.shape, value.stride(), strict=True)
     steps = [(size, stride) for size, stride in leading if size != 1]
     follow = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(steps))

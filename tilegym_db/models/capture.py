@@ -1,4 +1,4 @@
-"""Keeps what a model's own code was given at its call sites, while it runs two batches and decodes two positions of each."""
+"""Capture the inputs of a model's call sites. The model runs two batches and decodes two positions of each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PROMPT_TOKENS = 128
 SEED = 0
 BATCHES = 2
 DECODED = 2
-"""Positions after each prompt. With one alone, a kernel could keep the rotary tables of the first call of a shape."""
+"""Positions after each prompt. With only one, a kernel could reuse the rotary tables of the first call of a shape."""
 ALIGNMENT_BYTES = 256
-"""What allocators align to at least: a tensor that starts elsewhere keeps its offset from it in a copy."""
+"""Minimum alignment of allocators. A copy keeps the offset of a tensor that starts elsewhere."""
 
 ModelInputs = torch.Tensor | Mapping[str, Any]
 """Token ids [batch, tokens], or the arguments of the model's forward by name."""
@@ -34,8 +34,8 @@ ModelInputs = torch.Tensor | Mapping[str, Any]
 class CapturedCall:
     """The first call of one kind (shapes, dtypes, strides) at a call site in one stage, ``prefill`` or ``decode``.
 
-    ``inputs`` are copies in the strides that the model passed, and the weights themselves, in the order of the Definition.
-    ``later`` are those of further calls of the kind, one of each forward: other positions, other tokens.
+    ``inputs`` are in the order of the Definition: copies with the strides that the model passed, and the weights themselves.
+    ``later`` are the inputs of further calls of this kind, one per forward, at other positions or of other tokens.
     """
 
     stage: str
@@ -44,27 +44,28 @@ class CapturedCall:
 
     @property
     def all_inputs(self) -> tuple[tuple[Any, ...], ...]:
-        """Those of every call that was kept, in the order in which the model made them."""
+        """The inputs of every captured call, in the order of the calls."""
         return (self.inputs, *self.later)
 
 
 def captured_calls(
     model: torch.nn.Module, sites: Sequence[CallSite], inputs: ModelInputs | None = None
 ) -> list[list[CapturedCall]]:
-    """Run the model on stock code and return for each site the calls that it would have asked a kernel for.
+    """Run the model on stock code and return for each site the calls that ask for a kernel.
 
     Args:
         model: patched, in eval mode.
         sites: the call sites of the patch.
-        inputs: what to run; random token ids by default. Then other random ids of the same sizes, where the inputs have
-            ``input_ids`` and the model states its vocabulary. A model that generates decodes two positions each time.
+        inputs: the inputs of the first batch; random token ids by default. The second batch has other random ids of the same
+            sizes, if the inputs have ``input_ids`` and the model states its vocabulary. A model that generates decodes two
+            positions of each batch.
 
     Raises:
-        UsageError: the model is in training mode, or has no vocabulary to draw random token ids from.
+        UsageError: the model is in training mode, or it has no vocabulary to draw random token ids from.
     """
     if model.training:
         raise UsageError(
-            "a patch is proved on a run of the model, which is in training mode: call model.eval() first.",
+            "verification runs the model, and the model is in training mode: call model.eval() first.",
             code="model_in_training",
         )
     first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
@@ -82,8 +83,9 @@ def captured_calls(
 
 
 def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: int) -> Mapping[str, Any] | None:
-    """Return the same arguments with random ids wherever there is a token; None if there are no ids, or no
-    vocabulary.
+    """Return the same arguments with other random ids in place of the tokens, but not of the padding.
+
+    Returns None if there are no ids or no vocabulary.
     """
     ids, mask, size = given.get("input_ids"), given.get("attention_mask"), _vocabulary(model)
     if not isinstance(ids, torch.Tensor) or size is None:
@@ -95,7 +97,7 @@ def _with_other_tokens(model: torch.nn.Module, given: Mapping[str, Any], seed: i
 
 
 def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tensor:
-    """Random token ids [batch, tokens], the same at every call, on the device of the model's first parameter.
+    """Draw token ids [batch, tokens], the same at every call, on the device of the model's first parameter.
 
     Raises:
         UsageError: the model's config states no ``vocab_size``.
@@ -103,7 +105,7 @@ def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tens
     size = _vocabulary(model)
     if size is None:
         raise UsageError(
-            f"{type(model).__name__} states no vocabulary; pass inputs= with what its forward takes.",
+            f"{type(model).__name__} states no vocabulary size; pass inputs= with the arguments of its forward.",
             code="vocabulary_unknown",
         )
     generator = torch.Generator().manual_seed(SEED)
@@ -119,7 +121,7 @@ def _vocabulary(model: torch.nn.Module) -> int | None:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, overlaps and alignment in memory of its own."""
+    """Return a copy in new memory with the same strides, overlaps and alignment."""
     if tensor.numel() == 0:
         return tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -130,10 +132,10 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a model's arguments for one run, which may change them, as it does a cache of keys and values.
+    """Copy a model's arguments for one run, because a run may change them, for example a cache of keys and values.
 
     Raises:
-        UsageError: an argument cannot be copied, such as a tensor that a graph of gradients leads to.
+        UsageError: an argument cannot be copied, for example a tensor that is the result of differentiable operations.
     """
     copies = {}
     for name, value in given.items():
@@ -141,15 +143,15 @@ def own_inputs(given: Mapping[str, Any]) -> dict[str, Any]:
             copies[name] = copy.deepcopy(value)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UsageError(
-                f"inputs[{name!r}], a {type(value).__name__}, is run more than once and cannot be copied: {error}. Leave it "
-                "out, or make it under torch.no_grad().",
+                f"inputs[{name!r}], a {type(value).__name__}, is used in several runs and cannot be copied: {error}. Leave it "
+                "out, or create it under torch.no_grad().",
                 code="inputs_not_copyable",
             ) from error
     return copies
 
 
 class _Recorder:
-    """Stands in for a site's way to kernels: keeps the first call of each kind in each forward, and stock code serves all."""
+    """A stand-in for ``serve`` of a call site. It keeps the first call of each kind in each forward and serves none."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -158,26 +160,27 @@ class _Recorder:
         self._last: dict[Any, int] = {}
 
     def begin(self, stage: str) -> None:
-        """A forward of the model in that stage comes next."""
+        """Note that a forward of the model in that stage comes next."""
         self._stage = stage
         self._forward += 1
 
     @property
     def calls(self) -> list[CapturedCall]:
-        """What was kept, one of each kind."""
+        """The captured calls, one of each kind."""
         return [CapturedCall(stage, first, tuple(later)) for (stage, _), (first, *later) in self._kept.items()]
 
     def __call__(self, *inputs: Any) -> None:
         key = (self._stage, tuple(map(_kind, inputs)))
-        if self._last.get(key) != self._forward:  # further layers of the same forward share its positions
+        if self._last.get(key) != self._forward:  # further layers of one forward have the same positions
             self._last[key] = self._forward
             kept = tuple(copied(value) if _is_activation(value) else value for value in inputs)
             self._kept.setdefault(key, []).append(kept)
 
 
 def _is_activation(value: Any) -> bool:
-    """Return True if a model may overwrite it before it is looked at. Weights stay as they are, and those of experts
-    are large.
+    """Return True if a model may overwrite a value before the comparison reads it.
+
+    Weights do not change, and those of experts are too large to copy.
     """
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
@@ -190,7 +193,7 @@ def _kind(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[None]:
-    """Tell the recorders which stage runs: the model's first forward is the prefill, all others decode."""
+    """Announce each stage to the recorders: the first forward of the model is the prefill, all others decode."""
     stages = iter(("prefill",))
 
     def begin(*_: Any) -> None:
@@ -226,15 +229,15 @@ def _run(model: Any, shared: Mapping[str, Any]) -> None:
 
 
 # ---- workloads ------------------------------------------------------------------------------------
-# Captured calls as Workloads, so that ``bench`` measures what a model really asks for.
+# Captured calls become Workloads, so that ``bench`` measures the calls that a model really makes.
 
 CAPTURED = "captured"
 
 
 def workload_of(definition: Definition, call: CapturedCall, allocate: Allocate) -> Workload | None:
-    """Return the sizes, dtypes, scalars and strides of a captured call; None if no Workload can say them.
+    """Return the sizes, dtypes, scalars and strides of a captured call; None if a Workload cannot express the call.
 
-    That is so for a call that is none of the Definition (stock code serves it), and for a tensor that overlaps itself.
+    A Workload cannot express a call outside the Definition, which stock code serves, or a tensor that overlaps itself.
     """
     shadows = [
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -268,17 +271,15 @@ def workload_of(definition: Definition, call: CapturedCall, allocate: Allocate) 
 
 
 def _settled_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides, with that of a dimension of size 1, which may be anything, as if the dimensions after it were
-    dense.
-    """
+    """Return the strides. Those of dimensions of size 1, which are arbitrary, become those of a dense tensor."""
     dense = contiguous_strides(value.shape)
     return tuple(own if size != 1 else step for size, own, step in zip(value.shape, value.stride(), dense, strict=True))
 
 
 def new_workloads(workloads: Iterable[Workload], catalog: Catalog, tags: Sequence[str] = ()) -> list[Workload]:
-    """Return those that the catalog does not have under whatever spelling, with more tags.
+    """Return the workloads that the catalog does not have yet, with more tags.
 
-    Two Workloads are one where sizes, dtypes, scalars and strides agree: ``strided(S*D, 1)`` is ``strided(1024, 1)``.
+    Two Workloads are equal if sizes, dtypes, scalars and strides agree: ``strided(S*D, 1)`` can equal ``strided(1024, 1)``.
     """
     known: dict[str, set[Any]] = {}
     new = []

@@ -1,4 +1,4 @@
-"""What was found in a model: groups of modules that play one part, and the code that a Definition says it computes."""
+"""Groups of modules that play one part in a model, and the code that a Definition says it computes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Found:
+class ModuleGroup:
     """All modules of one class that play one part in the model.
 
-    ``kind`` is the part, a module of :mod:`tilegym_db.models.parts`. ``function`` tells several of one forward
-    apart: the rotary function of a rope, the norm that a layer calls with its residual sum, the Definition that some calls of an
-    attention are. ``samples`` are the modules to probe, which speak for the others. ``norm`` is what was found of the norm that a
-    layer calls. ``before`` is what the patched forward calls first, through a call site of its own. ``nominee`` is what the site
-    computes once that is confirmed. ``reason`` says why the site stays stock; empty if it may be patched.
+    Attributes:
+        kind: the part, a module of :mod:`tilegym_db.models.parts`.
+        function: distinguishes groups that share one forward. It is the rotary function of a rope, the norm that a layer calls
+            with its residual sum, or the Definition of some calls of an attention.
+        samples: the modules to probe, which represent the others.
+        norm: the group of the norm that a layer calls.
+        before: the operator that the patched forward calls first, through another call site.
+        match: the Definition that the site computes, once a probe has confirmed it.
+        reason: the reason for stock code only; empty if the group may be patched.
     """
 
     kind: str
@@ -42,39 +46,39 @@ class Found:
     modules: tuple[Module, ...]
     function: str = ""
     samples: tuple[Module, ...] = ()
-    norm: Found | None = None
-    before: Before | None = None
+    norm: ModuleGroup | None = None
+    before: UpstreamOp | None = None
     definition: str = ""
-    nominee: Nominee | None = None
+    match: DefinitionMatch | None = None
     reason: str = ""
 
 
-class Before(NamedTuple):
-    """A Definition whose outputs are inputs of what a site computes; ``stock(*inputs)`` gives them by its stock solution."""
+class UpstreamOp(NamedTuple):
+    """A Definition whose outputs a call site takes as inputs; ``stock(*inputs)`` computes them by its stock solution."""
 
     definition: Definition
     stock: Callable[..., Any] | None
 
 
-class Nominee(NamedTuple):
-    """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that says so."""
+class DefinitionMatch(NamedTuple):
+    """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that states this code."""
 
     definition: Definition
     code: ModelCode
 
     def attribute(self, name: str) -> str:
-        """Where a module keeps an input of the Definition, or what plays a role in its code."""
+        """Return the name of the module's attribute for an input of the Definition or for a role in its code."""
         return self.code.attributes.get(name, name)
 
     def value(self, module: Module, name: str) -> Any:
-        """Return an input that a module keeps, or that its code has as a constant; None if it has no such attribute."""
+        """Return an input that a module keeps or that its code has as a constant; None if it has no such attribute."""
         constant = self.code.constants.get(name)
         value = getattr(module, self.attribute(name), None) if constant is None else constant
-        # A whole number stands for another in a model's code; a Definition takes what it says.
+        # Model code may pass an int for a float; the Definition states the type.
         return float(value) if type(value) is int and self.definition.inputs[name].dtype in FLOATS else value
 
     def why_no_number(self, module: Module, name: str) -> str:
-        """Return why what a module has for a number of the Definition is none; empty if it is one."""
+        """Return the reason if the module's value is no number of the Definition's type; empty if it is one."""
         value, dtype = self.value(module, name), self.definition.inputs[name].dtype
         expected = bool if dtype == "bool" else float if dtype in FLOATS else int
         if type(value) is expected:
@@ -82,36 +86,36 @@ class Nominee(NamedTuple):
         return f"its {self.attribute(name)} is {value!r}, no number that {self.definition.name} takes"
 
 
-class Variants(NamedTuple):
-    """``nominees`` are what a piece of code may compute; ``alternatives``, what its bits must differ from besides."""
+class MatchCandidates(NamedTuple):
+    """The Definitions that a piece of code may compute, and ``alternatives`` from which its bits must differ."""
 
-    nominees: Sequence[Nominee]
+    matches: Sequence[DefinitionMatch]
     alternatives: Sequence[Definition] = ()
 
 
-class Globals(NamedTuple):
-    """What a forward is to see in place of functions that it calls: in inference, and in training where it can.
+class FunctionOverrides(NamedTuple):
+    """Replacements for functions that a forward calls: in inference, and in training if a derivative exists.
 
-    ``told`` are the call sites that count what training leaves to stock.
+    The ``counting`` call sites count the calls that training leaves to stock code.
     """
 
     inference: Mapping[str, Any]
     training: Mapping[str, Any]
-    told: Sequence[CallSite]
+    counting: Sequence[CallSite]
 
 
 class PartCall(NamedTuple):
     """A group of modules with its call site."""
 
-    found: Found
+    found: ModuleGroup
     site: CallSite
 
 
 class OwnCode(NamedTuple):
-    """The model's own code of a part that it can run in several ways.
+    """The model's own code of a part that has several execution modes.
 
-    ``way`` is the name of the one that is set. ``call(*inputs) -> output`` runs the one that is set when it is called, on the
-    inputs of the Definition; None if no Definition describes the part.
+    ``way`` is the name of the current mode. ``call(*inputs) -> output`` runs the mode that is current at that time, on the
+    inputs of the Definition; it is None if no Definition describes the part.
     """
 
     way: str
@@ -121,22 +125,20 @@ class OwnCode(NamedTuple):
 class Part(Protocol):
     """One kind of part of a model: a module of :mod:`tilegym_db.models.parts`.
 
-    It may have ``own_code(found) -> OwnCode`` besides, where a model has several ways to compute it.
+    A part whose code has several execution modes also has ``own_code(found) -> OwnCode``.
     """
 
-    def find(self, model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-        """Return the groups of modules that look like it; ``others`` are those of the parts that it comes after."""
+    def find(self, model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+        """Return the groups of modules that look like it; ``others`` are the groups of the parts before it."""
 
-    def variants(self, found: Found, known: KnownCode) -> Variants | str:
-        """What their code may compute, or why no Definition describes it."""
+    def candidates(self, found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+        """Return the Definitions that their code may compute, or the reason if no Definition describes it."""
 
-    def probe(self, found: Found, module: Module, nominee: Nominee) -> Probe | str:
-        """Random inputs and what the module's own code gives for them, or why it cannot be probed."""
+    def probe(self, found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+        """Return random inputs and the results of the module's own code, or the reason if it cannot be probed."""
 
-    def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | Globals:
-        """Return the forward that asks for a kernel first, or what the forward is to see in place of functions that it
-        calls.
-        """
+    def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | FunctionOverrides:
+        """Return the forward that asks for a kernel first, or replacements for the functions that it calls."""
 
 
 @dataclass(frozen=True)
@@ -147,21 +149,21 @@ class KnownCode:
     undescribed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
-    def _by_part(self) -> dict[str, dict[str, list[Nominee]]]:
-        found: dict[str, dict[str, list[Nominee]]] = {}
+    def _by_part(self) -> dict[str, dict[str, list[DefinitionMatch]]]:
+        found: dict[str, dict[str, list[DefinitionMatch]]] = {}
         for definition in self.catalog.definitions.values():
             if definition.serving is not None and definition.serving.part is not None:
                 codes = found.setdefault(definition.serving.part, {})
                 for code in definition.serving.code:
-                    codes.setdefault(code.fingerprint, []).append(Nominee(definition, code))
+                    codes.setdefault(code.fingerprint, []).append(DefinitionMatch(definition, code))
         for codes in found.values():
-            for nominees in codes.values():  # what most models compute is named first
-                nominees.sort(key=lambda nominee: (-len(nominee.code.models), nominee.definition.name))
+            for matches in codes.values():  # the Definition that most models compute comes first
+                matches.sort(key=lambda match: (-len(match.code.models), match.definition.name))
         return found
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that Definitions name."""
+        """The parts that Definitions name, sorted."""
         return tuple(sorted(self._by_part))
 
     def definitions(self, part: str) -> list[Definition]:
@@ -173,35 +175,35 @@ class KnownCode:
         ]
 
     def is_stated(self, part: str, function: Any) -> bool:
-        """Return True if a Definition of a part states this very code."""
+        """Return True if a Definition of a part states exactly this code."""
         return (fingerprint(function) or "") in self._by_part.get(part, {})
 
     def look_up(
         self, part: str, function: Any, callees: Mapping[str, Any], what: str, undescribed: Mapping[str, str]
-    ) -> list[Nominee] | str:
-        """Return the Definitions of a part that a function may compute, or why there are none.
+    ) -> list[DefinitionMatch] | str:
+        """Return the Definitions of a part that a function may compute, or the reason if there is no such Definition.
 
         Args:
             part: the kind of part.
-            function: whose source is looked up.
-            callees: where it finds the functions that it calls, by name.
-            what: names the function in the reason.
-            undescribed: fingerprint -> why no Definition describes code that is known all the same.
+            function: the function whose source is looked up.
+            callees: name -> function, for the functions that it may call.
+            what: the name of the function in the reason.
+            undescribed: fingerprint -> reason, for known code that no Definition describes.
         """
         mark = fingerprint(function) or ""
-        nominees = self._by_part.get(part, {}).get(mark)
-        if nominees is None:
-            told = f" (fingerprint {mark})" if mark else ""
-            return undescribed.get(mark) or f"{what} is no variant that is known{told}"
-        for nominee in nominees:
-            for name, known in nominee.code.calls.items():
+        matches = self._by_part.get(part, {}).get(mark)
+        if matches is None:
+            suffix = f" (fingerprint {mark})" if mark else ""
+            return undescribed.get(mark) or f"{what} is no variant that is known{suffix}"
+        for match in matches:
+            for name, known in match.code.calls.items():
                 if fingerprint(callees.get(name)) != known:
                     return f"{what} relies on a {name} that is not the one known with it"
-        return nominees
+        return matches
 
 
 class ModuleOfPart(NamedTuple):
-    """A module that plays a part: what it is grouped by, and what it is like to a probe."""
+    """A module that plays a part, the key of its group, and the details that distinguish it for a probe."""
 
     module: Module
     function: str = ""
@@ -209,8 +211,8 @@ class ModuleOfPart(NamedTuple):
     detail: Hashable = None
 
 
-def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[Found]:
-    """Modules as groups: of one class, function and key, with or without a forward of the instance's own."""
+def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[ModuleGroup]:
+    """Group modules by class, function, key, and by whether the instance has a forward in its ``__dict__``."""
     groups: dict[Any, dict[Hashable, list[Module]]] = {}
     for one in parts:
         key = (one.function, type(one.module), one.key, "forward" in vars(one.module))
@@ -219,11 +221,11 @@ def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[Found]:
     for (function, cls, _, is_replaced), by_detail in groups.items():
         modules = tuple(by_detail.pop(None))
         samples = tuple(alike[0] for alike in by_detail.values())
-        yield Found(kind, cls, modules, function, samples, reason=REPLACED if is_replaced else "")
+        yield ModuleGroup(kind, cls, modules, function, samples, reason=REPLACED if is_replaced else "")
 
 
 def of_class(ask: Callable[[type[Module]], Answer]) -> Callable[[Module], Answer]:
-    """Return a question about the class of a module, asked once for each class."""
+    """Return a function that asks a question about the class of a module, once per class."""
     answers: dict[type[Module], Answer] = {}
 
     def asked(module: Module) -> Answer:
@@ -247,5 +249,5 @@ def methods(cls: type[Module]) -> dict[str, Any]:
 
 
 def is_plain(function: Any) -> bool:
-    """Return True if a function is one of plain source, not wrapped and not built in."""
+    """Return True if a function is written in Python and is not wrapped."""
     return isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")

@@ -1,8 +1,8 @@
-"""How much of the GPU's time goes into verified kernels, from a profile of one call of a patched model.
+"""The share of GPU time that verified kernels take, from a profile of one call of a patched model.
 
-While it is profiled, each call site marks the stretch of host time in which it launches a kernel. The profiler numbers every
-launch and writes that number on the GPU work that came of it: what was launched within a mark, by the thread that made the
-mark, is a verified kernel's. What kernels are called plays no part.
+During the profile, each call site marks the stretch of host time in which it launches a kernel. The profiler numbers every
+launch and writes the number on the resulting GPU work. Work counts as a verified kernel's if its launch lies within a mark of
+the same thread. The names of kernels play no part.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import torch
 from tilegym_db.models.call_site import CallSite
 
 MARK = "tilegym_db::"
-"""Before the Definition, in the name of a mark."""
+"""Prefix of the name of a mark; the Definition follows."""
 MARKS = ("user_annotation",)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-"""Functions of CUDA that launch a whole graph; newer ones of the same name have an ending."""
-NO_GPU = "there is no GPU: no GPU time was spent"
+"""CUDA functions that launch a whole graph; newer ones have the same name with a suffix."""
+NO_GPU = "this machine has no GPU, so the call took no GPU time"
 NO_WORK = (
-    "the profiler saw no work on a GPU: the model is not on one, or CUPTI is not allowed here (in a container, it "
-    "needs permission to profile)"
+    "the profiler recorded no GPU work: the model is not on a GPU, or CUPTI has no permission to profile (in a container, "
+    "grant it)"
 )
 
-NO_MATCH = "no launch is of a thread that made a mark, as this profiler names threads: what is whose cannot be said"
+NO_MATCH = "the profiler names threads in a way that links no launch to a mark, so GPU work cannot be attributed"
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """GPU time of one call in microseconds: kernels, copies and fills, added up over all streams.
+    """GPU time of one call in microseconds: kernels, copies and fills, summed over all streams.
 
-    ``replayed_us`` are replays of CUDA graphs. What was recorded into one may well be kernels of this package; in a replay
-    nothing says so, and it is not counted as theirs. ``reason`` says why there are no figures, empty if there are.
+    ``replayed_us`` is the time of replayed CUDA graphs. A graph may contain kernels of this package, but a replay does not
+    show them, so it does not count for them. ``reason`` says why there are no figures; it is empty if there are.
     """
 
     total_us: float = 0.0
@@ -54,17 +54,17 @@ class GpuTime:
 
     @property
     def share(self) -> float | None:
-        """Time in verified kernels over all GPU time; None if there are no figures."""
+        """Time in verified kernels divided by all GPU time; None if there are no figures."""
         return None if self.reason or not self.total_us else sum(self.by_definition.values()) / self.total_us
 
     @property
     def shares(self) -> dict[str, float]:
-        """Definition -> its part of all GPU time, the largest first."""
+        """Definition -> its share of all GPU time, the largest first."""
         largest_first = sorted(self.by_definition.items(), key=lambda item: (-item[1], item[0]))
         return {name: time_us / self.total_us for name, time_us in largest_first} if self.total_us else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return the content, ready for JSON."""
         return {
             "total_us": self.total_us,
             "by_definition": dict(self.by_definition),
@@ -76,18 +76,18 @@ class GpuTime:
 
 
 class _Thread(NamedTuple):
-    """Where a launch or a mark was made."""
+    """The process and thread of a launch or a mark."""
 
     process: Any
     thread: Any
 
 
 def attributed(events: Iterable[Mapping[str, Any]]) -> GpuTime:
-    """Add up the GPU work of a profile, by the Definition in whose mark it was launched.
+    """Sum the GPU work of a profile by the Definition whose mark surrounds the launch.
 
     Args:
-        events: those of a trace as the profiler exports it (Chrome's format, times in microseconds). Kinds that are not
-            known are ignored.
+        events: the events of a trace as the profiler exports it (Chrome's format, times in microseconds). Unknown kinds are
+            ignored.
     """
     marks: dict[_Thread, list[tuple[float, float, str]]] = defaultdict(list)
     launches: dict[Any, tuple[_Thread, float, str]] = {}
@@ -125,8 +125,9 @@ def _thread_of(event: Mapping[str, Any]) -> _Thread:
 
 
 def _mark_at(marks: Sequence[tuple[float, float, str]], moment: float) -> str | None:
-    """Return the Definition of the mark around a moment. Marks of one thread follow each other: a kernel calls no call
-    site.
+    """Return the Definition of the mark around a moment.
+
+    The marks of one thread do not overlap, because a kernel calls no call site.
     """
     index = bisect.bisect_right(marks, moment, key=lambda mark: mark[0]) - 1
     if index < 0 or moment > marks[index][1]:
@@ -149,10 +150,10 @@ def _marking(definition: str, serve: Serve) -> Serve:
 
 @contextlib.contextmanager
 def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
-    """Let call sites mark where they launch kernels, forward and for gradients, for the length of a ``with`` block.
+    """Make call sites mark their kernel launches, forward and backward, inside a ``with`` block.
 
     Args:
-        sites: each with the name of its Definition.
+        sites: pairs of a Definition's name and a call site.
     """
     with contextlib.ExitStack() as undo:
         for definition, site in sites:
@@ -164,16 +165,16 @@ def marked(sites: Iterable[tuple[str, CallSite]]) -> Iterator[None]:
 
 
 def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> GpuTime:
-    """Run a call twice, the second time under the profiler, and say where its GPU time went.
+    """Run a call twice, the second time under the profiler, and return its GPU time.
 
     Args:
         call: runs the model.
-        sites: the call sites of its patch, each with the name of its Definition.
+        sites: the call sites of its patch, as pairs of a Definition's name and a call site.
     """
     if not torch.cuda.is_available():
         return GpuTime(reason=NO_GPU)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    call()  # loads and compiles what is not yet
+    call()  # loads and compiles kernels
     torch.cuda.synchronize()
     with marked(sites), torch.profiler.profile(activities=activities) as profiler:
         call()
@@ -182,7 +183,7 @@ def profiled(call: Callable[[], Any], sites: Iterable[tuple[str, CallSite]]) -> 
 
 
 def exported(profiler: Any) -> list[Mapping[str, Any]]:
-    """Return the events of a profile that has ended."""
+    """Return the events of a finished profile."""
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
         path = Path(folder) / "profile.json"
         profiler.export_chrome_trace(str(path))
@@ -190,23 +191,21 @@ def exported(profiler: Any) -> list[Mapping[str, Any]]:
     return events
 
 
-# ---- piece time -----------------------------------------------------------------------------------
-# Where the time of one call of a model goes, module class by module class, and what share verified kernels have of
-# it.
+# ---- time by module class -------------------------------------------------------------------------
+# The time of one call of a model by module class, and the share of verified kernels.
 #
-# On a GPU each module marks the stretch in which its forward runs, by a name that is drawn anew for each profile, and
-# work counts for the innermost mark around its launch, by the profiler's launch numbers. On a CPU the CPU time of
-# this process counts, less that of modules within: the profiler's durations are wall time there, and on a busy host
-# say who had to wait. Names of kernels play no part.
+# On a GPU, each module marks the stretch in which its forward runs. The name of the marks is drawn anew for each profile.
+# GPU work counts for the innermost mark around its launch, by the profiler's launch numbers. On a CPU, the CPU time of this
+# process counts, less that of inner modules. The profiler's durations are wall time there and include waiting on a busy host.
 
 MEASUREMENTS = 3
-"""Of a model whose pieces are ranked."""
+"""Measurements of a model whose module classes are ranked."""
 TimeOf = Literal["gpu", "cpu"]
 
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Time that the modules of one class spent in code of their own, in one call, without that of modules within them."""
+    """Time that the modules of one class spent in one call, without the time of modules inside them."""
 
     module_class: type[torch.nn.Module]
     calls: int
@@ -220,18 +219,18 @@ class _Mark(NamedTuple):
 
 
 def time_of(model: torch.nn.Module) -> TimeOf:
-    """What a profile of a model counts: GPU time, or on a CPU the process's CPU time in its place."""
+    """Return the clock that a profile of a model uses: GPU time, or the CPU time of the process on a CPU."""
     return "gpu" if next(model.parameters()).device.type == "cuda" else "cpu"
 
 
 def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[ModuleTime], float]:
-    """Return the time of each module class in one call, the longest first; and all of it, in microseconds.
+    """Return the time of each module class in one call, the longest first, and the total, in microseconds.
 
     Args:
-        model: whose modules are marked.
-        call: runs it. It is called once more than it is measured: what loads or compiles at first is not counted.
+        model: the model whose modules are marked.
+        call: runs the model. One call before the measurements loads and compiles kernels.
 
-    Of several measurements the least time of each module counts: whatever else the machine does only adds to one.
+    Each module's least time over several measurements counts, because other load on the machine only adds time.
     """
     call()
     classes = {str(number): type(module) for number, module in enumerate(model.modules())}
@@ -247,7 +246,7 @@ def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[
 
 
 def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Number of a module -> its calls and the CPU time of this process in its own code."""
+    """Return number of a module -> its calls and the CPU time of this process in the module's own code."""
     counts: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
     open_: list[tuple[int, list[int]]] = []
@@ -275,7 +274,7 @@ def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tup
 
 
 def _gpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Number of a module -> its calls and the GPU time of what its own code launched."""
+    """Return number of a module -> its calls and the GPU time of the work that its own code launched."""
     nonce, marks = secrets.token_hex(8), list[Any]()
     with contextlib.ExitStack() as undo:
         for number, module in enumerate(model.modules()):
@@ -311,11 +310,11 @@ def _profiled(call: Callable[[], Any]) -> list[Mapping[str, Any]]:
 
 
 def launched_us(events: Iterable[Mapping[str, Any]], nonce: str) -> dict[str, tuple[int, float]]:
-    """Mark -> how often it was made and the microseconds of GPU work that was launched in it and in no mark within it. Pure.
+    """Return mark -> how often it was made, and the microseconds of GPU work launched in it but in no inner mark. Pure.
 
     Args:
-        events: of a trace as the profiler exports it.
-        nonce: what the names of marks begin with; marks of any other name are nobody's.
+        events: the events of a trace as the profiler exports it.
+        nonce: the prefix of the names of marks; marks with another prefix are ignored.
     """
     marks: list[_Mark] = []
     launches: dict[Any, float] = {}
@@ -349,10 +348,10 @@ def _launched(
 
 
 def cpu_share(call: Callable[[], Any], sites: Iterable[CallSite]) -> float:
-    """Share of this process's CPU time in a call that passes within calls which a verified kernel served.
+    """Return the share of this process's CPU time in a call that verified kernels took.
 
-    It stands for the share of GPU time on a machine without a GPU. A call that asked for a kernel and got none counts for stock
-    code, and so does code that calls itself a kernel.
+    On a machine without a GPU it stands for the share of GPU time. A call that asked for a kernel and got none counts as
+    stock code. So does code that calls itself a kernel.
     """
     served = [0]
     call()

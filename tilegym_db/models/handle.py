@@ -1,4 +1,4 @@
-"""One patch on one model: what was installed where, what it did, and how it is taken away again."""
+"""One patch on one model: the installed call sites, the report of their calls, and the removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
-from tilegym_db.models.found import Found, Globals, OwnCode, PartCall
+from tilegym_db.models.found import FunctionOverrides, ModuleGroup, OwnCode, PartCall
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
@@ -28,7 +28,7 @@ from tilegym_db.resolver import device
 from tilegym_db.resolver.hot_path import allocate_of
 
 PATIENCE = 16
-"""Calls of each module that ask for a kernel and get none before the call site leaves the model; of a model, so many forwards."""
+"""Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""
 SHARED = "another part of the same forward is patched"
 
 Module = torch.nn.Module
@@ -36,9 +36,10 @@ Module = torch.nn.Module
 
 @dataclass(eq=False)
 class _Installed:
-    """Modules that were given another class, and the call sites that share it.
+    """Modules that have another class now, and the call sites that share it.
 
-    Nothing is held: a copied function finds its call site through ``sys.modules``, which must not keep a dropped model's class.
+    It holds weak references only. A copied function finds its call site through ``sys.modules``, and must not keep alive the
+    class of a model that was dropped.
     """
 
     ours: weakref.ref[type[Module]]
@@ -49,11 +50,11 @@ class _Installed:
 class Handle:
     """One patch on one model. Keep it to read the report and to undo the patch.
 
-    The patch itself lives in the classes of the modules: a model that is dropped takes it along.
+    The patch itself lives in the classes of the modules: it goes away with the model.
     """
 
     def __init__(self) -> None:
-        """An empty patch; :func:`~tilegym_db.models.patch.patch` fills it."""
+        """Create an empty patch; :func:`~tilegym_db.models.patch.patch` fills it."""
         self._changed: list[tuple[Module, type[Module]]] = []
         self._sites: list[tuple[CallSiteReport, CallSite | None]] = []
         self._given_up: dict[CallSite, str] = {}
@@ -64,34 +65,34 @@ class Handle:
         self._undo: Callable[[], None] | None = None
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
-        """Take over a model that was quantised: reports tell of it, and :meth:`unpatch` calls ``undo`` last."""
+        """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""
         self._quantised, self._undo = report, undo
 
     def profile(self, call: Callable[[], Any]) -> GpuTime:
-        """Where the GPU time of a call goes, and how much of it into verified kernels; reports show it from then on.
+        """Profile a call, and return its GPU time and the share of verified kernels; later reports include it.
 
         Args:
-            call: runs the patched model, for instance ``lambda: model.generate(...)``. It is run twice, the second time
-                under PyTorch's profiler; not at all where there is no GPU, which the result then says.
+            call: runs the patched model, for example ``lambda: model.generate(...)``. It runs twice, the second time under
+                PyTorch's profiler. Without a GPU it does not run, and the result says so.
         """
         self._gpu_time = profiled(call, self.sites)
         return self._gpu_time
 
     def cpu_share(self, call: Callable[[], Any]) -> float:
-        """Share of a call's CPU time in verified kernels; it stands for GPU time where there is no GPU."""
+        """Return the share of a call's CPU time in verified kernels. Without a GPU it stands for GPU time."""
         return cpu_share(call, [site for _, site in self.sites])
 
     def kernel_calls(self, kind: str) -> int:
-        """Calls that a kernel served at the sites of one kind, without those at sites that only come before one."""
+        """Count the calls that kernels served at the sites of one kind, without sites that only come before another."""
         first = {site.before for _, site in self.sites}
         own = [one for described, one in self._sites if one is not None and described.kind == kind and one not in first]
         return sum(site.dispatcher.report().kernel_calls for site in own if site.dispatcher is not None)
 
     def report(self, profile: Callable[[], Any] | None = None) -> PatchReport:
-        """Return each call site: what it is, what serves it and why, how often it was called.
+        """Return for each call site: its part, its kernel or the reason for none, and its number of calls.
 
         Args:
-            profile: a call to :meth:`profile` first.
+            profile: a call to pass to :meth:`profile` first.
         """
         if profile is not None:
             self.profile(profile)
@@ -112,19 +113,19 @@ class Handle:
 
     @property
     def sites(self) -> list[tuple[str, CallSite]]:
-        """The name of the Definition and the call site of every part that kernels may serve, in the order of the report."""
+        """Name of the Definition and call site of each part that kernels may serve, in the order of the report."""
         return [(described.definition, site) for described, site in self._sites if site is not None]
 
     @property
     def workloads(self) -> tuple[Workload, ...]:
-        """The kinds of calls that were captured to prove the patch, as Workloads tagged with their stage."""
+        """The kinds of calls that were captured to verify the patch, as Workloads tagged with their stage."""
         return tuple(self._workloads.values())
 
     def unpatch(self) -> None:
-        """Give every module its own class back, and its own weights. Safe to call twice; the report stays readable.
+        """Restore the class and the weights of every module. Calling it twice is safe; the report stays readable.
 
         Raises:
-            UsageError: something else changed the class of a module after the patch. Those modules run their own code but
+            UsageError: other code changed the class of a module after the patch. These modules run their original code but
                 keep their class; all others are restored.
         """
         for _, site in self.sites:
@@ -136,17 +137,17 @@ class Handle:
         if left:
             names = ", ".join(sorted({type(module).__name__ for module, _ in left}))
             raise UsageError(
-                f"{len(left)} modules were given another class after they were patched ({names}): a wrapper such as FSDP or a "
-                "parametrization. They run their own code again; remove the wrapper and call unpatch() once more.",
+                f"{len(left)} modules got another class after they were patched ({names}), for example by a wrapper such as "
+                "FSDP or a parametrization. They run their original code again; remove the wrapper and call unpatch() again.",
                 code="modules_wrapped",
             )
         if self._undo is not None:
             self._undo()
 
-    # -- installing ---------------------------------------------------------------------------------------------------
+    # -- installation -------------------------------------------------------------------------------------------------
 
-    def add(self, group: Sequence[tuple[Found, str]], catalog: Catalog) -> None:
-        """Install what shares one forward, each part with its reason to stay stock instead."""
+    def add(self, group: Sequence[tuple[ModuleGroup, str]], catalog: Catalog) -> None:
+        """Install the parts of one forward, each with the reason for stock code, empty if kernels may serve it."""
         calls = []
         for found, reason in group:
             site = self._describe(found, reason, catalog)
@@ -162,11 +163,11 @@ class Handle:
         for _, site in calls:
             site.patience, site.give_up = PATIENCE * len(modules), self._giving_up(installed)
         for module in modules:
-            self._changed.append((module, ours))  # first, so that an interrupt in between is undone too
+            self._changed.append((module, ours))  # first, so that an interrupt on the next line is undone too
             module.__class__ = ours
 
-    def _describe(self, found: Found, reason: str, catalog: Catalog) -> CallSite | None:
-        """Enter a call site into the report; returns the way to its kernels, None if it stays stock."""
+    def _describe(self, found: ModuleGroup, reason: str, catalog: Catalog) -> CallSite | None:
+        """Add a call site to the report; return the site, or None if it stays stock."""
         if not reason and is_patched(found.modules[0]):
             reason = SHARED
         own = _own_code(found)
@@ -185,7 +186,7 @@ class Handle:
         return site
 
     def prove(self, model: Module, inputs: ModelInputs | None) -> None:
-        """Try every kernel on the model's own calls, and take those out that fail."""
+        """Try every kernel on the model's own calls, and remove those that fail."""
         patched = [(site, site.dispatcher) for _, site in self.sites if site.dispatcher is not None]
         waited = [site.patience for site, _ in patched]
         captured = captured_calls(model, [site for site, _ in patched], inputs)
@@ -203,10 +204,10 @@ class Handle:
                 if workload is not None:
                     self._workloads.setdefault(workload.uuid, workload)
 
-    # -- leaving the model to itself again ----------------------------------------------------------------------------
+    # -- removal of sites that nothing serves -------------------------------------------------------------------------
 
     def leave(self, never_served: Callable[[CallSiteReport], str]) -> None:
-        """Take the call sites out for which there is a reason that nothing will ever serve them."""
+        """Remove the call sites for which there is a reason that nothing will ever serve them."""
         for described, site in self._sites:
             reason = "" if site is None else never_served(described)
             if site is not None and reason and site.give_up is not None:
@@ -215,9 +216,9 @@ class Handle:
                 site.give_up(site)
 
     def _giving_up(self, installed: _Installed) -> Callable[[CallSite], int]:
-        """What a call site does whose calls ask for kernels in vain: it closes, and the last one of a forward takes it away.
+        """Return what a call site does after too many calls without a kernel: close, and remove the forward after the last.
 
-        Not while code that was compiled may rest on the class of a module, nor while a CUDA graph is recorded.
+        It stays while compiled code may depend on the class of a module, and while a CUDA graph is being captured.
         """
         handle = weakref.ref(self)
 
@@ -226,7 +227,7 @@ class Handle:
                 reasons = why_given_up(site)
                 if not reasons:
                     return 0
-                if is_compiled_code_about() or device.is_capturing():
+                if has_compiled_code() or device.is_capturing():
                     return len(installed.modules)
                 site.close(reasons[site])
                 owner = handle()
@@ -239,8 +240,8 @@ class Handle:
         return give_up
 
 
-def _own_code(found: Found) -> OwnCode | None:
-    """What a part says of the model's own code; most parts have one way to run it, and nothing to say."""
+def _own_code(found: ModuleGroup) -> OwnCode | None:
+    """Return a part's description of the model's own code; None for the many parts that have one execution mode."""
     ask = getattr(part(found.kind), "own_code", None)
     answer: OwnCode | None = None if ask is None else ask(found)
     return answer
@@ -256,32 +257,32 @@ def _remove(installed: _Installed, handle: Handle | None) -> None:
 
 
 def _restore(module: Module, ours: type[Module]) -> bool:
-    """Give a module back the class it had, unless its class is not the one that the patch gave it."""
+    """Restore the class of a module, unless other code has changed the class since the patch; return True if restored."""
     if type(module) is ours:
         module.__class__ = ours.__mro__[1]
         return True
     return not issubclass(type(module), ours)
 
 
-# -- the forward of what is patched together --------------------------------------------------------------------------
+# -- the forward of parts that are patched together -------------------------------------------------------------------
 
 
 def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward that stands in for that of some modules, from the parts that share it."""
+    """Return the replacement for the forward of some modules, from the parts that share it."""
     stock: Any = calls[0].found.module_class.forward
     by_kind: dict[str, list[PartCall]] = {}
     for call in calls:
         by_kind.setdefault(call.found.kind, []).append(call)
     made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
-    if not isinstance(made[0], Globals):
+    if not isinstance(made[0], FunctionOverrides):
         forward: Callable[..., Any] = made[0]
         return forward
     inference = {name: value for one in made for name, value in one.inference.items()}
     training = {name: value for one in made for name, value in one.training.items()}
     sites = [site for _, site in calls]
-    told = [site for one in made for site in one.told] or sites[:1]
+    counting = [site for one in made for site in one.counting] or sites[:1]
     shadow = _shadowed(stock, inference, sites[0])
-    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, told, sites)
+    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, counting, sites)
 
 
 def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
@@ -291,17 +292,16 @@ def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Call
 
 
 # ---- giving up ------------------------------------------------------------------------------------
-# Why a call site that asked for kernels in vain leaves a model, and whether it may leave now.
+# A call site leaves a model after many calls without a kernel: the reasons, and the moments when it may.
 
-NEVER_MATCHED = "none of its first {} calls could be served; it runs the model's own code"
-NEVER_FOLLOWED = "none of its first {} calls could be served by what comes after it; the model's own code runs"
+NEVER_MATCHED = "no kernel could serve any of its first {} calls; it runs the model's own code"
+NEVER_FOLLOWED = "the operator after it served none of its first {} calls; the model's own code runs"
 
 
 def why_given_up(site: CallSite) -> dict[CallSite, str]:
-    """Return the reason for a site whose patience is over, and for the one before it; empty if a kernel has served a
-    call.
+    """Return the reason for a site whose patience is over, and for the one before it; empty if a kernel has served a call.
 
-    A site with another before it is asked only where that one was served, so that it may have had fewer calls.
+    A site with another before it is asked only if that one was served, so it may have had fewer calls.
     """
     counts = [] if site.dispatcher is None else [site.dispatcher.report()]
     counts += () if site.training is None else site.training.reports()
@@ -312,21 +312,19 @@ def why_given_up(site: CallSite) -> dict[CallSite, str]:
         return {site: NEVER_MATCHED.format(calls)}
     before = site.before.dispatcher.report()
     waited = max(calls, before.calls)
-    told = NEVER_FOLLOWED if before.kernel_calls else NEVER_MATCHED
-    return {site: NEVER_MATCHED.format(waited), site.before: told.format(waited)}
+    reason = NEVER_FOLLOWED if before.kernel_calls else NEVER_MATCHED
+    return {site: NEVER_MATCHED.format(waited), site.before: reason.format(waited)}
 
 
-def is_compiled_code_about() -> bool:
-    """Return True if this process holds code that torch.compile made: its guards look at classes, and would have it
-    compiled anew.
-    """
+def has_compiled_code() -> bool:
+    """Return True if this process holds code from torch.compile. Its guards look at classes, so a change recompiles it."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     made = getattr(frames, "output_codes", None)
     return frames is not None and bool(getattr(made, "seen", True))
 
 
 # ---- shared forward -------------------------------------------------------------------------------
-# A forward whose parts are functions that it calls: the same code, with some of these functions replaced.
+# A forward whose parts are functions that it calls. The patch runs the same code with some of these functions replaced.
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -335,19 +333,20 @@ def shared_forward(
     stock: Callable[..., Any],
     shadow: Callable[..., Any],
     training_shadow: Callable[..., Any] | None,
-    told: Sequence[CallSite],
+    counting: Sequence[CallSite],
     sites: Sequence[CallSite],
 ) -> Callable[..., Any]:
-    """Forward of attention: a shadow, the same code with another rotary or attention function, or ``stock`` itself.
+    """Return a forward that runs a copy of the code with replaced rotary or attention functions, or ``stock`` itself.
 
     Args:
         stock: the forward of the class.
-        shadow: for modules that do not train.
-        training_shadow: for those that do, which the functions in it cannot tell by what they are given; None for stock.
-        told: the call sites that count what runs stock code as a whole.
-        sites: all of the functions in the shadows.
+        shadow: the copy for modules in inference.
+        training_shadow: the copy for modules in training, because the functions in it cannot tell training from their
+            arguments; None for stock.
+        counting: the call sites that count calls which run stock code as a whole.
+        sites: the call sites of all functions in the copies.
     """
-    untrained = [site for site in told if training_shadow is None or site.training is None]
+    untrained = [site for site in counting if training_shadow is None or site.training is None]
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +354,7 @@ def shared_forward(
         is_open = sites[0].is_open or any([site.is_open for site in sites])
         if not is_open or (training and (is_compiling or training_shadow is None)):
             if not is_compiling:
-                for site in told:
+                for site in counting:
                     site.bypass(IN_TRAINING if training else site.closed)
             return stock(self, *args, **kwargs)
         if training and training_shadow is not None:

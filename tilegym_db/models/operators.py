@@ -1,11 +1,13 @@
 """The operators that compiled code calls: one per Definition, ``torch.ops.tilegym_db.<definition>(*inputs, site)``.
 
-A compiler sees an operator with known output shapes and strides, and neither Python nor counters. When it runs, the call goes to
-the call site that ``site`` names, which decides by what it is given, as in eager mode; what no kernel serves, the Definition's
-stock solution computes into the same layout. Tracing for a backend that lowers operators, a call for which no kernel pays inside
-compiled code at the shapes at hand is replaced by the operations of the stock solution, so that the compiler can fuse them.
+A compiler sees an operator with known output shapes and strides; it sees no Python and no counters. When the operator runs, it
+calls the call site named ``site``, which decides by the inputs, as in eager mode. If no kernel serves the call, the Definition's
+stock solution computes the outputs in the same layout.
 
-Raw library operators, not ``torch.library.custom_op``: a call costs a seventh.
+Some backends lower operators. While such a backend traces, an operator becomes the operations of the stock solution if no
+kernel is faster inside compiled code at these shapes. The compiler can then fuse the operations.
+
+These are raw library operators, because a call costs a seventh of one of ``torch.library.custom_op``.
 """
 
 from __future__ import annotations
@@ -45,24 +47,24 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 _tracing = threading.Lock()
 _tracers = 0
-"""How many threads are in :func:`compiling`."""
+"""Number of threads in :func:`compiling`."""
 _flag_before = False
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorImpl:
-    """What an operator call runs: the way to a kernel, or the stock solution."""
+    """The code of an operator: its call site, and the stock solution for calls that no kernel serves."""
 
     dispatcher: Dispatcher
     site: CallSite
     allocate: Allocate
     stock: Callable[..., Any]
-    """``stock(*inputs) -> outputs``: the operations of the stock solution."""
+    """``stock(*inputs) -> outputs`` runs the operations of the stock solution."""
     has_rows: bool
-    """Inputs may come with any leading axes, and are rows of a matrix to the Definition."""
+    """Inputs may have any leading axes; to the Definition they are rows of a matrix."""
 
     def compute(self, *inputs: Any) -> Any:
-        """Return the outputs by a kernel, else by the stock solution; in the layout that ``allocate`` gives."""
+        """Return the outputs of a kernel or of the stock solution, in the layout of ``allocate``."""
         first = inputs[0]
         are_matrices = first.dim() == 2
         given = inputs if are_matrices else self._as_matrices(inputs)
@@ -75,9 +77,7 @@ class OperatorImpl:
         return outputs.view(*first.shape[:-1], outputs.shape[-1])
 
     def is_left_to_stock(self, *inputs: Any) -> bool:
-        """Return True if compiled code leaves a call to stock at the sizes that its symbols stand for; False if
-        those are unknown.
-        """
+        """Return True if compiled code leaves the call to stock code at the sizes of the trace; False if they are unknown."""
         with unset_fake_temporarily():
             hinted = [_with_hints(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             if any(value is None for value in hinted):
@@ -86,8 +86,7 @@ class OperatorImpl:
             return not self.dispatcher.belongs_in_compiled_code(given, inputs[0].device, self.allocate)
 
     def run_stock(self, *inputs: Any, as_matrices: bool = True) -> Any:
-        """Return the operations of the stock solution, to be traced or differentiated, in the layout that ``allocate``
-        gives.
+        """Run the operations of the stock solution to trace or differentiate them; return outputs in the layout of ``allocate``.
 
         ``as_matrices`` is False if it :meth:`takes_leading_axes`.
         """
@@ -97,11 +96,10 @@ class OperatorImpl:
         return found if found.shape == outputs.shape else found.view(outputs.shape)
 
     def takes_leading_axes(self, *inputs: Any) -> bool:
-        """Return True if the stock solution gives rows the same bits under the leading axes of such inputs as in a
-        matrix.
+        """Return True if the stock solution computes the same bits from rows with leading axes as from rows of a matrix.
 
-        It is only known to take matrices; so it is tried on a few rows of the same size. Traced without views it is the model's
-        own code to the compiler, down to the shapes of what it leaves in memory.
+        The stock solution is only known to take matrices, so this tries it on a few rows of the same size. Without views the
+        compiler sees the model's own code, down to the shapes of the tensors that it keeps in memory.
         """
         if not self.has_rows:
             return True
@@ -109,14 +107,14 @@ class OperatorImpl:
             few = [_few_rows(value) if isinstance(value, torch.Tensor) else value for value in inputs]
             try:
                 want, found = self.stock(*self._as_matrices(few)), self.stock(*few)
-            except Exception:  # anyone's code, given what it was not written for
+            except Exception:  # stock code may raise anything for shapes that it was not written for
                 return False
             if not isinstance(found, torch.Tensor):
-                return False  # of several outputs, as backwards have them, it is not asked
+                return False  # backwards have several outputs; they are not tried
             return found.shape[:-1] == few[0].shape[:-1] and torch.equal(found.view(want.shape), want)
 
     def _as_matrices(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the inputs in the Definition's shape."""
+        """Return the inputs in the Definition's shapes."""
         if not self.has_rows:
             return inputs
         return [
@@ -126,7 +124,7 @@ class OperatorImpl:
 
 
 def _with_hints(value: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor without memory of the sizes that a tracer saw."""
+    """Return a tensor without memory that has the sizes that a tracer saw; None if it saw none."""
     numbers = [_hint(number) for number in (*value.shape, *value.stride())]
     if any(number is None for number in numbers):
         return None
@@ -135,7 +133,7 @@ def _with_hints(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _few_rows(value: torch.Tensor) -> torch.Tensor:
-    """[..., N] with at most [2, 3] rows, no two alike, on the CPU; the size N has a hint."""
+    """Return [..., N] with at most [2, 3] rows, all different, on the CPU; the size N has a hint."""
     leading = (1,) * (value.dim() - 3) + (2, 3)[max(0, 3 - value.dim()) :]
     shape = (*leading, _hint(value.shape[-1]) or 0)
     return torch.linspace(-1, 2, math.prod(shape)).view(shape).to(value.dtype)
@@ -152,7 +150,7 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value if value.stride() == like.stride() else torch.ops.aten.copy(like, value)
 
 
-# -- the operators ----------------------------------------------------------------------------------------------------
+# -- operators by Definition ------------------------------------------------------------------------------------------
 
 _call_sites: weakref.WeakValueDictionary[str, OperatorImpl] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -162,12 +160,12 @@ _defining = threading.Lock()
 
 
 def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] | None = None) -> CallSite:
-    """Return a call site of a Definition that models call, for eager and for compiled code.
+    """Return a call site of a Definition, for eager and for compiled code.
 
     Args:
-        definition: what is called.
-        catalog: whose kernels are asked for, and whose stock solution gives what none serves.
-        own: ``own(*inputs) -> output``, the model's own code in place of that stock solution.
+        definition: the Definition of the calls.
+        catalog: its kernels may serve the calls, and its stock solution serves the others.
+        own: ``own(*inputs) -> output``, the model's own code, in place of that stock solution.
     """
     serving = definition.serving or Serving()
     stock = stock_of(catalog.solutions_for(definition.name))
@@ -178,7 +176,7 @@ def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] 
     dispatcher = call_site(definition, catalog, stock=launcher)
     serve = dispatcher.serving(allocate, serving.growing)
     site = CallSite(serve, dispatcher, training=training_of(definition, catalog), stock=returning)
-    # An operator that overwrites an input is for eager code only: compilers fuse an addition by themselves.
+    # An operator that overwrites an input is for eager code only: compilers fuse an addition without help.
     if returning is not None and not definition.in_place and not serving.eager_only:
         impl = OperatorImpl(dispatcher, site, allocate, returning, serving.rows is not None)
         name = f"{definition.name}_{next(_numbers)}"
@@ -193,7 +191,7 @@ def _write(own: Callable[..., Any], *args: Any) -> None:
 
 
 def _operator(definition: Definition) -> Callable[..., Any]:
-    """Return the operator of a Definition, defined at its first use; of another one of its name, under another name."""
+    """Return the operator of a Definition, and define it at its first use. A second Definition of one name gets another name."""
     stated = "" if definition.serving is None else definition.serving.model_dump_json()
     called = re.sub(r"\W", "_", definition.name)
     with _defining:
@@ -212,7 +210,7 @@ def _define(definition: Definition, called: str) -> Callable[..., Any]:
     inputs = [f"{_type_of(definition, name)} {name}" for name in definition.inputs]
     outputs = ", ".join(["Tensor"] * len(definition.outputs))
     schema = f"{called}({', '.join(inputs)}, str site) -> ({outputs})"
-    # Kernels are chosen by strides: a compiler must hand over the layout that it promised.
+    # Kernels are chosen by strides, so a compiler must pass the layout that it promised.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(schema, tags=tags)  # type: ignore[no-untyped-call]
     library.impl(called, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -227,7 +225,7 @@ def _define(definition: Definition, called: str) -> Callable[..., Any]:
 
 
 def _type_of(definition: Definition, name: str) -> str:
-    """Return how an operator's schema calls the type of an input."""
+    """Return the type of an input in the schema of an operator."""
     spec = definition.inputs[name]
     if not spec.is_scalar:
         return "Tensor"
@@ -240,27 +238,28 @@ def _run(*args: Any) -> Any:
 
 
 def _differentiate(operator: Any, *args: Any) -> Any:
-    """Return a call that a derivative may be asked of runs stock operations.
+    """Run stock operations if the call may need a derivative, else the operator.
 
-    Patched forwards put none into compiled code, but a transform inside that code can hide from them that it wants one.
+    Patched forwards put no such call into compiled code. But a transform inside compiled code can hide from them that it
+    needs a derivative.
     """
     *inputs, name = args
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(map(_requires_grad, inputs))):
         with compiling() if _dispatch_modes() else contextlib.nullcontext():
             return _call_sites[name].run_stock(*inputs)
     if type(inputs[0]) is torch.Tensor and not _dispatch_modes() and not _functorch_level():
-        return _call_sites[name].compute(*inputs)  # nobody is looking: spare it the way through the dispatcher
+        return _call_sites[name].compute(*inputs)  # no transform or mode is active: skip the dispatcher
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Code within is told that it is being compiled.
+    """Make PyTorch report that it is compiling, while code in the ``with`` block runs.
 
-    Models ask, since compilers do not support all of what runs, such as grouped products of float32. PyTorch 2.11 answers yes
-    to what Dynamo reads alone; newer versions do so during the whole compilation. The flag is one for all threads: the first
-    that comes here sets it, and the last that leaves puts it back.
+    Models ask PyTorch, because compilers do not support everything that runs, such as grouped products of float32. PyTorch
+    2.11 says so only of code that Dynamo reads; newer versions say so during the whole compilation. All threads share the flag:
+    the first that enters sets it, and the last that leaves restores it.
     """
     global _tracers, _flag_before
     with _tracing:
@@ -281,12 +280,12 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _trace(operator: Any, mode: ProxyTorchDispatchMode, *args: Any) -> Any:
-    """What goes into a graph of low-level operations: the operator, or the stock operations in its place."""
+    """Put the operator into a graph of low-level operations, or the stock operations in its place."""
     *inputs, name = args
     impl = _call_sites[name]
     if not impl.is_left_to_stock(*inputs):
         return mode.__torch_dispatch__(operator, (), args, {})
     run = functools.partial(impl.run_stock, as_matrices=not impl.takes_leading_axes(*inputs))
     with mode, compiling():
-        # What is traced here was rid of mutations before, and stock code may write into tensors that it made.
+        # Functionalise again: the graph has no mutations, but stock code may write into tensors that it made.
         return dispatch_functionalize(run, FunctionalTensorMode())(*inputs)

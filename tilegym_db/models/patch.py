@@ -1,4 +1,4 @@
-"""Patches one model instance, and takes the patch away again."""
+"""Patch one model instance, and undo the patch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tilegym_db.errors import UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
-from tilegym_db.models.found import Found, KnownCode, Nominee, Part, Variants
+from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
-from tilegym_db.models.probe import device_of, matches
+from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
@@ -47,32 +47,34 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Handle:
-    """Let verified kernels serve the operators of one model instance wherever they are faster than its own code.
+    """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
-    No class, module or function of transformers changes: other models in the process are untouched. What is not recognised,
-    not verified or not faster runs the model's own code; ``handle.report()`` says why. A call site that nothing published could
-    serve, on the device and in the dtype that the model has, is not touched; one whose calls ask in vain leaves the model again.
+    No class, module or function of transformers changes, so other models in the process stay as they are. Code that is not
+    recognised, not verified or not faster runs as before; ``handle.report()`` gives the reason. A call site that no published
+    table can serve, on the model's device and in its dtype, is not patched. A call site whose calls never get a kernel is
+    removed again.
 
     Args:
-        model: any ``torch.nn.Module`` with a call site; they are found by structure, at whatever depth.
-        mode: ``inference``, the only one. What trains (a module in training mode, a tensor that needs a gradient) is
-            served where a kernel for the backward is verified as well, and runs the model's own code elsewhere.
-        ops: only these Definitions; None means all that are known.
-        policy: ``verified``, the only one.
+        model: any ``torch.nn.Module`` with a call site at any depth; call sites are found by structure.
+        mode: ``inference``, the only mode. A call in training (a module in training mode, a tensor that needs a gradient) is
+            served if a kernel for the backward is verified as well, and otherwise runs the model's own code.
+        ops: the Definitions to serve; None means all.
+        policy: ``verified``, the only policy.
         dry_run: find and probe, but change nothing.
-        verify: prove the patch on the model itself before it serves anything. The model runs two batches of prompts and
-            decodes two positions of each on its own code; on what each call site was given there, the kernel is compared with
-            the stock code, both against fp64, without gradients and in inference mode. A kernel that is further off than stock
-            by more than a factor of two, not deterministic or failing is left out (:attr:`CallSiteReport.proofs`).
-        inputs: what ``verify`` and ``quantise`` run: token ids [batch, tokens] or arguments by name; random ids by default.
-        quantise: ``fp8`` makes FP8 codes of linear layers, which changes the model's numbers
+        verify: verify the patch on the model itself before it serves anything. The model runs two batches of prompts on its
+            own code and decodes two positions of each. On the inputs of each call site, kernel and stock code are compared
+            with fp64, without gradients and in inference mode. A kernel is left out if its error is more than twice that of
+            stock code, or if it is not deterministic or fails (:attr:`CallSiteReport.proofs`).
+        inputs: the inputs for ``verify`` and ``quantise``: token ids [batch, tokens] or arguments by name; by default random
+            ids.
+        quantise: ``fp8`` turns the weights of linear layers into FP8 codes, which changes the model's numbers
             (:attr:`PatchReport.quantised`); ``fp8-reference`` does so on any device, slowly. See docs/how-to/serve-a-model.md.
-        catalog: the records; the shipped ones and the user's overlay by default.
-        trust: use published traces too that neither came with the package nor were published by this installation.
+        catalog: the records; by default the shipped ones and the user's overlay.
+        trust: also use published traces that neither came with the package nor were published by this installation.
 
     Raises:
-        UsageError: the model is no module, has nothing that a Definition describes or is patched already, an argument is none of
-            its choices, ``verify`` cannot run the model (training mode, no vocabulary, a dry run), or ``quantise`` is refused.
+        UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
+            unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
     """
     handle = patch_what_fits(
         model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs, quantise=quantise,
@@ -80,8 +82,8 @@ def patch(
     )  # fmt: skip
     if not handle.report().sites:
         raise UsageError(
-            f"nothing in this {type(model).__name__} is a part that can be served ({', '.join(sorted(PARTS))}). "
-            "Pass the whole model, or a part of it that holds such modules.",
+            f"this {type(model).__name__} has no part that can be served ({', '.join(sorted(PARTS))}). "
+            "Pass the whole model, or a module that contains such parts.",
             code="nothing_to_patch",
         )
     return handle
@@ -100,7 +102,7 @@ def patch_what_fits(
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Handle:
-    """As :func:`patch`, also of a model that has nothing to patch."""
+    """Patch a model as :func:`patch` does, but accept one that has nothing to patch."""
     _check_model(model)
     if mode not in MODES or policy not in POLICIES:
         raise UsageError(
@@ -110,10 +112,11 @@ def patch_what_fits(
     if dry_run and (verify or quantise):
         option = "verify" if verify else "quantise"
         raise UsageError(
-            f"a dry run patches nothing that could be proved; leave out dry_run or {option}.", code="options_clash"
+            f"a dry run changes nothing, so there is nothing to verify; leave out dry_run or {option}.",
+            code="options_clash",
         )
     if inputs is not None and not (verify or quantise):
-        raise UsageError("inputs are what verify=True runs; give both or none.", code="options_clash")
+        raise UsageError("inputs are for verify=True; give both or neither.", code="options_clash")
     check_kind(ops if ops is not None else (), Iterable, "ops are names of definitions")
     ops = (ops,) if isinstance(ops, str) else ops
     records = (catalog or current_catalog()).trusting(trust)
@@ -127,13 +130,13 @@ def patch_what_fits(
             model,
             quantise,
             inputs,
-            lambda final: _found_and_patched(model, records, _Choice(ops, False, verify and final), inputs),
+            lambda final: _found_and_patched(model, records, _PatchOptions(ops, False, verify and final), inputs),
         )
-    return _found_and_patched(model, records, _Choice(ops, dry_run, verify), inputs)
+    return _found_and_patched(model, records, _PatchOptions(ops, dry_run, verify), inputs)
 
 
-class _Choice:
-    """Which of what was found is to be patched."""
+class _PatchOptions:
+    """The options that decide which groups to patch."""
 
     def __init__(self, ops: Collection[str] | None, dry_run: bool, verify: bool) -> None:
         self.ops = ops
@@ -141,25 +144,34 @@ class _Choice:
         self.verify = verify
 
 
-def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice, inputs: ModelInputs | None) -> Handle:
+def _found_and_patched(
+    model: torch.nn.Module, records: Catalog, choice: _PatchOptions, inputs: ModelInputs | None
+) -> Handle:
     found = discover(model, records)
     if choice.verify and not found:
-        return Handle()  # nothing to prove
+        return Handle()  # nothing to verify
     return _patch(model, found, records, choice, inputs)
 
 
 def _patch(
-    model: torch.nn.Module, found: Sequence[Found], records: Catalog, choice: _Choice, inputs: ModelInputs | None
+    model: torch.nn.Module,
+    found: Sequence[ModuleGroup],
+    records: Catalog,
+    choice: _PatchOptions,
+    inputs: ModelInputs | None,
 ) -> Handle:
-    served = Served(records)
+    served = PublishedTables(records)
     handle = Handle()
     try:
         for group in _sharing_a_forward(found):
             handle.add([(part, _why_not(part, choice, served)) for part in group], records)
         if choice.verify:
-            # What nothing could serve was put in all the same: its calls are wanted as Workloads.
+            # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, inputs)
-            never = {(part.kind, part.module_class.__name__, part.definition): served.why_never(part) for part in found}
+            never = {
+                (part.kind, part.module_class.__name__, part.definition): served.why_never_served(part)
+                for part in found
+            }
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
     except BaseException:
         handle.unpatch()
@@ -176,33 +188,33 @@ def _check_model(model: Any) -> None:
         )
     if any(is_patched(module) for module in model.modules()):
         raise UsageError(
-            "this model, or a part of it, is patched already; call unpatch() on its handle first.",
+            "this model, or a part of it, is already patched; call unpatch() on its handle first.",
             code="model_patched_already",
         )
 
 
-def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:
-    """What is found of the same modules together, since they have one forward; in order."""
-    groups: dict[tuple[int, ...], list[Found]] = {}
+def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
+    """Gather the groups of the same modules, because they share one forward; in order."""
+    groups: dict[tuple[int, ...], list[ModuleGroup]] = {}
     for group in found:
         groups.setdefault(tuple(map(id, group.modules)), []).append(group)
     return list(groups.values())
 
 
-def _why_not(found: Found, choice: _Choice, served: Served) -> str:
-    """Return why a group stays stock; empty if it is to be patched."""
+def _why_not(found: ModuleGroup, choice: _PatchOptions, served: PublishedTables) -> str:
+    """Return the reason for a group to stay stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
     if choice.ops is not None and found.definition not in choice.ops:
         return "not among the ops asked for"
     if choice.dry_run:
         return "dry run"
-    return "" if choice.verify else served.why_never(found)
+    return "" if choice.verify else served.why_never_served(found)
 
 
 @contextlib.contextmanager
 def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
-    """:func:`patch` for the length of a ``with`` block; the model is itself again afterwards, also after an exception."""
+    """Patch a model for a ``with`` block as :func:`patch` does; restore it afterwards, also after an exception."""
     handle = patch(model, **options)
     try:
         yield handle
@@ -210,19 +222,17 @@ def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
         handle.unpatch()
 
 
-# ---- building -------------------------------------------------------------------------------------
-# Patches models as they are built.
+# ---- patching during construction -----------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def patched_init(**options: Any) -> Iterator[list[Handle]]:
-    """Patch every transformers model that this thread builds inside the ``with`` block, as the block ends.
+    """Patch every transformers model that this thread builds inside the ``with`` block, when the block ends.
 
-    The models are built stock and stay patched after the block. Yields the list of their handles, which is empty until the
-    block ends; where one cannot be patched, none is.
+    The models are built with stock code and stay patched after the block. Yields a list that holds their handles once the
+    block has ended. If one model cannot be patched, all stay as they are.
 
-    To hear of new models, ``PreTrainedModel.__init__`` is wrapped while any thread is inside such a block. Models that other
-    threads build meanwhile are built as ever.
+    ``PreTrainedModel.__init__`` is wrapped while any thread is inside such a block. Models of other threads do not change.
     """
     handles: list[Handle] = []
     with _constructed_models() as built:
@@ -243,7 +253,7 @@ Built = list["weakref.ref[torch.nn.Module]"]
 
 
 class _Watch:
-    """The wrapper around ``PreTrainedModel.__init__``, there while it is needed; each thread has a stack of listeners."""
+    """The wrapper around ``PreTrainedModel.__init__``, installed while needed; each thread has a stack of listeners."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -253,12 +263,12 @@ class _Watch:
 
     @property
     def listeners(self) -> list[Built]:
-        """Of this thread, the innermost block last."""
+        """The listeners of this thread, the innermost block last."""
         found: list[Built] = self._here.__dict__.setdefault("listeners", [])
         return found
 
     def begin(self) -> None:
-        """Wrap the constructor for the first user."""
+        """Wrap the constructor if this is the first block."""
         from transformers import PreTrainedModel
 
         with self._lock:
@@ -268,7 +278,7 @@ class _Watch:
             self._users += 1
 
     def end(self) -> None:
-        """Put the constructor back after the last one."""
+        """Restore the constructor if this is the last block."""
         from transformers import PreTrainedModel
 
         with self._lock:
@@ -291,7 +301,7 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def _constructed_models() -> Iterator[Built]:
-    """The models that this thread constructs inside the block, parts of others included, as weak references."""
+    """Yield weak references to the models that this thread constructs inside the block, including parts of other models."""
     built: Built = []
     _watch.begin()
     _watch.listeners.append(built)
@@ -302,31 +312,31 @@ def _constructed_models() -> Iterator[Built]:
         _watch.end()
 
 
-# ---- served here ----------------------------------------------------------------------------------
-# Whether a group of modules could be served at all, on the devices and in the dtypes of its parameters.
+# ---- published tables -----------------------------------------------------------------------------
+# The reason if nothing published can serve a group on the devices and in the dtypes of its parameters.
 
 COMPUTED_IN = frozenset({torch.bfloat16, torch.float16, torch.float32})
-"""What models compute in. Weights of another dtype are quantised, and say nothing about it."""
+"""The dtypes that models compute in. A weight of another dtype is quantised, and does not show the dtype of the computation."""
 
 
-class Served:
-    """What the published tables of this machine's devices have for the Definitions of one catalog."""
+class PublishedTables:
+    """The entries of the published tables of this machine's devices for the Definitions of one catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._held: dict[tuple[int, ...], _Held] = {}
+        self._held: dict[tuple[int, ...], _Placement] = {}
 
-    def why_never(self, found: Found) -> str:
-        """Return why no call of a group could ever be served; empty if one could."""
-        if found.reason or found.nominee is None:
+    def why_never_served(self, found: ModuleGroup) -> str:
+        """Return the reason if no call of a group can ever be served; empty if one can."""
+        if found.reason or found.match is None:
             return found.reason
-        own = self._why_never(found, found.nominee.definition)
-        return own or ("" if found.before is None else self._why_never(found, found.before.definition))
+        own = self._why_never_served(found, found.match.definition)
+        return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 
-    def _why_never(self, found: Found, definition: Definition) -> str:
+    def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
-        held = self._held_by(found)
+        held = self._placement_of(found)
         dtypes = None if _are_all_stated(found) else held.dtypes
         reasons = {}
         for device in held.devices:
@@ -336,67 +346,65 @@ class Served:
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 
-    def _held_by(self, found: Found) -> _Held:
+    def _placement_of(self, found: ModuleGroup) -> _Placement:
         key = tuple(map(id, found.modules))
         if key not in self._held:
-            self._held[key] = _held_by({parameter for module in found.modules for parameter in module.parameters()})
+            self._held[key] = _placement_of(
+                {parameter for module in found.modules for parameter in module.parameters()}
+            )
         return self._held[key]
 
 
-class _Held(NamedTuple):
-    """Where some modules are or may be moved to, and what they compute in; None if their weights do not say."""
+class _Placement(NamedTuple):
+    """The devices that some modules are on or may move to, and their dtypes; None if their weights do not show it."""
 
     devices: tuple[torch.device, ...]
     dtypes: frozenset[str] | None
 
 
-def _are_all_stated(found: Found) -> bool:
-    """Return True if all that the modules keep has a dtype that the Definition states: float32 weights beside streams
-    of any dtype.
-    """
-    if found.nominee is None:
+def _are_all_stated(found: ModuleGroup) -> bool:
+    """Return True if the Definition states the dtypes of all parameters, for example float32 weights with any stream dtype."""
+    if found.match is None:
         return False
-    definition = found.nominee.definition
+    definition = found.match.definition
     stated = {
-        found.nominee.attribute(name)
+        found.match.attribute(name)
         for name in definition.tensor_inputs
         if definition.inputs[name].dtype not in definition.dtypes
     }
     return all(name in stated for module in found.modules for name, _ in module.named_parameters())
 
 
-def _held_by(parameters: Collection[torch.Tensor]) -> _Held:
+def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
     devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
     if not any(device.type == "cuda" for device in devices) and torch.cuda.is_available():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))  # many models are patched on the CPU, and moved
+        devices.add(torch.device("cuda", torch.cuda.current_device()))  # many models are patched on the CPU, then moved
     dtypes = {parameter.dtype for parameter in parameters}
     is_known = bool(dtypes) and dtypes <= COMPUTED_IN
     dtypes |= {torch.get_autocast_dtype(device.type) for device in devices if torch.is_autocast_enabled(device.type)}
     names = frozenset(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return _Held(tuple(sorted(devices, key=str)), names if is_known else None)
+    return _Placement(tuple(sorted(devices, key=str)), names if is_known else None)
 
 
-# ---- discover -------------------------------------------------------------------------------------
-# Finds the call sites of a model that a Definition describes. Looks, never touches.
+# ---- discovery ------------------------------------------------------------------------------------
+# The call sites of a model that a Definition describes. Discovery changes nothing.
 #
-# What a module may be is judged by what it holds and what its code calls; which variant it is, by the fingerprint of
-# that code; whether that is so, by a probe. No list of models is consulted, and none of operators: what code a
-# Definition computes is said by its ``serving``, and how a kind of part is found and probed by its module in
-# :mod:`.parts`.
+# A module becomes a candidate by what it holds and what its code calls. The fingerprint of that code selects the variant, and
+# a probe confirms it. There is no list of models or of operators. The ``serving`` of a Definition states the code that it
+# computes. The module of a part in :mod:`.parts` finds and probes it.
 
 NOT_IN_MEMORY = "its weights are not in memory"
 
 
-def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
-    """Return every group of modules that looks like a part that can be served, in the order in which the model has
-    them.
+def discover(model: torch.nn.Module, catalog: Catalog) -> list[ModuleGroup]:
+    """Return every group of modules that looks like a part that can be served, in the order of the model.
 
-    Parts that are made of others come last.
+    Parts that consist of other parts come last.
     """
     known = KnownCode(catalog)
     _warn_of_unknown_parts(known)
     place = {id(module): index for index, module in enumerate(model.modules())}
-    found: list[Found] = []
+    found: list[ModuleGroup] = []
     for name in parts.PARTS:
         module: Part = parts.part(name)
         found += [_judge(group, module, known) for group in module.find(model, known, found)]
@@ -406,95 +414,93 @@ def discover(model: torch.nn.Module, catalog: Catalog) -> list[Found]:
 def _warn_of_unknown_parts(known: KnownCode) -> None:
     for name in known.parts:
         if name not in parts.PARTS:
-            who = [definition.name for definition in known.definitions(name)]
+            names = [definition.name for definition in known.definitions(name)]
             warnings.warn(
-                f"tilegym-db: {', '.join(who)} cannot be served: serving.part is '{name}', and the parts are "
+                f"tilegym-db: {', '.join(names)} cannot be served: serving.part is '{name}', and the parts are "
                 f"{', '.join(sorted(parts.PARTS))}.{did_you_mean(name, parts.PARTS)}",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
-def _judge(found: Found, module: Part, known: KnownCode) -> Found:
-    """What a group computes, or why it stays stock."""
+def _judge(found: ModuleGroup, module: Part, known: KnownCode) -> ModuleGroup:
+    """Return the group with the Definition that it computes, or with the reason to stay stock."""
     if found.reason:
         return found
-    variants = module.variants(found, known)
-    if isinstance(variants, str):
-        return replace(found, reason=variants)
-    confirmed = {_confirm(found, module, sample, variants, known.catalog) for sample in found.samples}
+    candidates = module.candidates(found, known)
+    if isinstance(candidates, str):
+        return replace(found, reason=candidates)
+    confirmed = {_confirm(found, module, sample, candidates, known.catalog) for sample in found.samples}
     refusals = sorted(reason for _, reason in confirmed if reason)
     names = sorted(name for name, _ in confirmed if name)
-    name = names[0] if names else variants.nominees[0].definition.name
+    name = names[0] if names else candidates.matches[0].definition.name
     reason = refusals[0] if refusals else ""
     if len(names) > 1:
         reason = f"its modules compute different definitions: {', '.join(names)}"
-    nominee = next(nominee for nominee in variants.nominees if nominee.definition.name == name)
-    return replace(found, definition=name, nominee=nominee, reason=reason)
+    match = next(match for match in candidates.matches if match.definition.name == name)
+    return replace(found, definition=name, match=match, reason=reason)
 
 
 def _confirm(
-    found: Found, module: Part, sample: torch.nn.Module, variants: Variants, catalog: Catalog
+    found: ModuleGroup, module: Part, sample: torch.nn.Module, candidates: MatchCandidates, catalog: Catalog
 ) -> tuple[str, str]:
-    """(Definition, reason): one of them is empty."""
+    """Return (Definition, reason); one of them is empty."""
     if device_of(sample).type == "meta":
         return "", NOT_IN_MEMORY
-    names = [nominee.definition.name for nominee in variants.nominees]
-    alternatives = {definition.name: definition for definition in variants.alternatives}
+    names = [match.definition.name for match in candidates.matches]
+    alternatives = {definition.name: definition for definition in candidates.alternatives}
     matched: set[str] = set()
-    for nominee in _one_per_code(variants.nominees):
-        probed = module.probe(found, sample, nominee)
+    for match in _one_per_code(candidates.matches):
+        probed = module.probe(found, sample, match)
         if isinstance(probed, str):
             return "", probed
-        asked = {nominee.definition.name: nominee.definition for nominee in variants.nominees} | alternatives
-        matched.update(matches(probed, asked.values(), catalog))
+        asked = {match.definition.name: match.definition for match in candidates.matches} | alternatives
+        matched.update(matching_definitions(probed, asked.values(), catalog))
     if len(matched) == 1 and matched <= set(names):
         return next(iter(matched)), ""
     expected = " or ".join(names)
     if not matched:
-        return "", f"probed, it does not give the bits of {expected}"
-    return "", f"probed, it gives the bits of {' and '.join(sorted(matched))}; expected were those of {expected} alone"
+        return "", f"the results of its probe are not the bits of {expected}"
+    return "", f"the results of its probe are the bits of {' and '.join(sorted(matched))}, not of {expected} alone"
 
 
-def _one_per_code(nominees: Sequence[Nominee]) -> list[Nominee]:
-    """Return one nominee for each way in which inputs lie in a module: those that share it are told apart by one probe."""
-    distinct: dict[tuple[tuple[str, ...], str], Nominee] = {}
-    for nominee in nominees:
-        distinct.setdefault((tuple(nominee.definition.inputs), str(nominee.code.attributes)), nominee)
+def _one_per_code(matches: Sequence[DefinitionMatch]) -> list[DefinitionMatch]:
+    """Return one match per layout of inputs in a module, because one probe decides between matches of the same layout."""
+    distinct: dict[tuple[tuple[str, ...], str], DefinitionMatch] = {}
+    for match in matches:
+        distinct.setdefault((tuple(match.definition.inputs), str(match.code.attributes)), match)
     return list(distinct.values())
 
 
 # ---- current catalog ------------------------------------------------------------------------------
-# The default catalog of this process, read again only when a file of it changed.
+# The default catalog of this process, read again only if one of its files changed.
 #
-# Patching a model asks for the same records each time. Whether they are still those on disk is answered by the sizes
-# and times of the files and of the folders that hold them, which costs a hundredth of reading them.
+# Each patch uses the same records. Sizes and times of the files and of their folders show whether they changed; reading these
+# takes a hundredth of the time of reading the records.
 
 WATCHED = ("definitions", "solutions")
-"""The folders of a root whose records a call site uses."""
+"""The folders of a root with the records that a call site uses."""
 
 State = dict[str, tuple[int, int]]
-"""Path -> (time of the last change in ns, size), of every folder and file below the watched ones."""
+"""Path -> (time of the last change in ns, size), for every folder and file below the watched folders."""
 
 
-class _Kept(NamedTuple):
+class _KeptCatalog(NamedTuple):
     catalog: Catalog
     state: State
 
 
-_kept: list[_Kept] = []
+_kept: list[_KeptCatalog] = []
 _looking = threading.Lock()
 
 
 def current_catalog() -> Catalog:
-    """Return the shipped catalog with the user's overlay, as :meth:`Catalog.default` has it; the same object while
-    nothing changed.
-    """
+    """Return the shipped catalog with the user's overlay, like :meth:`Catalog.default`; the same object until a file changes."""
     catalog = Catalog.default()
     with _looking:
         if _kept and _kept[0].catalog.roots == catalog.roots and not _has_changed(catalog.roots, _kept[0].state):
             return _kept[0].catalog
-        _kept[:] = [_Kept(catalog, _state_of(catalog.roots))]
+        _kept[:] = [_KeptCatalog(catalog, _state_of(catalog.roots))]
     return catalog
 
 
@@ -504,7 +510,7 @@ def _has_changed(roots: tuple[Path, ...], state: State) -> bool:
         return True
     try:
         return any(_mark(os.stat(path)) != mark for path, mark in state.items())
-    except OSError:  # gone, or not to be read any more
+    except OSError:  # removed, or no longer readable
         return True
 
 

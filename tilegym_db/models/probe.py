@@ -1,8 +1,8 @@
-"""Confirms by running it which Definition a piece of a model computes: bit for bit, on random bf16 data.
+"""Confirm which Definition a piece of a model computes: run it on random bf16 data and compare bit for bit.
 
-Always in bf16 and with random weights, whatever the model holds: in fp32, or with weights of one, variants that round at
-different places agree. What is compared with is the Definition's stock solution, the code that kernels are measured
-against, else its reference. Nothing of the model is changed, none of its hooks runs, and the global random state is untouched.
+Inputs and weights are always random bf16, whatever the model holds. In fp32, or with weights of one, variants that round at
+different places agree. The comparison is with the Definition's stock solution, the code that kernels are measured against, or
+else with its reference. The model does not change, none of its hooks runs, and the global random state stays as it is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROWS, SIZE = 5, 64
 SEED = 1234
 
 Probe = tuple[dict[str, Any], tuple[torch.Tensor, ...]]
-"""The inputs of a piece of a model by their names in the Definition, and what it returned for them."""
+"""The inputs of a piece of a model by their names in the Definition, and its results."""
 
 
 class Draw:
-    """Random bf16 tensors on one device from a generator of their own."""
+    """Random bf16 tensors on one device from a separate generator."""
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(SEED)
@@ -37,9 +37,9 @@ class Draw:
         return drawn.to(torch.bfloat16)
 
     def mixing(self, rows: int, columns: int) -> torch.Tensor:
-        """Return a matrix of -1, 0 and 1 with two entries in each row or column, whichever are more.
+        """Return a matrix of -1, 0 and 1 with two entries per row or per column, whichever are more.
 
-        Products with it add two terms and a few zeros, which gives the same bits in whatever order.
+        Each element of a product with it is a sum of two terms and zeros, so the order of summation does not change its bits.
         """
         matrix, more = torch.zeros_like(self(rows, columns)), max(rows, columns)
         places = torch.arange(more, device=matrix.device)
@@ -50,7 +50,7 @@ class Draw:
 
 
 def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Random tensors for every tensor input of a Definition; axes without a size among ``sizes`` have :data:`SIZE`."""
+    """Draw every tensor input of a Definition; axes that ``sizes`` does not name have :data:`SIZE`."""
     draw = Draw(device)
     axes = {
         name: axis.value if axis.value is not None else sizes.get(name, SIZE) for name, axis in definition.axes.items()
@@ -58,19 +58,19 @@ def drawn_inputs(definition: Definition, sizes: Mapping[str, int], device: torch
     return {name: draw(*definition.shape_of(name, axes)) for name in definition.tensor_inputs}
 
 
-def matches(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
-    """Return the names of those Definitions whose bits the probe has."""
+def matching_definitions(probe: Probe, definitions: Iterable[Definition], catalog: Catalog) -> list[str]:
+    """Return the names of the Definitions that compute the same bits as the probe."""
     inputs, returned = probe
     return [one.name for one in definitions if _same(returned, _expected(one, inputs, catalog))]
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a module's parameters lie, by the first of them."""
+    """Return the device of a module's first parameter, or the CPU if it has no parameter."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., Any] | None:
-    """``stock(*inputs) -> outputs`` of a Definition's stock solution; None if it has none that returns its outputs."""
+    """Return ``stock(*inputs) -> outputs`` of a Definition's stock solution; None unless that solution returns its outputs."""
     stock = stock_of(catalog.solutions_for(definition.name))
     if stock is None or stock.record.spec.destination_passing_style or definition.in_place:
         return None
@@ -78,7 +78,7 @@ def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., An
 
 
 def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) -> tuple[torch.Tensor, ...]:
-    """What a Definition says of the inputs, in its own order; nothing if it takes others."""
+    """Return a Definition's outputs for the inputs; empty if it takes other inputs."""
     if set(inputs) != set(definition.inputs):
         return ()
     given = {name: inputs[name] for name in definition.inputs}
@@ -88,7 +88,7 @@ def _expected(definition: Definition, inputs: dict[str, Any], catalog: Catalog) 
             return tuple(run_reference(definition, given).values())
         with torch.no_grad():
             found = stock(*given.values())
-    except (TilegymDBError, RuntimeError, IndexError, TypeError):  # it takes inputs of other shapes
+    except (TilegymDBError, RuntimeError, IndexError, TypeError):  # the Definition takes inputs of other shapes
         return ()
     return found if isinstance(found, tuple) else (found,)
 
@@ -103,30 +103,27 @@ def _same(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
 # ---- drawn codes ----------------------------------------------------------------------------------
 # Random values for probing code that casts to FP8 and multiplies codes.
 #
-# No order of adding, and no way to divide, changes a bit of what is computed of them: a kernel of the hub and PyTorch
-# operations give the same. A kernel may divide by 448 with an error of a unit in the last place, and then its scale
-# has that error. So each output is one product that bfloat16 holds exactly: with such an error it is rounded to the
-# same number.
+# The order of additions and the way of dividing change no bit of the results, so a kernel of the hub and PyTorch operations
+# agree. A kernel may divide by 448 with an error of one unit in the last place, and its scale then has that error. So each
+# output is one product that bfloat16 holds exactly: with such an error it rounds to the same number.
 
 CODES = torch.float8_e4m3fn
 MANTISSA_BITS = 3
 LARGEST, SMALLEST = 448.0, 16.0
-"""Magnitudes of codes, of four bits."""
+"""Magnitudes of codes, which have four bits."""
 ACTIVATION_SCALES = (0.5, 0.75, 1.0, 1.5)
 WEIGHT_SCALES = (0.5, 0.75, 1.5, 1.0)
 WEIGHTS = (1.0, 2.0, 4.0)
-"""A scale has two significant bits and a weight is a power of two, so that a product with a code of four has eight at most."""
+"""A scale has two significant bits and a weight is a power of two, so a product with a code of four bits has at most eight."""
 
 
 def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
-    """Return a bf16 activation [rows, columns] whose blocks of some width have scales of few bits, and no value near a
-    tie.
-    """
+    """Return a bf16 activation [rows, columns] whose blocks of ``width`` have scales of few bits and no value near a tie."""
     shape = (rows, columns // width, width)
     codes = (SMALLEST + (LARGEST - SMALLEST) * draw(*shape).float().abs().clamp(max=1.0)).to(CODES).float()
     between = (
         codes + torch.exp2(codes.log2().floor() - MANTISSA_BITS) / 4
-    )  # far from a tie, so that any cast gives the code
+    )  # far from a tie, so that any cast gives the same code
     x = torch.where(codes < LARGEST, between, codes) * draw(*shape).float().sign()
     x[..., 0] = LARGEST
     x = x * choice(draw, ACTIVATION_SCALES, *shape[:2]).float().unsqueeze(-1)
@@ -134,7 +131,7 @@ def activation(draw: Draw, rows: int, columns: int, width: int) -> torch.Tensor:
 
 
 def choice(draw: Draw, values: Sequence[float], *shape: int) -> torch.Tensor:
-    """Return one of some values everywhere, bf16."""
+    """Return a bf16 tensor with a random one of the values at each place."""
     order = draw(*shape).float().flatten().argsort() % len(values)
     return torch.tensor(values, dtype=torch.bfloat16, device=order.device)[order].view(shape)
 

@@ -1,7 +1,7 @@
-"""Proves a patch on the model's own numbers: a kernel may be no further from the exact result than stock code is, by a factor.
+"""Verify a patch on the model's own numbers: the error of a kernel may exceed that of stock code only by a factor.
 
-Kernel and stock run on the same captured inputs, and both are compared with the Definition's reference in fp64. Verification
-has done that before, on contents that it drew; here the contents, sizes and strides are the ones that this model passes.
+Kernel and stock code run on the same captured inputs, and both are compared with the Definition's reference in fp64. The
+verification of a Solution does the same on drawn contents; here the contents, sizes and strides are those of this model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tilegym_db.verification.gates import ReferenceDeviation, relative_error
 from tilegym_db.verification.oracle import oracle
 
 ALLOWED_FACTOR = 2.0
-"""How many times stock's error a kernel's may be. Honest kernels round no more often than stock does; they stay near 1."""
+"""Largest ratio of a kernel's error to that of stock code. Honest kernels round no more often than stock and stay near 1."""
 
 Outputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of one captured call. Errors are relative Frobenius norms against fp64, those of the worst output.
+    """The result of one captured call. Errors are relative Frobenius norms against fp64, of the worst output.
 
-    ``kernel`` is None if stock code serves such a call anyway. ``reason`` says why there is no kernel, or why the one
-    there is must not be used; it is empty if the proof holds.
+    ``kernel`` is None if stock code serves such a call anyway. ``reason`` gives the reason if no kernel may serve the call;
+    it is empty if the proof holds.
     """
 
     stage: str
@@ -58,13 +58,13 @@ class Proof:
 
 
 def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype) -> float:
-    """Return the relative error that a kernel may have.
+    """Return the largest relative error that a kernel may have.
 
     Args:
-        stock_error: that of the model's own code.
-        rounding_error: that of the exact result, rounded once to the output's dtype: nobody can do better.
-        dtype: of the output. In float32 the bound of verification counts where it is larger: the approximate exponentials
-            of a GPU are many times worse than those of a CPU, and nothing in a model can tell.
+        stock_error: the error of the model's own code.
+        rounding_error: the error of the exact result after rounding once to the output's dtype; no code does better.
+        dtype: the dtype of the output. For float32, the bound of verification applies if it is larger: the approximate
+            exponentials of a GPU are many times worse than those of a CPU.
     """
     allowed = ALLOWED_FACTOR * max(stock_error, rounding_error)
     return max(allowed, LIMITS["float32"].tau) if dtype == torch.float32 else allowed
@@ -73,13 +73,13 @@ def allowed_error(stock_error: float, rounding_error: float, dtype: torch.dtype)
 def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Proof:
     """Try the kernel that would serve the captured calls of one kind.
 
-    The kernel writes into outputs full of NaN, twice, without gradients and in inference mode, and must give the same bits both
-    times and leave its inputs alone. The proof is that of the call at which its error is largest.
+    The kernel runs twice, without gradients and in inference mode, on outputs full of NaN. It must give the same bits both
+    times and leave its inputs unchanged. The result is that of the call with the kernel's largest error.
 
     Args:
-        dispatcher: of the call site.
+        dispatcher: the dispatcher of the call site.
         allocate: makes the outputs for the inputs of a call.
-        call: what the model passed, at several positions and for several tokens.
+        call: the captured inputs, at several positions and for several tokens.
     """
     definition = dispatcher.definition
     preview = dispatcher.preview(call.inputs, allocate)
@@ -88,31 +88,31 @@ def prove(dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> Pro
     binding = bind_call(definition, call.inputs)
     try:
         runs, again, changed = _in_both_modes(preview.launch, definition, call, allocate)
-    except Exception as error:  # a kernel may raise anything: it is told, and stock code runs
+    except Exception as error:  # a kernel may raise anything: the error is reported, and stock code runs
         what = traceback.format_exception_only(error)[-1].strip()
-        return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: it raises {what}")
+        return Proof(call.stage, binding.axes, preview.kernel, f"verification on this model failed: it raises {what}")
     if changed:
         reason = f"it changes its input '{changed}'"
     elif not all(map(_same_outputs, runs, again)):
-        reason = "two runs on the same inputs differ, the second one in inference mode and after other calls"
+        reason = "two runs on the same inputs differ; the second is in inference mode and after other calls"
     else:
         kernel = str(preview.kernel)
         proofs = []
-        with torch.no_grad():  # codes of a quantised weight may say that they want gradients
+        with torch.no_grad():  # the codes of a quantised weight may require gradients
             for inputs, outputs in zip(call.all_inputs, runs, strict=True):
                 stock, _ = _run(dispatcher.run_stock, definition, inputs, allocate)
                 proofs.append(_compared(definition, CapturedCall(call.stage, inputs), binding, kernel, outputs, stock))
         return max(proofs, key=lambda proof: (bool(proof.reason), proof.kernel_error or 0.0))
-    return Proof(call.stage, binding.axes, preview.kernel, f"not proved on this model: {reason}")
+    return Proof(call.stage, binding.axes, preview.kernel, f"verification on this model failed: {reason}")
 
 
 def _in_both_modes(
     launch: Callable[..., Any], definition: Definition, call: CapturedCall, allocate: Allocate
 ) -> tuple[list[Outputs], list[Outputs], str]:
-    """Return the outputs of each call kept, as models generate and once more as they are served; and an input that was
-    changed.
+    """Return the outputs of each captured call from two runs, and the name of an input that was changed.
 
-    The second time in the opposite order, so that each call but the last comes after others of its kind.
+    The first run is without gradients, the second in inference mode. The second has the opposite order, so each call but the
+    last comes after others of its kind.
     """
     with torch.no_grad():
         runs = [_run(launch, definition, inputs, allocate) for inputs in call.all_inputs]
@@ -129,7 +129,7 @@ def _same_outputs(outputs: Outputs, others: Outputs) -> bool:
 def _axes(definition: Definition, call: CapturedCall) -> Mapping[str, int]:
     try:
         return bind_call(definition, call.inputs).axes
-    except TilegymDBError:  # no call of the Definition, which is what the preview's reason says
+    except TilegymDBError:  # no call of the Definition; the preview's reason says so
         return {}
 
 
@@ -138,7 +138,7 @@ def _compared(
 ) -> Proof:
     inputs = dict(zip(definition.inputs, call.inputs, strict=True))
     truth = oracle(definition, inputs)
-    # What follows from a choice is judged by the choice that was made; the choice itself has no error, and is right or wrong.
+    # A choice is right or wrong and has no error. What follows from a choice is compared given the choice that was made.
     own = followed(definition, inputs, truth, stock, ())
     errors = {name: _error(value, own[name]) for name, value in stock.items()}
     of_stock = {name: ReferenceDeviation(error) for name, error in errors.items()}
@@ -153,18 +153,18 @@ def _compared(
         allowed = allowed_error(errors[name], _error(exact[name].to(value.dtype), exact[name]), value.dtype)
         if found > allowed and not reason:
             reason = (
-                f"the error of {name} against fp64 is {found:.3g}, {found / max(errors[name], 1e-300):.3g} times that of "
-                f"stock; at most {allowed:.3g} is allowed"
+                f"the error of {name} against fp64 is {found:.3g}, which is {found / max(errors[name], 1e-300):.3g} times that "
+                f"of stock; at most {allowed:.3g} is allowed"
             )
         worst = max(worst, (found, errors[name], allowed), key=lambda figures: figures[0])
     reason = reason or next((verdict.reason for verdict in verdicts.values() if not verdict.passed), "")
     if reason:
-        reason = f"not proved on this model: {reason}"
+        reason = f"verification on this model failed: {reason}"
     return Proof(call.stage, binding.axes, kernel, reason, *worst)
 
 
 def _error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """0 for outputs of 8 bits and of indices: the gates say whether their codes are right."""
+    """Return the relative error; 0 for outputs of 8 bits and of indices, whose codes the gates compare."""
     return relative_error(value, truth) if _is_measured(value) else 0.0
 
 
@@ -175,7 +175,7 @@ def _is_measured(value: torch.Tensor) -> bool:
 def _run(
     launch: Callable[..., Any], definition: Definition, inputs: tuple[Any, ...], allocate: Allocate
 ) -> tuple[Outputs, str]:
-    """Return every output by name, and the name of an input that was changed and must not be."""
+    """Return every output by name, and the name of an input that the call must not change but did."""
     given = {
         name: copied(value) if isinstance(value, torch.Tensor) else value
         for name, value in zip(definition.inputs, inputs, strict=True)
@@ -183,7 +183,7 @@ def _run(
     made = allocate(*given.values())
     outputs: Outputs = dict(zip(definition.written_outputs, made if isinstance(made, tuple) else (made,), strict=True))
     for value in outputs.values():
-        value.fill_(float("nan") if value.is_floating_point() else 1)  # what lay there may be the result of another run
+        value.fill_(float("nan") if value.is_floating_point() else 1)  # the memory may hold the result of another run
     launch(*given.values(), *outputs.values())
     changed = [
         name

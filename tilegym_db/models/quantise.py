@@ -1,4 +1,4 @@
-"""``patch(model, quantise="fp8")``: codes in place of weights, a proof of every layer, then the patch that serves them."""
+"""``patch(model, quantise="fp8")``: replace weights by codes, verify every layer, then patch the model with kernels for them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.quantise_proof import LayerProof, QuantisationReport, Recorded, prove_layer, prove_logits, record
 
 PART = "fp8_linear"
-UNSERVED = "no kernel serves it at the sizes of the run, and PyTorch operations are slower than its own weight"
+UNSERVED = "no kernel serves it at the sizes of the run, and PyTorch operations on codes are slower than its weight"
 REASONS = 3
 READ = "the model's code reads its weight outside of the layer, and would take codes for numbers"
 
 Module = torch.nn.Module
 Patch = Callable[[bool], Handle]
-"""``patch(final)`` patches the model as it is; ``final`` is False for a patch that is only there to prove layers with."""
+"""``patch(final)`` patches the model as it is; ``final`` is False for a patch that only verifies layers."""
 
 
 def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patch: Patch) -> Handle:
-    """Quantise a model, prove each layer as it will be served, and patch it; the handle's ``unpatch`` undoes all of it.
+    """Quantise a model, verify each layer as it will be served, and patch it; the handle's ``unpatch`` undoes everything.
 
     Raises:
-        UsageError: the way is refused on this device, nothing can be quantised or proved, or no published kernel serves the
-            products, so that the model would be slower; the model is as it was.
+        UsageError: the way is refused on this device, no layer can be quantised or verified, or no published kernel serves
+            the products. The model is then as it was.
     """
     refuse(model, way)
     layers, skipped = choose(model)
@@ -55,7 +55,7 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
                 f"quantise={way!r} is refused: {logits.why_refused}. The model is as it was.",
                 code="quantise_too_inexact",
             )
-        handle.unpatch()  # with what it counted: reports are about the model's own calls
+        handle.unpatch()  # together with its counters: reports are about the model's own calls
         handle = patch(True)
         report = QuantisationReport(way, proofs, skipped, logits, before, _bytes(model), quantisation.held_bytes)
         handle.quantised(report, quantisation.undo)
@@ -69,26 +69,26 @@ def quantise_and_patch(model: Module, way: str, inputs: ModelInputs | None, patc
 
 def _check_any(model: Module, layers: Mapping[str, Module], skipped: Mapping[str, str]) -> None:
     if not layers:
-        told = "; ".join(dict.fromkeys(skipped.values())) or "it has none"
+        why = "; ".join(dict.fromkeys(skipped.values())) or "it has none"
         raise UsageError(
-            f"no linear layer of this {type(model).__name__} can be quantised: {told}.", code="nothing_to_quantise"
+            f"no linear layer of this {type(model).__name__} can be quantised: {why}.", code="nothing_to_quantise"
         )
 
 
 def _check_served(handle: Handle, way: str) -> None:
     reasons = [site.reason for site in handle.report().sites if site.kind == PART]
     if way == FP8 and all(reasons):
-        told = "; ".join(dict.fromkeys(reasons)) or "no definition describes them"
+        why = "; ".join(dict.fromkeys(reasons)) or "no definition describes them"
         raise UsageError(
             f"quantise={way!r} is refused: no kernel would serve the products, and PyTorch operations are slower than the model "
-            f"as it is ({told}). Try: tilegym-db fit, which measures and publishes for this GPU; or {FP8_REFERENCE!r}, to look "
-            "at the numbers alone.",
+            f"as it is ({why}). Try: tilegym-db fit, which measures and publishes for this GPU; or {FP8_REFERENCE!r}, to see "
+            "the numbers alone.",
             code="quantise_unserved",
         )
 
 
 def _proved(quantisation: Quantisation, recorded: Recorded, handle: Handle, way: str) -> tuple[LayerProof, ...]:
-    """Return a proof of each layer; where speed is asked for, one that no kernel served has a reason."""
+    """Return a proof of each layer; if speed is wanted, the proof of a layer without a kernel has a reason."""
     proofs = []
     for name, module in quantisation.layers.items():
         served = handle.kernel_calls(PART)
@@ -107,51 +107,53 @@ def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
             reasons += _why_stock(handle)
             step = (
                 " Try: inputs= with as many tokens as your calls have; tilegym-db fit; or "
-                f"{FP8_REFERENCE!r}, to look at the numbers alone."
+                f"{FP8_REFERENCE!r}, to see the numbers alone."
             )
-        told = "; ".join(dict.fromkeys(reasons))
+        why = "; ".join(dict.fromkeys(reasons))
         raise UsageError(
-            f"quantise={way!r} is refused: it would leave no layer quantised ({told}).{step}",
+            f"quantise={way!r} is refused: it would leave no layer quantised ({why}).{step}",
             code="quantise_leaves_nothing",
         )
 
 
 def _why_stock(handle: Handle) -> tuple[str, ...]:
-    """What the calls of quantised layers were told that ran without a kernel, a few of them: all sizes would fill a page."""
+    """Return a few reasons for calls of quantised layers that ran without a kernel; all sizes would fill a page."""
     sites = [site for site in handle.report().sites if site.kind == PART]
-    told = [key.reason for site in sites for counts in site.all_counts for key in counts.keys if key.solution is None]
+    reasons = [
+        key.reason for site in sites for counts in site.all_counts for key in counts.keys if key.solution is None
+    ]
     bypassed = [reason for site in sites for reason in site.bypassed]
-    return tuple(dict.fromkeys((*bypassed, *told)))[:REASONS]
+    return tuple(dict.fromkeys((*bypassed, *reasons)))[:REASONS]
 
 
 def _bytes(model: Module) -> int:
-    """Of its parameters and buffers, each once, as torch lists them."""
+    """Return the bytes of a model's parameters and buffers, each counted once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-# ---- quantise -------------------------------------------------------------------------------------
-# Turns linear layers of a bf16 model into FP8 codes with scales of blocks, and back bit for bit.
+# ---- conversion -----------------------------------------------------------------------------------
+# Linear layers of a bf16 model become FP8 codes with scales of blocks, and become weights again bit for bit.
 #
-# Their values are kept in the memory of the CPU and put back: nothing is computed to undo it. A parameter that
-# somebody else has too, such as a twin of the model, is not touched, and is put back itself.
+# The weights are kept in CPU memory and put back, so nothing is computed to undo it. A parameter that something else also
+# holds, such as a twin of the model, is not changed, and the same object is put back.
 
 FP8, FP8_REFERENCE = "fp8", "fp8-reference"
 WAYS = (FP8, FP8_REFERENCE)
-"""``fp8-reference`` takes PyTorch operations wherever no kernel serves, on any device: slow, to look at the numbers."""
+"""``fp8-reference`` runs PyTorch operations if no kernel serves, on any device. It is slow, and is for looking at the numbers."""
 CAPABILITY = (8, 9)
-"""Of the first GPUs with products of FP8 codes: Ada. Hopper has 9.0."""
+"""Compute capability of the first GPUs with products of FP8 codes (Ada); Hopper has 9.0."""
 ROUTERS = ("gate", "router")
-"""Last names of what chooses or weighs experts, and endings after ``_``."""
+"""Last names, or their endings after ``_``, of layers that choose or weigh experts."""
 SCALES = "weight_scale_inv"
-TELLS_DTYPE = "its weight comes first in a model whose dtype is that of its first parameter"
+TELLS_DTYPE = "it is the first parameter of a model, which gives the model its dtype"
 
 
 def why_no_products(device: str, capability: tuple[int, int] | None) -> str:
-    """Return why a device cannot multiply FP8 codes; empty if it can.
+    """Return the reason if a device cannot multiply FP8 codes; empty if it can.
 
     Args:
         device: its type, ``cuda`` or another.
-        capability: of a CUDA device.
+        capability: the compute capability of a CUDA device; None for other devices.
     """
     if device != "cuda" or capability is None:
         return (
@@ -164,17 +166,17 @@ def why_no_products(device: str, capability: tuple[int, int] | None) -> str:
 
 
 def refuse(model: Module, way: str) -> None:
-    """Raise :class:`UsageError` where a model must not be quantised in a way.
+    """Raise :class:`UsageError` if a model must not be quantised in a way.
 
     Raises:
-        UsageError: the device has no FP8 products and the way is not :data:`FP8_REFERENCE`, the way is none of :data:`WAYS`,
+        UsageError: the device has no FP8 products and the way is not :data:`FP8_REFERENCE`, the way is not in :data:`WAYS`,
             or the model is in training mode.
     """
     if way not in WAYS:
         raise UsageError(f"quantise must be one of {WAYS} or None, not {way!r}.", code="quantise_unknown")
     if model.training:
         raise UsageError(
-            "a quantised model gives no gradients to its weights: call model.eval() first.", code="model_in_training"
+            "the weights of a quantised model get no gradients: call model.eval() first.", code="model_in_training"
         )
     for device in {parameter.device for parameter in model.parameters()}:
         is_cuda = device.type == "cuda"
@@ -191,12 +193,12 @@ def refuse(model: Module, way: str) -> None:
 
 
 def choose(model: Module) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
-    """Return the layers to quantise by name, and why each other linear layer, and experts, are not."""
+    """Return the layers to quantise by name, and the reason against each other linear layer and against experts."""
     patterns, places = _default_skips(model), Counter(_places(model))
     chosen, skipped = {}, {}
     for name, module in model.named_modules():
         if any(value is not None and value.dim() > 2 for value in module._parameters.values()):
-            skipped[name] = "its weights are no matrices, as those of experts and convolutions"
+            skipped[name] = "its weights are no matrices, like those of experts and convolutions"
         elif isinstance(module, torch.nn.Linear):
             reason = _why_not(name, module, patterns, places)
             if reason:
@@ -211,19 +213,19 @@ def choose(model: Module) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
 
 
 def _telling_dtypes(model: Module) -> set[int]:
-    """Return the identity of each parameter whose dtype transformers gives as that of a model or of a model in it."""
+    """Return the ids of the parameters from which transformers takes the dtype of a model or of an inner model."""
     models = [module for module in model.modules() if isinstance(getattr(type(module), "dtype", None), property)]
     firsts = [next((value for value in one.parameters() if value.is_floating_point()), None) for one in models]
     return {id(first) for first in firsts if first is not None}
 
 
 def _places(model: Module) -> Iterable[int]:
-    """Return the identity of every parameter, once for each module that holds it."""
+    """Return the id of every parameter, once per module that holds it."""
     return (id(value) for module in model.modules() for value in module._parameters.values() if value is not None)
 
 
 def _default_skips(model: Module) -> list[str]:
-    """What transformers' own FP8 quantiser leaves as it is: the output layer, tied weights and what is to stay float32."""
+    """Return what transformers' FP8 quantiser skips by default: the output layer, tied weights and modules kept in float32."""
     try:
         from transformers import PreTrainedModel
         from transformers.quantizers.base import get_keys_to_not_convert
@@ -237,11 +239,11 @@ def _default_skips(model: Module) -> list[str]:
 def _why_not(name: str, module: torch.nn.Linear, patterns: Sequence[str], places: Mapping[int, int]) -> str:
     weight: Any = module.weight
     if "forward" in vars(module):
-        return "it has a forward of its own, as accelerate's hooks give a layer"
+        return "its forward was replaced on the instance, as hooks of accelerate do"
     if type(module) is not torch.nn.Linear:
         return f"it is a {type(module).__name__}, no plain linear layer"
     if _is_named(name, patterns):
-        return "transformers' FP8 quantiser leaves it as it is by default"
+        return "transformers' FP8 quantiser skips it by default"
     if name.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in ROUTERS:
         return "it is a router"
     if type(weight) is not torch.nn.Parameter or type(weight.data) is not torch.Tensor:
@@ -249,11 +251,11 @@ def _why_not(name: str, module: torch.nn.Linear, patterns: Sequence[str], places
     if weight.grad is not None:
         return "its weight has a gradient; set it to None first"
     if places[id(weight)] > 1:
-        return "its weight belongs to another module too"
+        return "another module has the same weight"
     if weight.dtype != torch.bfloat16:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
     if any(size % BLOCK or not size for size in weight.shape):
-        return f"its weight is {weight.shape[0]} x {weight.shape[1]}, no multiple of {BLOCK} both ways"
+        return f"its weight is {weight.shape[0]} x {weight.shape[1]}, which are not both multiples of {BLOCK}"
     return "" if bool(torch.isfinite(weight).all()) else "its weight has values that are not finite"
 
 
@@ -265,8 +267,8 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     return not should_convert_module(name, list(patterns))
 
 
-class Kept(NamedTuple):
-    """A parameter that was taken out of a model: its values in the memory of the CPU, and itself while anybody else has it."""
+class KeptParameter(NamedTuple):
+    """A parameter that was taken out of a model: its values in CPU memory, and a weak reference to the parameter."""
 
     values: torch.Tensor
     requires_grad: bool
@@ -274,10 +276,9 @@ class Kept(NamedTuple):
     itself: weakref.ref[torch.nn.Parameter]
 
     def back(self, device: torch.device) -> torch.nn.Parameter:
-        """Return the parameter itself where it is still there (a twin of the model may share it), else one of the same
-        bits.
+        """Return the same parameter if it still exists, for example in a twin of the model, else a new one of the same bits.
 
-        Also one of the same bits where somebody moved or cast the parameter, which is no part of this model any more then.
+        The parameter may also have been moved or cast since, and then no longer belongs to this model. A new one is made.
         """
         parameter = self.itself()
         if parameter is None or (parameter.device, parameter.dtype) != (device, self.values.dtype):
@@ -288,32 +289,34 @@ class Kept(NamedTuple):
 
 @dataclass
 class Quantisation:
-    """Layers that are codes now, and what they were, by name of the layer."""
+    """Layers that hold codes now, and their original parameters, by name of the layer."""
 
     layers: Mapping[str, torch.nn.Linear]
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, KeptParameter] = field(default_factory=dict)
 
     def convert(self) -> None:
-        """Make codes of all of them, one after the other: at most one weight is there twice."""
+        """Turn the weights into codes, one layer after the other, so that at most one weight exists twice."""
         for name, module in self.layers.items():
             own: Any = module.weight
             codes, scale = quantised(own)
-            # First, so that an interrupt in between is undone too.
-            self.kept[name] = Kept(own.detach().to("cpu"), own.requires_grad, dict(vars(own)), weakref.ref(own))
+            # Keep the weight first, so that an interrupt on the next lines is undone too.
+            self.kept[name] = KeptParameter(
+                own.detach().to("cpu"), own.requires_grad, dict(vars(own)), weakref.ref(own)
+            )
             module._parameters["weight"] = torch.nn.Parameter(codes, requires_grad=False)
             module._parameters[SCALES] = torch.nn.Parameter(scale, requires_grad=False)
             module.__class__ = BlockwiseLinear
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Put the parameters of some layers back, by default of all, where the codes are now. Safe to call twice.
+        """Put back the parameters of some layers, by default of all, on the device of the codes. Calling it twice is safe.
 
         Raises:
-            UsageError: something else changed the class of a layer; all others are restored.
+            UsageError: other code changed the class of a layer; all other layers are restored.
         """
         left = []
         for name in list(self.kept if names is None else names):
             module = self.layers[name]
-            if type(module) not in (BlockwiseLinear, torch.nn.Linear):  # the latter where converting was interrupted
+            if type(module) not in (BlockwiseLinear, torch.nn.Linear):  # the latter if the conversion was interrupted
                 left.append(name)
                 continue
             module._parameters["weight"] = self.kept.pop(name).back(module.weight.device)
@@ -321,22 +324,22 @@ class Quantisation:
             module.__class__ = torch.nn.Linear
         if left:
             raise UsageError(
-                f"{len(left)} quantised layers were given another class ({left[0]}, ...): a wrapper such as a parametrization. "
-                "Remove it and call unpatch() once more.",
+                f"{len(left)} quantised layers got another class ({left[0]}, ...), for example by a parametrization. Remove "
+                "the wrapper and call unpatch() again.",
                 code="modules_wrapped",
             )
 
     @property
     def held_bytes(self) -> int:
-        """What the kept values take."""
+        """The bytes of the kept values."""
         return sum(kept.values.nbytes for kept in self.kept.values())
 
 
 # ---- blockwise linear -----------------------------------------------------------------------------
-# A linear layer whose weight is FP8 codes with a scale for each block, in PyTorch operations.
+# A linear layer in PyTorch operations whose weight is FP8 codes with a scale per block.
 #
-# Weights have a float32 scale for each 128 x 128 values, activations one for each token and 128 channels, as
-# DeepSeek-V3 quantises and as transformers' fine-grained FP8 models are stored.
+# Weights have one float32 scale per 128 x 128 values, activations one per token and 128 channels. DeepSeek-V3 quantises like
+# this, and transformers stores fine-grained FP8 models like this.
 
 BLOCK = 128
 CODES = torch.float8_e4m3fn
@@ -345,10 +348,10 @@ SMALLEST_AMAX = 1e-4
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K] and float32 scales [N / 128, K / 128] of a weight [N, K]; a block of zeros has the scale 1 / 448.
+    """Return codes [N, K] and float32 scales [N / 128, K / 128] of a weight [N, K]; a block of zeros has the scale 1 / 448.
 
     Args:
-        weight: of any floating dtype; N and K are multiples of 128.
+        weight: a tensor of any floating dtype; N and K are multiples of 128.
     """
     rows, columns = weight.shape
     blocks = weight.detach().float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
@@ -359,16 +362,16 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What codes [N, K] with scales of blocks stand for, float32."""
+    """Return the float32 values of codes [N, K] with scales of blocks."""
     rows, columns = codes.shape
     spread = scale.float().repeat_interleave(BLOCK, dim=0)[:rows].repeat_interleave(BLOCK, dim=1)[:, :columns]
     return codes.float() * spread
 
 
 def blockwise_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [..., K] cast to codes of its own, times codes [N, K]: [..., N] in the dtype of x, summed in float32.
+    """Cast x [..., K] to codes and multiply it by codes [N, K]; return [..., N] in the dtype of x, summed in float32.
 
-    Takes a float32 copy of the weight for the length of the call. K is a multiple of 128.
+    The call holds a float32 copy of the weight while it runs. K is a multiple of 128.
     """
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
@@ -379,7 +382,7 @@ def blockwise_product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor)
 
 
 class _Product(torch.autograd.Function):
-    """:func:`blockwise_product` with a gradient for the activation, as if casting it had changed nothing."""
+    """:func:`blockwise_product` with a gradient for the activation that ignores the rounding of its cast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -393,10 +396,9 @@ class _Product(torch.autograd.Function):
 
 
 class BlockwiseLinear(torch.nn.Linear):
-    """A linear layer whose ``weight`` [N, K] is codes, with ``weight_scale_inv`` [N / 128, K / 128] to multiply them with.
+    """A linear layer whose ``weight`` [N, K] is codes, with scales ``weight_scale_inv`` [N / 128, K / 128].
 
-    It stands for a layer that has a weight, so that nothing may take its codes for that: saving, loading, pickling and copying it
-    raise :class:`UsageError`.
+    Other code would take the codes for a weight. So saving, loading, pickling and copying the layer raise :class:`UsageError`.
     """
 
     block_size = (BLOCK, BLOCK)
@@ -416,7 +418,7 @@ class BlockwiseLinear(torch.nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def __copy__(self) -> BlockwiseLinear:
-        """Return a layer of the same parameters; what :mod:`.parts.fp8_linear` probes."""
+        """Return a layer with the same parameters, which :mod:`.parts.fp8_linear` probes."""
         twin = BlockwiseLinear.__new__(BlockwiseLinear)
         vars(twin).update(vars(self))
         return twin
@@ -439,7 +441,7 @@ class BlockwiseLinear(torch.nn.Linear):
 def refuse_casts(weight: torch.dtype, activation: torch.dtype) -> None:
     """Raise :class:`UsageError` if the codes were cast, or if an activation has values of one byte.
 
-    It is apart from the forward, whose fingerprint the catalog has: a message may change without it.
+    It is separate from the forward because the catalog has the fingerprint of the forward; messages may change without it.
     """
     if weight != CODES:
         raise UsageError(
@@ -449,14 +451,14 @@ def refuse_casts(weight: torch.dtype, activation: torch.dtype) -> None:
         )
     if activation.itemsize == 1:
         raise UsageError(
-            f"a quantised layer was given {activation}, which is no activation: the model's code casts to the dtype of a "
-            "weight that is codes now. Call unpatch() on the handle, and run this model without quantise.",
+            f"a quantised layer got {activation}, which is no activation: the model's code casts to the dtype of a weight, and "
+            "the weight is codes now. Call unpatch() on the handle, and run this model without quantise.",
             code="quantised_input_dtype",
         )
 
 
 def _held(what: str) -> UsageError:
     return UsageError(
-        f"a layer of codes, made by patch(quantise=...), cannot be {what}: unpatch() the model first.",
+        f"a layer of codes, made by patch(quantise=...), cannot be {what}: call unpatch() on the handle first.",
         code="quantised_held",
     )

@@ -1,4 +1,4 @@
-"""What FP8 does to a model's numbers, measured on a run of its own: each layer and the logits against fp64, beside bf16."""
+"""The effect of FP8 on a model's numbers: each layer and the logits of one run against fp64, beside those of bf16."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 LARGEST_ERROR = 0.1
-"""Relative, of a layer's output. A value of normal size is off by 1/16 at most; what is further off is not described by codes."""
+"""Largest relative error of a layer's output. Codes are off by at most 1/16 at values of normal size; more is another fault."""
 LARGEST_LOGITS_ERROR = 0.5
-"""Relative, of the logits: half of their size. The codes of each layer alone put it off by hundredths; what is off by so much has
-taken codes for numbers somewhere, or enlarges small errors so far that its answers are mostly error."""
-NOT_CALLED = "the run did not call it, so that nothing is known of its error"
+"""Largest relative error of the logits. The codes of all layers cause hundredths. An error of half the size means that codes were
+taken for numbers somewhere, or that the model enlarges small errors until its answers are mostly error."""
+NOT_CALLED = "the run did not call it, so its error is unknown"
 BYTES_OF_A_COPY = 10
-"""A number of the fp64 copy takes eight, and two while it is copied."""
+"""Bytes per number for the fp64 copy: eight, and two more while it is copied."""
 
 Module = torch.nn.Module
 
 
 @dataclass(frozen=True)
 class LayerProof:
-    """Relative Frobenius errors of one layer's output against fp64, on what the model's own run gave it.
+    """Relative Frobenius errors of one layer's output against fp64, on inputs from a run of the model.
 
-    ``fp8_error`` is that of the layer as it is served, ``bf16_error`` that of the layer as it was. ``reason`` says why the layer
-    was given its own weight back; empty if it stays quantised.
+    ``fp8_error`` is the error of the layer as it is served, ``bf16_error`` that of the original layer. ``reason`` is the reason
+    if the layer got its weight back; it is empty if the layer stays quantised.
     """
 
     name: str
@@ -54,9 +54,9 @@ class LayerProof:
 class LogitsProof:
     """Relative Frobenius errors of the logits against a copy of the model in fp64.
 
-    In that copy every cast of the model's code to a narrower dtype is one to fp64, and experts run one after the other.
-    ``same_choice`` is the share of positions at which fp8 and bf16 have the same largest logit, ``difference`` how far the one is
-    from the other. ``reason`` says why there is no copy; the errors are None then.
+    In that copy every cast to a narrower dtype is a cast to fp64, and experts run one after the other. ``same_choice`` is the
+    share of positions at which fp8 and bf16 have the same largest logit. ``difference`` is the relative difference of the two.
+    ``reason`` is the reason if there is no copy; the errors are None then.
     """
 
     tokens: int
@@ -68,15 +68,15 @@ class LogitsProof:
 
     @property
     def why_refused(self) -> str:
-        """Why a model that gives these logits must not be served; empty if it may."""
+        """The reason if a model with these logits must not be served; empty if it may."""
         against, off = ("bf16", self.difference) if self.fp8_error is None else ("fp64", self.fp8_error)
         if off <= LARGEST_LOGITS_ERROR:
             return ""
-        return f"the logits are off by {off:.3g} against {against}; at most {LARGEST_LOGITS_ERROR:g} is taken"
+        return f"the relative error of the logits is {off:.3g} against {against}; at most {LARGEST_LOGITS_ERROR:g} is allowed"
 
 
 class LayerInput(NamedTuple):
-    """What a model gave a layer at its first call: some of the rows, [at most 128, K], and how many there were."""
+    """The input of a layer at its first call: some of its rows, [at most 128, K], and their number."""
 
     x: torch.Tensor
     rows: int
@@ -84,10 +84,10 @@ class LayerInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of a model as it is.
+    """A run of the unchanged model.
 
-    What was given to it and to each layer by name, which layers' weights were read outside of the layers, its logits, and those
-    in fp64 or why there are none.
+    It has the inputs of the model and of each layer by name, and the layers whose weights other code read. It also has the
+    logits, and the logits in fp64 or the reason if there are none.
     """
 
     given: Mapping[str, Any]
@@ -98,16 +98,16 @@ class Recorded:
 
 
 def record(model: Module, layers: Mapping[str, Module], inputs: ModelInputs | None) -> Recorded:
-    """Run a model as it is, and a copy of it in fp64 where one fits into memory.
+    """Run the unchanged model, and a copy of it in fp64 if memory allows.
 
     Args:
         model: in eval mode.
-        layers: whose inputs to keep, 128 rows of each at most.
-        inputs: what to run; random token ids by default.
+        layers: name -> layer whose inputs to keep, at most 128 rows of each.
+        inputs: the inputs of the run; random token ids by default.
 
     Raises:
-        UsageError: there are no inputs, and the model states no vocabulary to draw random token ids from; an input cannot be
-            copied for each run; the model returns no tensor.
+        UsageError: there are no inputs and the model states no vocabulary to draw random token ids from; an input cannot be
+            copied for each run; or the model returns no tensor.
     """
     first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
     given = {"input_ids": first} if isinstance(first, torch.Tensor) else dict(first)
@@ -132,10 +132,10 @@ def _keeping(layers: Mapping[str, Module], kept: dict[str, LayerInput]) -> Itera
 
 
 def _logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor:
-    """What a model returns first, or as its logits.
+    """Return a model's first output, or its logits.
 
     Raises:
-        UsageError: that is no tensor of numbers.
+        UsageError: the output is no floating tensor.
     """
     with torch.no_grad():
         out = model(**own_inputs(given))
@@ -145,8 +145,8 @@ def _logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor:
         found = ordered[0] if isinstance(ordered, (list, tuple)) and ordered else ordered
     if not isinstance(found, torch.Tensor) or not found.is_floating_point() or not found.dim():
         raise UsageError(
-            f"{type(model).__name__} returns a {type(out).__name__} without logits, whose first value is no tensor of numbers: "
-            "there is nothing to hold FP8 against. Pass a model that returns a tensor first.",
+            f"{type(model).__name__} returns a {type(out).__name__} without logits, whose first value is no floating tensor, so "
+            "FP8 cannot be compared with anything. Pass a model that returns a tensor first.",
             code="logits_absent",
         )
     return found.detach().clone()
@@ -169,21 +169,21 @@ def _exact_logits(model: Module, given: Mapping[str, Any]) -> torch.Tensor | str
             exact.set_experts_implementation(EAGER)  # grouped products take no fp64
         with lifted():
             return _logits(exact, wide)
-    except of_models() as error:  # anyone's code, in a dtype it may not take
+    except of_models() as error:  # a model's code may raise anything in a dtype that it was not written for
         return f"it does not run in fp64: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerInput | None) -> LayerProof:
-    """Return the errors of a quantised layer as it is served, and of the layer as it was.
+    """Return the errors of a quantised layer as it is served, and of the original layer.
 
-    The layer runs on as many rows as the model gave it, since how many there are decides what serves it: those that were kept,
-    over and over. Of the errors of each repetition the largest counts.
+    The layer runs on as many rows as in the model, because the number of rows decides which kernel serves it. The kept rows are
+    repeated to that number. The largest error of all repetitions counts.
 
     Args:
-        name: of the layer.
-        module: quantised, and patched as it will be.
-        original: the weight [N, K] that it had.
-        given: what the model gave it; None if the run did not call it.
+        name: the name of the layer.
+        module: the quantised layer, patched as it will be served.
+        original: the original weight [N, K].
+        given: the kept input of the layer; None if the run did not call it.
     """
     shape = (original.shape[0], original.shape[1])
     if given is None:
@@ -196,12 +196,12 @@ def prove_layer(name: str, module: Module, original: torch.Tensor, given: LayerI
         starts = [*range(0, given.rows - len(x), len(x)), given.rows - len(x)]
         fp8 = max(_error(found[start:][: len(x)], exact.roll(-start, 0)) for start in starts)
         bf16 = _error(torch.nn.functional.linear(x, weight, bias), exact)
-    reason = "" if fp8 <= LARGEST_ERROR else f"its output is off by {fp8:.3g}; at most {LARGEST_ERROR:g} is taken"
+    reason = "" if fp8 <= LARGEST_ERROR else f"its relative error is {fp8:.3g}; at most {LARGEST_ERROR:g} is allowed"
     return LayerProof(name, shape, x.shape[0], fp8, bf16, reason)
 
 
 def prove_logits(model: Module, recorded: Recorded) -> LogitsProof:
-    """Return the errors of the logits of a quantised model, on the run that was recorded before."""
+    """Return the errors of the logits of a quantised model on a recorded run."""
     found, stock, exact = _logits(model, recorded.given), recorded.logits, recorded.exact
     tokens = stock.numel() // max(1, stock.shape[-1])
     same = (found.argmax(dim=-1) == stock.argmax(dim=-1)).double().mean()
@@ -212,7 +212,7 @@ def prove_logits(model: Module, recorded: Recorded) -> LogitsProof:
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative; NaN or infinite values are infinitely far off."""
+    """Return the relative error; infinite if a value is NaN or infinite."""
     size = float(torch.linalg.vector_norm(exact))
     off = float(torch.linalg.vector_norm(found.double() - exact))
     if off != off or off == float("inf"):
@@ -220,19 +220,19 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return off / size if size else off
 
 
-# ---- quantise report ------------------------------------------------------------------------------
-# What quantising a model did to its numbers and to its memory, as data and as text.
+# ---- report ---------------------------------------------------------------------------------------
+# The effect of quantising a model on its numbers and its memory, as data and as text.
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class QuantisationReport:
-    """What ``patch(model, quantise="fp8")`` did.
+    """The result of ``patch(model, quantise="fp8")``.
 
-    ``layers`` has a proof for each layer that was tried, those with a ``reason`` among them, which have their own weight again.
-    ``skipped`` says of every other linear layer, and of experts, why they are not. Bytes are those of the model's parameters and
-    buffers: ``bytes_held`` are kept in the memory of the CPU, so that unpatch() can put the parameters back.
+    ``layers`` has a proof of each layer that was tried. A layer whose proof has a ``reason`` has its original weight again.
+    ``skipped`` has the reason for every other linear layer and for experts. Bytes are those of the model's parameters and
+    buffers; ``bytes_held`` are kept in CPU memory, so that unpatch() can restore the parameters.
     """
 
     way: str
@@ -245,29 +245,29 @@ class QuantisationReport:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The layers that compute with codes now."""
+        """The names of the layers that compute with codes now."""
         return tuple(proof.name for proof in self.layers if not proof.reason)
 
     def summary(self) -> str:
-        """In sentences."""
+        """Return the result in sentences."""
         proof, count = self.logits, len(self.quantised)
-        told = f" ({proof.reason})" if proof.reason else ""
+        reason = f" ({proof.reason})" if proof.reason else ""
         lines = [
             f"quantise={self.way!r} changes this model's numbers: {count} linear layers compute with FP8 codes, activations with "
-            "a scale for 128 channels and weights with one for 128 x 128 values.",
-            f"Logits of {proof.tokens} positions against fp64: off by {_shown(proof.fp8_error)} in fp8, by "
-            f"{_shown(proof.bf16_error)} in bf16{told}. The two differ by {_shown(proof.difference)} and choose the same token "
+            "one scale per 128 channels and weights with one per 128 x 128 values.",
+            f"Relative error of the logits of {proof.tokens} positions against fp64: {_shown(proof.fp8_error)} in fp8, "
+            f"{_shown(proof.bf16_error)} in bf16{reason}. The two differ by {_shown(proof.difference)} and choose the same token "
             f"at {proof.same_choice:.1%} of the positions.",
             f"Parameters and buffers take {self.bytes_after / MIB:,.1f} MiB, before {self.bytes_before / MIB:,.1f} MiB. "
-            f"To undo it, {self.bytes_held / MIB:,.1f} MiB are held in the memory of the CPU.",
+            f"For unpatch(), {self.bytes_held / MIB:,.1f} MiB are held in CPU memory.",
         ]
         kept = Counter([reason for _, reason in sorted(self.skipped.items())])
         kept.update(proof.reason for proof in self.layers if proof.reason)
-        lines += [f"Left as they are ({number}): {reason}." for reason, number in kept.items()]
+        lines += [f"Not quantised ({number}): {reason}." for reason, number in kept.items()]
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """For a terminal: one row for each kind of layer, with the largest errors of its layers."""
+        """Return a table for a terminal: one row per kind of layer, with the largest errors of its layers."""
         from rich.table import Table
 
         table = Table(title="quantised layers: largest relative error of their outputs against fp64")
@@ -292,16 +292,15 @@ def _shown(error: float | None) -> str:
 
 
 # ---- weight reads ---------------------------------------------------------------------------------
-# Notices which linear layers' weights a model's code reads outside of the layers' own forward.
+# Detection of layers whose weight the model's code reads outside of the layer's forward.
 #
-# Such code (``x.to(self.fc.weight.dtype)``, ``x @ fc.weight``, ``next(self.parameters())``) would take codes for
-# numbers.
+# Such code (``x.to(self.fc.weight.dtype)``, ``x @ fc.weight``, ``next(self.parameters())``) would take codes for numbers.
 
 WEIGHT = "weight"
 
 
-class _Noticing(dict[str, Any]):
-    """The parameters of a module, telling of every way to get at the weight; attributes and ``parameters()`` come by here."""
+class _WatchedParameters(dict[str, Any]):
+    """The parameters of a module. It reports every access to the weight, by attribute or by ``parameters()``."""
 
     def __init__(self, own: Mapping[str, Any], tell: Callable[[], None]) -> None:
         super().__init__(own)
@@ -328,10 +327,10 @@ class _Noticing(dict[str, Any]):
 
 @contextlib.contextmanager
 def noticed_reads(layers: Mapping[str, Module]) -> Iterator[set[str]]:
-    """While it lasts, gather the names of those layers whose weight is read while their own forward does not run.
+    """Yield the set of layers whose weight was read while their forward did not run; it fills inside the ``with`` block.
 
     Args:
-        layers: by name; hooks that they have count as the model's code. Afterwards they are as they were.
+        layers: name -> layer. Their hooks count as the model's code. The layers are restored afterwards.
     """
     read: set[str] = set()
     with contextlib.ExitStack() as undo:
@@ -343,14 +342,14 @@ def noticed_reads(layers: Mapping[str, Module]) -> Iterator[set[str]]:
 def _notice(name: str, module: Module, read: set[str], undo: contextlib.ExitStack) -> None:
     own: dict[str, Any] = module._parameters
     running: list[bool] = []
-    watched = _Noticing(own, lambda: None if running else read.add(name))
+    watched = _WatchedParameters(own, lambda: None if running else read.add(name))
 
     def restore() -> None:
         own.clear()
-        own.update(dict.items(watched))  # what the model's code assigned meanwhile stays
+        own.update(dict.items(watched))  # keeps what the model's code assigned in between
         vars(module)["_parameters"] = own
 
-    # The last to run before the forward, and the first after it.
+    # These hooks run last before the forward, and first after it.
     begin = module.register_forward_pre_hook(lambda *_: running.append(True))
     undo.callback(begin.remove)
     end = module.register_forward_hook(lambda *_: running.clear(), prepend=True, always_call=True)

@@ -1,4 +1,4 @@
-"""Models from a config on disk, with random weights: nothing is downloaded, no code but that of transformers runs."""
+"""Models with random weights from a config on disk. Nothing is downloaded, and only code of transformers runs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 DTYPES = ("bfloat16", "float16", "float32")
 SEED = 0
 VECTOR_NOISE = 0.1
-"""Standard deviation of what is added to vectors that are initialised with one value, as weights of norms are."""
+"""Standard deviation of the noise on vectors that are initialised with one value, for example weights of norms."""
 
 
 def load_config(path: Path, layers: int | None = None) -> Any:
-    """Return the config of a transformers model, from its JSON file or from a folder with a ``config.json``.
+    """Return the config of a transformers model from its JSON file, or from a folder with a ``config.json``.
 
     Args:
         path: the file or the folder.
-        layers: keep only the first so many layers; call sites repeat from layer to layer.
+        layers: keep only this many of the first layers; call sites repeat from layer to layer.
 
     Raises:
-        UsageError: there is no such file, it is no config of a known model, or it has fewer layers.
+        UsageError: the file does not exist, is no config of a known model, or has fewer layers.
         MissingPackageError: transformers is not installed.
     """
     try:
@@ -42,7 +42,7 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         spelled = shown(model_type)
         what = f"model_type '{spelled}' is unknown to transformers"
         if content.get("auto_map"):
-            what += "; its code comes with the model, and only code of transformers is run"
+            what += "; its code comes with the model, and only code of transformers runs"
         raise UsageError(
             f"{file} is no config of a model: {what}.{did_you_mean(spelled, CONFIG_MAPPING)}", code="model_type_unknown"
         )
@@ -54,7 +54,7 @@ def load_config(path: Path, layers: int | None = None) -> Any:
     except (
         StrictDataclassError,
         *_REFUSALS,
-    ) as error:  # what the many config classes raise for a value that they do not take
+    ) as error:  # exceptions of the many config classes for a value that they do not accept
         raise UsageError(
             f"{file}: transformers refuses this config: {_last_line(error)}.", code="config_refused"
         ) from None
@@ -77,7 +77,7 @@ def _keep_layers(config: Any, layers: int, file: Path) -> None:
     text = config.get_text_config()
     if not 1 <= layers <= text.num_hidden_layers:
         raise UsageError(
-            f"{file} has {text.num_hidden_layers} layers; keep 1 to so many of them, not {layers}.",
+            f"{file} has {text.num_hidden_layers} layers; keep 1 to {text.num_hidden_layers} of them, not {layers}.",
             code="layers_out_of_range",
         )
     text.num_hidden_layers = layers
@@ -86,10 +86,10 @@ def _keep_layers(config: Any, layers: int, file: Path) -> None:
 
 
 def build_model(config: Any, device: str, dtype: str) -> Any:
-    """:func:`unchecked_model`, called once: a config may fit together in its layers, but not in what they compute.
+    """Build a model with :func:`unchecked_model` and call it once, because layers of a config may be incompatible at run time.
 
     Raises:
-        UsageError: there is no such model, it does not fit into the device's memory, or it cannot be called.
+        UsageError: there is no such model, it does not fit into the device's memory, or it does not run.
     """
     model = unchecked_model(config, device, dtype)
     _check_runs(model, device)
@@ -99,18 +99,18 @@ def build_model(config: Any, device: str, dtype: str) -> Any:
 def unchecked_model(config: Any, device: str, dtype: str) -> Any:
     """Return a causal language model in eval mode with random weights, the same at every call on one kind of device.
 
-    Weights of norms are not all one, as they are in no trained model: what rounds before or after them differs only then.
+    Weights of norms get noise, because trained weights are not all one, and some roundings differ only then.
 
     Raises:
-        UsageError: the config is of a model that is no causal language model, that cannot be built, or that does not fit into
-            the device's memory.
+        UsageError: the config describes no causal language model, the model cannot be built, or it does not fit into the
+            device's memory.
     """
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
     devices = [torch.device(device)] if device.startswith("cuda") else []
     try:
-        with torch.device("meta"):  # takes no memory: says whether there can be a model, and how large it is
+        with torch.device("meta"):  # takes no memory: shows if the model can be built, and its size
             check_fits(factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False), device)
     except UsageError:
         raise
@@ -134,7 +134,7 @@ def unchecked_model(config: Any, device: str, dtype: str) -> Any:
 
 
 def _widen(model: Any, dtype: str) -> None:
-    """Keep in float32 what a checkpoint of the model is loaded in whatever dtype is asked for; a config alone does not."""
+    """Convert to float32 the weights that transformers keeps in float32 when it loads a checkpoint; a config alone does not."""
     kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype != "float32" else set()
     if dtype == "float16":
         kept |= {*(model._keep_in_fp32_modules or ())}
@@ -146,16 +146,19 @@ def _widen(model: Any, dtype: str) -> None:
 
 
 def _narrow_promoting_norms(model: Any, dtype: torch.dtype) -> None:
-    """Narrow the float32 weights of norms that pass float32 on: the linear layers behind them have weights of ``dtype``.
+    """Narrow the float32 weights of norms that return float32, because the following linear layers have weights of ``dtype``.
 
-    DeepSeek-V4's norms of transformers 5.17 do so, and a checkpoint that is loaded with that release does not run in bfloat16.
+    The norms of DeepSeek-V4 in transformers 5.17 do so; a checkpoint loaded with that release does not run in bfloat16.
     """
     for module in model.modules():
         held = dict(module.named_parameters())
         weight = held.get("weight")
         if len(held) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
             continue
-        with torch.no_grad(), contextlib.suppress(*_REFUSALS):  # what takes more than a hidden state is no such norm
+        with (
+            torch.no_grad(),
+            contextlib.suppress(*_REFUSALS),
+        ):  # a module that needs more than a hidden state is no such norm
             if module(torch.ones(1, len(weight), dtype=dtype, device=weight.device)).dtype == torch.float32:
                 weight.data = weight.data.to(dtype)
 
@@ -174,11 +177,11 @@ def _check_runs(model: Any, device: str) -> None:
 
 
 # ---- model sizes ----------------------------------------------------------------------------------
-# What does not fit into a device is refused before anything is allocated.
+# A model that does not fit into a device is refused before anything is allocated.
 
 
 def check_fits(model: torch.nn.Module, device: str) -> None:
-    """Raise :class:`UsageError` where the weights of a model on the meta device are more than a device's free memory."""
+    """Raise :class:`UsageError` if the weights of a model on the meta device exceed a device's free memory."""
     weights = _weights(model)
     fix = "Keep fewer layers (--layers), or take a smaller model."
     repeated = max(
@@ -192,19 +195,19 @@ def check_fits(model: torch.nn.Module, device: str) -> None:
 
 
 def _weights(part: torch.nn.Module) -> int:
-    """Bytes of its parameters; layers of a model are taken for equally large."""
+    """Return the bytes of a module's parameters; all layers count as equally large."""
     return sum(parameter.numel() * parameter.element_size() for parameter in part.parameters())
 
 
 def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:
-    """Raise :class:`UsageError` where not even the hidden states and the cache of a run fit into a device's free memory."""
+    """Raise :class:`UsageError` if the hidden states and the cache of a run alone exceed a device's free memory."""
     text = config.get_text_config()
     width, layers, heads = (
         int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
     cached = (getattr(text, "num_key_value_heads", None) or heads) * (getattr(text, "head_dim", None) or width // heads)
     element = getattr(torch, dtype).itemsize
-    # Token ids, hidden states of one layer; a cache of a sliding window may be smaller, so it counts once.
+    # Token ids and the hidden states of one layer. The cache of a sliding window may be smaller, so a cache counts once.
     needed = batch * prompt * (8 + width * element) + batch * (prompt + new) * cached * element * (2 if layers else 0)
     _check_bytes(needed, device, f"batch {batch}, prompt {prompt} and {new} new tokens", "Ask for fewer.")
 
@@ -213,13 +216,13 @@ def _check_bytes(needed: int, device: str, what: str, fix: str) -> None:
     free = available_bytes(device)
     if needed > free:
         raise UsageError(
-            f"{what} take {needed / 1e9:,.1f} GB at least, and {device} has {free / 1e9:,.1f} GB free. {fix}",
+            f"{what} take at least {needed / 1e9:,.1f} GB, and {device} has {free / 1e9:,.1f} GB free. {fix}",
             code="memory_short",
         )
 
 
 def available_bytes(device: str) -> int:
-    """What is free on a device: what the driver says of a GPU, what Linux calls available of a CPU's memory."""
+    """Return the free memory of a device: by the driver for a GPU, by Linux's available memory for a CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     try:

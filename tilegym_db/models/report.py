@@ -1,4 +1,4 @@
-"""What a patched model did: one entry per call site, as data and as a table."""
+"""The report of a patched model: one entry per call site, as data and as a table."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ PROOF_COLUMNS = ("site", "definition", "stage", "call", "tried", "kernel error",
 
 @dataclass(frozen=True)
 class CallSiteReport:
-    """One group of modules. ``reason`` says why the site is stock as a whole; ``counts`` is None there.
+    """One group of modules.
 
-    ``training`` has the counts of the calls that a derivative may be asked of, forward, and those of the gradients, each under
-    its own Definition. ``bypassed`` counts by reason the calls that ran stock code without asking for a kernel: training
-    without a backward, a tracer.
-    Compiled code counts the calls that it makes to an operator of this package, as they run; stock code in it has no counters.
-    A CUDA graph counts once, when it is recorded: its replays run no Python.
-    ``proofs`` are there where the patch was made with ``verify=True``: one per kind of call that the model made.
-    ``own_code`` is what a speedup is against where the model's own code has several ways (the implementations of experts): way ->
-    eager calls that stock code ran in it, or would have run. The way that was set when the model was patched is always there.
+    Attributes:
+        reason: the reason if the whole site is stock; ``counts`` is None then.
+        training: counts of calls that may need a derivative, and of gradients, each under its own Definition.
+        bypassed: reason -> calls that ran stock code without asking for a kernel, for example in a tracer. Compiled code
+            counts its calls of an operator when they run; stock code in it has no counters. A CUDA graph counts once, when
+            it is captured, because its replays run no Python.
+        proofs: one per kind of call that the model made; empty unless the patch was made with ``verify=True``.
+        own_code: execution mode -> eager calls that stock code ran in it, or would have run. It is for code with several
+            modes, for example experts, and shows what a speedup is relative to. The mode at patch time is always in it.
     """
 
     kind: str
@@ -48,15 +49,15 @@ class CallSiteReport:
 
     @property
     def all_counts(self) -> tuple[DispatchReport, ...]:
-        """``counts`` and ``training``; empty if the site is stock as a whole."""
+        """``counts`` and ``training``; empty if the whole site is stock."""
         return () if self.counts is None else (self.counts, *self.training)
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every call site of a patched model, patched or not, and where its GPU time went if a call was profiled.
+    """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
-    ``quantised`` says what became of the numbers of a model that was quantised; None for all others, which keep theirs.
+    ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
     """
 
     sites: tuple[CallSiteReport, ...]
@@ -65,11 +66,11 @@ class PatchReport:
 
     @property
     def kernel_calls(self) -> int:
-        """Calls that ran a verified kernel, over all sites, those of gradients among them."""
+        """Number of calls that ran a verified kernel, over all sites, including gradients."""
         return sum(self.hits().values())
 
     def hits(self) -> dict[str, int]:
-        """Definition -> calls that ran a verified kernel. Gradients have Definitions of their own."""
+        """Return Definition -> calls that ran a verified kernel. Gradients have separate Definitions."""
         totals: dict[str, int] = {}
         for site in self.sites:
             for counts in site.all_counts:
@@ -78,22 +79,22 @@ class PatchReport:
 
     @property
     def failed_proofs(self) -> tuple[Proof, ...]:
-        """The kernels that were tried on this model and must not be used, with the reason."""
+        """The kernels that failed on this model and must not be used, with the reason."""
         return tuple(proof for site in self.sites for proof in site.proofs if proof.failed)
 
     @property
     def failures(self) -> tuple[KernelFailure, ...]:
-        """The kernels that raised and are in quarantine since."""
+        """The kernels that raised and have been in quarantine since."""
         return tuple(failure for site in self.sites for counts in site.all_counts for failure in counts.failures)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
         return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised}
 
     def table(self) -> Table:
-        """For a terminal: one row per call site and kind of call."""
+        """Return a table for a terminal: one row per call site and kind of call."""
         from rich.table import Table
 
         table = Table(title="call sites")
@@ -105,7 +106,7 @@ class PatchReport:
         return table
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
-        """Return one row per captured call, with the columns :data:`PROOF_COLUMNS`; None if nothing was tried."""
+        """Return one row per captured call, with the columns :data:`PROOF_COLUMNS`; errors are None if no kernel was tried."""
         return [
             (
                 f"{site.module_class} x{site.modules}",
@@ -123,7 +124,7 @@ class PatchReport:
         ]
 
     def proof_table(self) -> Table:
-        """For a terminal: :meth:`proof_rows`."""
+        """Return the :meth:`proof_rows` as a table for a terminal."""
         from rich.table import Table
 
         table = Table(title="proofs: relative error against fp64")
@@ -135,10 +136,10 @@ class PatchReport:
         return table
 
     def gpu_table(self) -> Table:
-        """For a terminal: the GPU time of the call that was profiled, by Definition.
+        """Return a table for a terminal with the GPU time of the profiled call, by Definition.
 
         Raises:
-            UsageError: none was profiled.
+            UsageError: no call was profiled.
         """
         from rich.table import Table
 
@@ -148,7 +149,7 @@ class PatchReport:
                 "no call was profiled. Try: handle.report(profile=lambda: model.generate(...))", code="nothing_profiled"
             )
         if time.share is None:
-            unknown = Table("GPU time of the call that was profiled")
+            unknown = Table("GPU time of the profiled call")
             unknown.add_row(time.reason)
             return unknown
         table = Table(title=f"GPU time: {time.share:.1%} in verified kernels")
@@ -162,7 +163,7 @@ class PatchReport:
         return table
 
     def __str__(self) -> str:
-        """Return the tables as text, in the width of the terminal or of ``COLUMNS``; without either, in 160 characters."""
+        """Return the tables as text, in the width of the terminal or of ``COLUMNS``, or else in 160 characters."""
         return self.text(min(160, shutil.get_terminal_size((160, 24)).columns))
 
     def text(self, width: int) -> str:

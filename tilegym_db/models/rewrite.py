@@ -1,9 +1,9 @@
-"""Residual add and norm as one call, across modules: the layer's forward is rewritten, nothing else of it changes.
+"""Residual add and norm of two modules as one call: only the layer's forward is rewritten.
 
-Looked for is one shape of code, in any class: ``x = r + x``, ``r = x``, ``x = self.norm(x)``. The three statements become one
-call of a function that asks for a kernel and otherwise does the same in the same order. A kernel overwrites the operand that
-the first statement drops; that is allowed only where nobody else holds its memory (:func:`is_owned`), so that what hooks,
-caches or callers keep is never touched.
+It looks for one shape of code in any class: ``x = r + x``, ``r = x``, ``x = self.norm(x)``. The three statements become one
+call of a function. That function asks for a kernel, and otherwise runs the same operations in the same order. A kernel
+overwrites the operand that the first statement drops, but only if no other code holds its memory (:func:`is_owned`). So memory
+of hooks, caches or callers never changes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 _is_compiling = torch.compiler.is_compiling
 
 ADD_NORM = "_tilegym_db_add_norm"
-"""What the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, (hidden,))``; see :func:`is_owned`."""
+"""The function that the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, (hidden,))``."""
 
 
 def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
-    """Return the function that a class's forward runs, out of the wrappers of transformers whose part is known.
+    """Return the function that a class's forward runs, without the wrappers of transformers whose effect is known.
 
-    None if another wrapper is around it, whose part is not known, or it is no function of plain source.
+    Returns None if an unknown wrapper is around it, or if it is not written in Python.
     """
     forward: Any = undecorated(without_checkpointing(cls.forward))
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
@@ -42,7 +42,7 @@ def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
 
 @once_per_function
 def fused_norms(forward: FunctionType) -> tuple[str, ...]:
-    """Return the attributes of ``self`` that are called with a sum right after it was made; empty if there are none."""
+    """Return the attributes of ``self`` that are called with a sum right after it is computed; empty if there are none."""
     function = parsed(forward)
     if function is None:
         return ()
@@ -51,8 +51,7 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
 
 
 def rewritten(forward: FunctionType, norm: str) -> FunctionType:
-    """Return the same function with the add before one of its :func:`fused_norms`, and the norm, as a call of
-    :data:`ADD_NORM`.
+    """Return the same function with a residual add and one of its :func:`fused_norms` as a call of :data:`ADD_NORM`.
 
     Its globals are those of ``forward``.
     """
@@ -63,9 +62,7 @@ def rewritten(forward: FunctionType, norm: str) -> FunctionType:
 
 
 def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType:
-    """Return a function of another tree than that of ``forward``, with its globals, its defaults and the lines of its
-    source.
-    """
+    """Compile a syntax tree into a function with the globals, defaults and source lines of ``forward``."""
     _forget_annotations(function)
     tree = ast.fix_missing_locations(ast.Module([function], type_ignores=[]))
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
@@ -79,9 +76,7 @@ def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType
 
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
-    """Return the tree of a function of plain source, without decorators that rename arguments; None of any other
-    function.
-    """
+    """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, SyntaxError):
@@ -96,7 +91,7 @@ def parsed(forward: FunctionType) -> ast.FunctionDef | None:
 
 
 def _forget_annotations(function: ast.FunctionDef) -> None:
-    """Annotations and defaults would be evaluated when the copy is made; its defaults are set as values."""
+    """Remove annotations and defaults, which would run when the copy is made; defaults are set as values later."""
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -125,7 +120,7 @@ def _fused(body: list[ast.stmt], norm: str) -> list[ast.stmt]:
 
 
 def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
-    """(residual, hidden, norm) of ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
+    """Return (residual, hidden, norm) of ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
     if len(statements) < 3:
         return None
     texts = [ast.unparse(statement) for statement in statements]
@@ -149,20 +144,19 @@ def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
             return None
 
 
-# -- whose memory it is -----------------------------------------------------------------------------------------------
+# -- ownership of memory ----------------------------------------------------------------------------------------------
 
 
 def is_owned(box: tuple[torch.Tensor]) -> bool:
-    """Return True if the tensor that a rewritten forward passes on is held by that forward alone: object, tensor and
-    memory.
+    """Return True if only the rewritten forward holds the tensor that it passes on: Python object, tensor and memory.
 
-    To be asked in a function that the forward calls with the tensor in a tuple, and that has it in one variable: these
-    references are counted once, with tensors that nobody else can know. Passed as it is, a call of a Python function would hold
-    it once or twice: CPython moves arguments into a call only while no other evaluator of frames is installed, and
-    torch.compile installs one while any thread is under it, and for the rest of the process after a compilation that failed.
+    Call it in a function that the forward calls with the tensor in a tuple, and that has the tuple in one variable. The
+    references of such a call are counted once with fresh tensors. The tuple is needed because a direct argument has one or two
+    references: CPython moves arguments into a call only while no other evaluator of frames is installed. torch.compile installs
+    one while any thread runs compiled code, and for the rest of the process after a failed compilation.
 
-    Under torch.compile nothing is owned: the bytecode that it makes drops a variable that is not read again, so that the count
-    is one too low, and one other holder would go unseen. Nor is a tensor that is not contiguous, whose elements may share memory.
+    Under torch.compile the answer is False. Its bytecode drops a variable that is not read again, so the count would be one too
+    low and hide another holder. The answer is also False for a tensor that is not contiguous, whose elements may share memory.
     """
     if _is_compiling() or _callback_of_dynamo() is not None or not box[0].is_contiguous():
         return False
@@ -178,13 +172,13 @@ def _holders(box: Any) -> tuple[int, ...]:
 
 @cache
 def own_holders() -> tuple[tuple[int, ...], ...]:
-    """Of a tensor, and of a view whose base nobody else has: PyTorch 2.11 returns one from a linear layer with a bias."""
-    with torch.inference_mode(False):  # inside that mode no view knows its base
+    """Return the counts of a tensor, and of a view whose base has no other holder, as PyTorch 2.11 returns from biased layers."""
+    with torch.inference_mode(False):  # in inference mode a view does not know its base
         return _counted(lambda: torch.empty(1)), _counted(lambda: torch.empty(1).view(1))
 
 
 def _counted(made: Callable[[], torch.Tensor]) -> Any:
-    """As a rewritten forward would: a local variable, passed on in a tuple to a function, which asks."""
+    """Count references as in a rewritten forward: a local variable, passed in a tuple to a function that counts."""
 
     def asked(box: tuple[torch.Tensor]) -> tuple[int, ...]:
         (_hidden,) = box
@@ -200,26 +194,26 @@ def _counted(made: Callable[[], torch.Tensor]) -> Any:
 # ---- routing --------------------------------------------------------------------------------------
 # A router's forward in which a kernel may choose the experts: the same code, with a question after its product.
 #
-# Looked for is one shape of code, in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``,
-# the weights by name or as they are computed. After the product comes a call that may give weights and ids; where it
-# gives none, the code goes on as it is.
+# It looks for one shape of code in any class: one ``z = linear(...)``, and at the end ``return z, weights, ids``. The weights
+# may be a name or an expression. After the product comes a call that may return weights and ids. If it returns None, the
+# original code goes on.
 
 ROUTE = "_tilegym_db_route"
-"""What the rewritten forward calls: ``ROUTE(self, logits, *others)`` is (weights, ids), or None. ``others`` are what the forward
-was given beside the hidden states, such as the tokens."""
+"""The function that the rewritten forward calls: ``ROUTE(self, logits, *others)`` returns (weights, ids), or None. ``others`` are
+the arguments of the forward after the hidden states, for example the tokens."""
 SERVED = "_tilegym_db_routed"
 PRODUCT = "linear"
 
 
 @once_per_function
 def is_routing(forward: FunctionType) -> bool:
-    """Return True if a function has that shape."""
+    """Return True if a function has the shape of a router's forward."""
     function = parsed(forward)
     return function is not None and _product(function) is not None
 
 
 def with_route(forward: FunctionType) -> FunctionType:
-    """Return the same function, which asks :data:`ROUTE` after its product."""
+    """Return the same function with a call of :data:`ROUTE` after its product."""
     function = parsed(forward)
     product = None if function is None else _product(function)
     assert function is not None, "ask is_routing first"
@@ -236,7 +230,7 @@ def with_route(forward: FunctionType) -> FunctionType:
 
 
 def _product(function: ast.FunctionDef) -> tuple[int, str] | None:
-    """(the place of the product among the statements, the name of what it gives)."""
+    """Return (index of the product among the statements, name of its result)."""
     products = [
         (place, statement.targets[0].id)
         for place, statement in enumerate(function.body)

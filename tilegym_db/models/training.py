@@ -1,12 +1,11 @@
-"""Calls that a derivative will be asked of: a kernel forward and, later, a kernel for the gradients.
+"""Calls that need a derivative: one kernel for the forward and later one for the gradients.
 
-A call is served only where both are verified and measured for it, so that a step of training is never slower than with stock
-code. What is kept for the backward are the inputs, and the outputs that it names as saved; what stock code keeps besides is
-computed again by the kernel. An input that is overwritten before the backward is an error, as PyTorch raises it for any tensor
-that an operation has kept.
+A call is served only if both kernels are verified and measured for it, so a training step is never slower than with stock code.
+The backward keeps the inputs, and the outputs that it names as saved; its kernel recomputes what stock code would keep as well.
+If an input is overwritten before the backward, PyTorch raises an error, as for any tensor that an operation has kept.
 
-Gradients that no kernel serves after all (other strides than expected, a kernel that raised) and gradients that are to be
-differentiated once more are computed by the stock solution of the backward Definition, in PyTorch operations.
+The stock solution of the backward Definition computes some gradients in PyTorch operations. These are gradients that no kernel
+serves after all (unexpected strides, a kernel that raised), and gradients that are differentiated again.
 """
 
 from __future__ import annotations
@@ -31,28 +30,27 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-NO_GRADIENT = "torch.no_grad() or torch.inference_mode() says that no gradient is needed"
+NO_GRADIENT = "torch.no_grad() or torch.inference_mode() states that no gradient is needed"
 
 
 class Training:
-    """What a call site does in training: one way per set of inputs that want a gradient."""
+    """The training side of a call site: one backward per set of inputs that need a gradient."""
 
-    def __init__(self, forward: Definition, ways: Sequence[_Way]) -> None:
+    def __init__(self, forward: Definition, ways: Sequence[_DefinitionPair]) -> None:
         self._names = tuple(forward.inputs)
         self._ways = {frozenset(way.differentiated): way for way in ways}
         self._ever_differentiated = frozenset().union(*self._ways)
         self._maybe_for_nothing = False
 
     def ask(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
-        """Return the outputs of a call by a kernel, to be differentiated where grad is enabled.
+        """Return the outputs of a kernel, differentiable if grad is enabled.
 
         Args:
             inputs: in the Definition's shapes and order.
-            training: the module's flag. Without it nobody may want the gradients: the reports say what to do then.
+            training: the module's flag. If it is False, the gradients may not be wanted; the reports say what to do then.
 
         Returns:
-            The outputs; None if stock code must serve the call, with nothing done; or the reason why no backward could
-            ever serve it.
+            The outputs; None if stock code must serve the call; or the reason if no backward can ever serve it.
         """
         self._maybe_for_nothing |= not training
         wanted = frozenset(
@@ -64,17 +62,17 @@ class Training:
         way = self._ways.get(wanted)
         if way is None:
             names = ", ".join(self._names[index] for index in sorted(wanted)) or "no input"
-            return f"a gradient may be asked for, and no definition gives that of {names} alone"
+            return f"the call may need a gradient, and no definition computes the gradient of {names} alone"
         return _Call.apply(way, *inputs) if is_recorded else way.serve(*inputs)
 
     def refuse(self, kernel: str, reason: str) -> None:
-        """Leave to stock code whatever would run this kernel forward; see :meth:`Dispatcher.refuse`."""
+        """Leave all calls that would run this kernel to stock code; see :meth:`Dispatcher.refuse`."""
         for way in self._ways.values():
             way.forward.refuse(kernel, reason)
 
     @contextlib.contextmanager
     def served_through(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Let ``wrap(name of the Definition, serve)`` stand before every way to a kernel, for the length of a ``with`` block."""
+        """Wrap ``serve`` of every Definition with ``wrap(name of the Definition, serve)`` inside a ``with`` block."""
         own = [(way, way.serve, way.serve_gradients) for way in self._ways.values()]
         try:
             for way, serve, serve_gradients in own:
@@ -86,7 +84,7 @@ class Training:
                 way.serve, way.serve_gradients = serve, serve_gradients
 
     def reports(self) -> tuple[DispatchReport, ...]:
-        """What was called, forward and backward; those that never were are left out."""
+        """Return the reports of forward and backward calls, without those that were never called."""
         found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
         return tuple(self._explained(report) for report in found if report.calls)
 
@@ -97,10 +95,10 @@ class Training:
         return replace(report, keys=tuple(keys))
 
     def _wanted_later(self, inputs: tuple[Any, ...]) -> frozenset[int]:
-        """What will want a gradient when this call, made without grad, is made again with it.
+        """Return the inputs that need a gradient when this call, made without grad, is repeated with grad.
 
-        Checkpoints that re-enter autograd do that, and both calls must compute the same. What flows through the model wants
-        a gradient then; a weight says for itself.
+        Checkpoints that re-enter autograd repeat calls, and both must compute the same. Activations need a gradient then; a
+        weight states itself if it does.
         """
         return frozenset(
             index
@@ -110,19 +108,19 @@ class Training:
 
 
 class _Argument(NamedTuple):
-    """Where an argument of the backward comes from: an input or output of the forward, or the gradient of an output."""
+    """The source of a backward's argument: an input or output of the forward, or the gradient of an output."""
 
     source: Literal["input", "output", "gradient"]
     position: int
 
 
-class _Way:
+class _DefinitionPair:
     """A forward Definition with one of its backward Definitions."""
 
     def __init__(self, forward: Definition, backward: Definition, catalog: Catalog) -> None:
         inputs, outputs = list(forward.inputs), list(forward.outputs)
         stock = stock_of(catalog.solutions_for(backward.name))
-        assert stock is not None, "asked for where there is one"
+        assert stock is not None, "only called for backwards with a stock solution"
         self.forward = call_site(forward, catalog, mode="training", backward=backward)
         self.backward = call_site(backward, catalog, mode="training", stock=stock_launcher(backward, stock))
         self.serve: Callable[..., Any] = self.forward.serving(allocate_of(forward))
@@ -143,7 +141,7 @@ class _Way:
         )
 
     def gradients(self, kept: Mapping[_Argument, Any], grads: Sequence[Any]) -> Mapping[int, Any]:
-        """Position of an input -> its gradient, from what was kept of the call and the gradients of the outputs."""
+        """Return position of an input -> its gradient, from the kept values of the call and the gradients of the outputs."""
         given = [grads[item.position] if item.source == "gradient" else kept[item] for item in self._arguments]
         found = None
         if not torch.is_grad_enabled() and not _is_watched(grads):
@@ -154,7 +152,7 @@ class _Way:
 
 
 def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
-    """Return True if somebody must see PyTorch operations, or the gradients are batches in disguise."""
+    """Return True if a mode or transform must see PyTorch operations, or if the gradients are batched tensors."""
     if _dispatch_modes() or _functorch_level():
         return True
     return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
@@ -164,8 +162,8 @@ class _Call(torch.autograd.Function):
     """One call that autograd records: ``apply(way, *inputs)``."""
 
     @staticmethod
-    def forward(ctx: Any, way: _Way, *inputs: Any) -> Any:
-        """Return the outputs by a kernel; None, and nothing is recorded, where stock code must serve the call."""
+    def forward(ctx: Any, way: _DefinitionPair, *inputs: Any) -> Any:
+        """Return the outputs of a kernel; None, with nothing recorded, if stock code must serve the call."""
         outputs = way.serve(*inputs)
         if outputs is not None:
             made = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -179,7 +177,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Return the gradients of the inputs; with grad enabled (``create_graph``) they can be differentiated again."""
+        """Return the gradients of the inputs; with ``create_graph`` they can be differentiated again."""
         kept = {**ctx.numbers, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
         found = ctx.way.gradients(kept, grads)
         wanted = ctx.needs_input_grad[1:]
@@ -187,14 +185,14 @@ class _Call(torch.autograd.Function):
 
 
 def training_of(definition: Definition, catalog: Catalog) -> Training | None:
-    """Return the ways that a call site of a Definition has in training; None if no Definition gives gradients of it.
+    """Return the training side of a call site; None if no Definition computes gradients of its Definition.
 
     Args:
-        definition: of the call site.
-        catalog: whose backward Definitions, stock code and kernels are used.
+        definition: the Definition of the call site.
+        catalog: the catalog of backward Definitions, stock code and kernels.
     """
     ways = [
-        _Way(definition, backward, catalog)
+        _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)
         if _can_fall_back(backward, catalog)
     ]

@@ -1,8 +1,8 @@
-"""A fingerprint of what a function's source does, blind to the names of its local variables.
+"""A fingerprint of a function's source that ignores the names of local variables.
 
-Two ``forward`` methods that differ in local names, annotations, docstrings or formatting have one fingerprint; two that
-differ in any operation, attribute, constant or parameter do not. Parameter names count because callers may pass them by
-keyword. It only nominates: a behavioural probe confirms.
+Two ``forward`` methods that differ only in local names, annotations, docstrings or formatting have one fingerprint. A
+difference in an operation, attribute, constant or parameter changes it. Names of parameters count because callers may pass
+them by keyword. A fingerprint only suggests a Definition: a probe confirms it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[FunctionType], Answer]:
-    """Return a question about the source of a function, which does not change while the function lives: asked once."""
+    """Return a function that asks a question about the source of a function once, because source does not change."""
     answers: weakref.WeakKeyDictionary[FunctionType, Answer] = weakref.WeakKeyDictionary()
 
     @functools.wraps(ask)
@@ -40,9 +40,9 @@ def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[Functi
 
 
 def fingerprint(function: Any) -> str | None:
-    """16 hex digits, or None if the code that runs is not to be had as source.
+    """Return 16 hex digits, or None if there is no source for the code that runs.
 
-    That is so for what is built in, generated, or wrapped: a wrapper shows the source of what it wraps and does more.
+    There is none for built-in, generated or wrapped functions: a wrapper shows the source of the inner function and does more.
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return None
@@ -59,10 +59,10 @@ def _of_source(function: FunctionType) -> str | None:
 
 
 def source_fingerprint(source: str) -> str | None:
-    """As :func:`fingerprint`, from the text of one function; None if it is anything else."""
+    """Return the :func:`fingerprint` of the text of one function; None for any other text."""
     try:
         tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:  # a lambda in the middle of an expression, for one
+    except SyntaxError:  # for example a lambda in the middle of an expression
         return None
     function = tree.body[0] if tree.body else None
     if not isinstance(function, ast.FunctionDef):
@@ -70,7 +70,7 @@ def source_fingerprint(source: str) -> str | None:
     parameters = [argument.arg for argument in _arguments(function.args)]
     normalised = _Normalise(parameters)
     body = [normalised.visit(statement) for statement in _without_docstring(function.body)]
-    # Unparsed, not dumped: the text of a tree is the same in every Python version, its dump is not.
+    # Unparsed instead of dumped: the text of a tree is the same in every Python version, its dump is not.
     text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
     defaults = [ast.unparse(value) for value in (*function.args.defaults, *function.args.kw_defaults) if value]
     return hashlib.sha256(repr((parameters, defaults, text)).encode()).hexdigest()[:16]
@@ -90,7 +90,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 class _Normalise(ast.NodeTransformer):
-    """Renames local variables in order of appearance; parameters, globals and attributes keep their names."""
+    """A transformer that renames local variables in order of appearance; parameters, globals and attributes keep their names."""
 
     def __init__(self, parameters: list[str]) -> None:
         self._names = {name: name for name in parameters}
@@ -98,12 +98,12 @@ class _Normalise(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if isinstance(node.ctx, ast.Store) and node.id not in self._names:
-            self._names[node.id] = f"${self._locals}"  # no identifier, so that no global can have this name
+            self._names[node.id] = f"${self._locals}"  # no valid identifier, so it equals no global
             self._locals += 1
         return ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        # The right side is evaluated before the names on the left exist.
+        # The right side is evaluated before the names on the left are bound.
         value = self.visit(node.value)
         targets = [self.visit(target) for target in node.targets]
         return ast.Assign(targets=targets, value=value)
@@ -116,22 +116,21 @@ class _Normalise(ast.NodeTransformer):
 
 
 # ---- decorators -----------------------------------------------------------------------------------
-# Decorators of transformers whose part in a forward is known: what is under them, and other code under the same ones.
+# Decorators of transformers whose effect on a forward is known: how to remove them, and how to put them around other code.
 #
-# ``deprecate_kwarg`` renames arguments that callers pass by an older name. What is patched goes on taking these
-# names, so it gets the model's own decorator around it. The wrapper for gradient checkpointing does nothing outside
-# of training.
+# ``deprecate_kwarg`` renames arguments that callers pass by an older name. A patched forward must accept these names too, so
+# it gets the model's own decorator. The wrapper for gradient checkpointing does nothing outside of training.
 
 
 def undecorated(forward: Any) -> Any:
-    """What a forward is under the decorators that rename its arguments; ``forward`` itself where it has none."""
+    """Return a forward without the decorators that rename its arguments; ``forward`` itself if it has none."""
     while _renames(forward):
         forward = forward.__wrapped__
     return forward
 
 
 def decorated_alike(forward: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under the decorators that :func:`undecorated` takes off ``forward``."""
+    """Return ``function`` under the decorators that :func:`undecorated` removes from ``forward``."""
     if not _renames(forward):
         return function
     inner = decorated_alike(forward.__wrapped__, function)
@@ -142,16 +141,14 @@ def decorated_alike(forward: Any, function: Callable[..., Any]) -> Callable[...,
 
 
 def without_checkpointing(forward: Any) -> Any:
-    """Return a layer's forward out of the wrapper for gradient checkpointing; ``forward`` itself where it has none."""
+    """Return a layer's forward without the wrapper for gradient checkpointing; ``forward`` itself if it has none."""
     if isinstance(forward, FunctionType) and forward.__code__ in _checkpointing_codes():
         return getattr(forward, "__wrapped__", None)
     return forward
 
 
 def is_renaming(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
-    """Return True if a decorator in a function's source is one that renames arguments; ``scope`` has the globals of the
-    function.
-    """
+    """Return True if a decorator in a function's source renames arguments; ``scope`` has the globals of the function."""
     match decorator:
         case ast.Call(func=ast.Name(id=name)):
             made_by = getattr(scope.get(name), "__code__", None)
@@ -195,7 +192,7 @@ def _checkpointing_codes() -> frozenset[CodeType]:
 
 
 def wrapper_codes(decorator: Any) -> frozenset[CodeType]:
-    """Return the code of the wrappers that a decorator with arguments puts around functions: two functions deep in it."""
+    """Return the code of the wrappers that a decorator with arguments puts around functions, two functions deep in its code."""
     made = _codes_in(getattr(decorator, "__code__", None))
     return frozenset(inner for code in made for inner in _codes_in(code))
 
@@ -206,7 +203,7 @@ def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
 
 
 # ---- foreign errors -------------------------------------------------------------------------------
-# What other people's code raises: that of models, and of what loads kernels from a hub.
+# Exceptions of code outside of this package: of models, and of packages that load kernels from a hub.
 
 BUILT_IN: tuple[type[Exception], ...] = (
     ArithmeticError,
@@ -228,13 +225,11 @@ OF_PACKAGES = (
     ("huggingface_hub.errors", "CacheNotFound"),
     ("huggingface_hub.errors", "CorruptedCacheException"),
 )
-"""Derive from ``Exception`` alone. Named by module: a package that is not loaded has raised nothing."""
+"""Classes that derive from ``Exception`` directly, named by module: a package that is not loaded cannot raise."""
 
 
 def of_models() -> tuple[type[Exception], ...]:
-    """Return the classes to catch around code of a model that may not run here, among them those of packages that are
-    loaded.
-    """
+    """Return the exceptions of a model's code that may not run here, including those of packages that are loaded."""
     classes = [getattr(sys.modules.get(module), name, None) for module, name in OF_PACKAGES]
     return (*BUILT_IN, *(one for one in classes if isinstance(one, type) and issubclass(one, Exception)))
 
@@ -242,25 +237,25 @@ def of_models() -> tuple[type[Exception], ...]:
 # ---- experts wrapper ------------------------------------------------------------------------------
 # The wrapper that transformers puts around every class of experts, and the implementations that it chooses from.
 #
-# At each call it looks up in the config of the module which of them runs: ``eager``, the loop of the class itself, or
-# a function of a registry.
+# At each call it reads the implementation from the config of the module: ``eager``, the loop of the class, or a function in
+# a registry.
 
 EAGER = "eager"
 KNOWN = (EAGER, "batched_mm", "grouped_mm")
-"""The implementations that are PyTorch operations. Those of the kernels hub are nobody's stock code."""
+"""The implementations in PyTorch operations. Those of the kernels hub are the stock code of no model."""
 
 
 class Wrapper(NamedTuple):
-    """What the wrapper around a forward chooses from: the loop of the class, and a registry of functions."""
+    """The choices of the wrapper around a forward: the loop of the class, and a registry of functions."""
 
     eager: Any
     registry: Any
 
 
 def wrapper_of(forward: Any) -> Wrapper | None:
-    """What transformers' wrapper of experts is around; None for any other forward.
+    """Return what transformers' wrapper of experts contains; None for any other forward.
 
-    A quantiser puts the wrapper around its class again for every layer: the loop is what the innermost one is around.
+    A quantiser puts the wrapper around its class again for every layer. The loop is inside the innermost one.
     """
     found: Wrapper | None = None
     while getattr(forward, "__code__", None) in _wrapping_codes() and hasattr(forward, "__wrapped__"):
@@ -284,11 +279,12 @@ def _wrapping_codes() -> frozenset[Any]:
 
 
 def implementations(forward: Any) -> dict[str, Any]:
-    """Return the known implementations that a wrapped forward can run -> the function in its registry; the loop itself
-    has none.
+    """Return implementation -> its function in the registry, for the known ones that a wrapped forward can run.
+
+    The loop itself has no function there.
     """
     wrapper = wrapper_of(forward)
-    assert wrapper is not None, "found by it"
+    assert wrapper is not None, "only called for experts that were found by their wrapper"
     return {name: wrapper.registry.get(name) for name in KNOWN if name == EAGER or name in wrapper.registry}
 
 
@@ -299,7 +295,7 @@ def way_of(module: torch.nn.Module) -> str:
 
 @contextlib.contextmanager
 def counted_ways(model: torch.nn.Module) -> Iterator[Mapping[str, int]]:
-    """Implementation -> calls of the model's experts in a ``with`` block; empty for a model without experts."""
+    """Yield implementation -> calls of the model's experts in a ``with`` block; empty for a model without experts."""
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as undo:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Proves a patch on a model with random weights, and keeps the calls that it makes as Workloads."""
+"""Verify a patch on a model with random weights, and keep its calls as Workloads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilegym_db.records import Workload
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """What came of it: the report with its proofs, and the kinds of calls that the model made."""
+    """The report with its proofs, and the kinds of calls that the model made."""
 
     report: PatchReport
     workloads: tuple[Workload, ...]
@@ -26,23 +26,23 @@ class VerifiedModel:
 def verify_model(
     path: Path, *, device: str, dtype: str, batch: int, prompt: int, layers: int | None = None
 ) -> VerifiedModel:
-    """Build a model from its config, patch it with ``verify=True``, and take the patch away again.
+    """Build a model from its config, patch it with ``verify=True``, and undo the patch.
 
     Args:
         path: config file, or folder with a ``config.json``.
-        device: torch's name of it.
+        device: the device as torch names it.
         dtype: one of :data:`DTYPES`.
-        batch: sequences.
-        prompt: random tokens of each; two steps of decoding follow.
-        layers: keep only the first so many.
+        batch: number of sequences.
+        prompt: random tokens per sequence; two steps of decoding follow.
+        layers: keep only this many of the first layers.
 
     Raises:
-        UsageError: the config, the dtype or a size is none that can be run.
+        UsageError: the config, the dtype or a size has no valid value.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.", code="dtype_unknown")
     if batch < 1 or prompt < 1:
-        raise UsageError(f"batch and prompt are at least 1, not {batch} and {prompt}.", code="counts_invalid")
+        raise UsageError(f"batch and prompt must be at least 1, not {batch} and {prompt}.", code="counts_invalid")
     config = load_config(path, layers)
     check_run_fits(config, device, dtype, batch, prompt)
     model = build_model(config, device, dtype)
@@ -51,15 +51,15 @@ def verify_model(
 
 
 def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Path, Workload]]:
-    """Append those that no catalog has to the user's own, tagged with the model; returns them and their files.
+    """Append the Workloads that no catalog has to the user's own, tagged with the model; return them with their files.
 
-    The user's catalog also where a checkout could be written: what one model happened to call is no shipped record.
+    They go into the user's catalog even if the checkout is writable, because calls of one model are no shipped records.
     """
     catalog = Catalog.default()
     return catalog.add_workloads(new_workloads(workloads, catalog, [f"model:{model}"]), root=home() / "catalog")
 
 
 def model_tag(path: Path) -> str:
-    """What a config is called by: its folder's name, or the file's without the ending, in lower case."""
+    """Return the name of a config: its folder's name, or the file's without the ending, in lower case."""
     named = path.resolve().parent if path.name == "config.json" else path.resolve()
     return (named.name if named.is_dir() else named.stem).lower()

@@ -1,4 +1,4 @@
-"""Makes the function of a Definition, with its signature and its description."""
+"""The function of a Definition, with its signature and its description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.verification.oracle import load_function, name_outputs
 
-# Plain code, so that a compiler can look inside. Made of the names of inputs, which are identifiers, and of nothing else.
+# Python source, so that a compiler can look inside. It contains only names of inputs, which are identifiers.
 _TEMPLATE = """\
 def {called}({parameters}, *, backend="auto"):
     if _is_compiling() or _dispatch_modes():
@@ -36,14 +36,14 @@ def {called}({parameters}, *, backend="auto"):
 
 
 def operator_function(definition: Definition, catalog: Catalog) -> Callable[..., Any]:
-    """``function(*inputs, backend="auto")`` of a Definition; see :class:`tilegym_db.ops.function.CatalogOperator`.
+    """Return ``function(*inputs, backend="auto")`` of a Definition; see :class:`tilegym_db.ops.function.CatalogOperator`.
 
     Raises:
-        UsageError: the shape of an output does not follow from the inputs, or an input is called ``backend``.
+        UsageError: the shape of an output does not follow from the inputs, or an input has the name ``backend``.
     """
     if "backend" in definition.inputs:
         raise UsageError(
-            f"an input of {definition.name} is called 'backend', as the option of its function is.",
+            f"an input of {definition.name} is named 'backend', like the option of its function; rename the input.",
             code="input_name_reserved",
         )
     operator = CatalogOperator(definition, catalog)
@@ -79,12 +79,12 @@ def _annotations(definition: Definition) -> dict[str, Any]:
     return {**inputs, "backend": str, "return": returned}
 
 
-# ---- describe -------------------------------------------------------------------------------------
-# What the function of an operator says of itself, out of the Definition and of what is published.
+# ---- description ----------------------------------------------------------------------------------
+# The docstring of an operator's function, from the Definition and from published measurements.
 
 
 def described(definition: Definition, catalog: Catalog) -> str:
-    """Return the docstring of a function: arguments, results, sizes, and the kernels that are verified for it."""
+    """Return the docstring of a function: arguments, results, sizes, and its verified kernels."""
     lines = [definition.description or definition.name, "", "Args:"]
     lines += [f"    {name}: {text}" for name, text in arguments(definition).items()]
     lines += ["    backend: 'auto', 'reference', or the name of a verified solution.", "", "Returns:"]
@@ -102,7 +102,7 @@ def arguments(definition: Definition) -> dict[str, str]:
 
 
 def results(definition: Definition) -> dict[str, str]:
-    """As :func:`arguments`, each output."""
+    """Return each output with its shape, dtype and description."""
     overwritten = {target: f" ({source}, overwritten)" for source, target in definition.in_place.items()}
     return {
         name: _spelled(definition, name, spec) + overwritten.get(name, "") for name, spec in definition.outputs.items()
@@ -123,7 +123,7 @@ def _spelled(definition: Definition, name: str, spec: TensorSpec) -> str:
 
 
 def kernels_of(definition: Definition, catalog: Catalog) -> dict[str, list[str]]:
-    """GPU -> the kernels that are the fastest at some published point of it, those of most points first."""
+    """Return GPU -> the kernels that are fastest at some published point, those of most points first."""
     digests = {files.name: files.digest for files in catalog.solutions_for(definition.name)}
     found = {}
     for folder in published_folders(catalog):
@@ -149,12 +149,12 @@ def kernels_of(definition: Definition, catalog: Catalog) -> dict[str, list[str]]
     return found
 
 
-# ---- in graph -------------------------------------------------------------------------------------
-# Operators in code that is compiled or traced: ``torch.ops.tilegym_db_ops.<definition>(*inputs, backend)``.
+# ---- compiled and traced code ---------------------------------------------------------------------
+# Operators in compiled or traced code: ``torch.ops.tilegym_db_ops.<definition>(*inputs, backend)``.
 #
-# A compiler sees an operator with known output shapes and strides, and which inputs it overwrites; when it runs, the
-# call is decided by what it is given, as in eager mode. A call that a derivative may be asked of is traced as the
-# operations of the reference.
+# A compiler sees an operator with known output shapes and strides, and the inputs that it overwrites. When the operator runs, its
+# inputs decide what serves the call, as in eager mode. A call that may need a derivative is traced as the operations of the
+# reference.
 
 NAMESPACE = "tilegym_db_ops"
 
@@ -164,8 +164,7 @@ _defining = threading.Lock()
 
 
 def define(operator: CatalogOperator) -> Callable[..., Any]:
-    """Return a library operator that runs an operator, under its name, or under a name with a number where that is
-    taken.
+    """Define a library operator that runs an operator, under its name, or with a number if the name is taken.
 
     It returns the outputs that are not written in place.
     """
@@ -178,7 +177,7 @@ def define(operator: CatalogOperator) -> Callable[..., Any]:
 
 
 def _define(library: torch.library.Library, called: str, operator: CatalogOperator) -> Callable[..., Any]:
-    # Kernels are chosen by strides: a compiler must hand over the layout that it promised.
+    # Kernels are chosen by strides, so a compiler must pass the layout that it promised.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(called + _schema(operator), tags=tags)  # type: ignore[no-untyped-call]
 
@@ -195,7 +194,7 @@ def _define(library: torch.library.Library, called: str, operator: CatalogOperat
     defined: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), called).default
 
     def differentiate(*arguments: Any) -> Any:
-        # The function around it asks this too, but a transform inside of compiled code can hide from it.
+        # The Python function asks this too, but a transform inside compiled code can hide a derivative from it.
         inputs: tuple[Any, ...] = arguments[:-1]
         if operator.is_differentiated(inputs):
             outputs = operator.written_by_reference(inputs)
@@ -218,15 +217,15 @@ def _schema(operator: CatalogOperator) -> str:
 
 
 # ---- catalog operator -----------------------------------------------------------------------------
-# How a call of an operator is answered: by a verified kernel, else by the reference of its Definition.
+# A call of an operator runs a verified kernel, or else the reference of its Definition.
 
 AUTO, REFERENCE = "auto", "reference"
-"""Backends beside the names of solutions: the fastest verified kernel, else the reference; always the reference."""
+"""Backends that are no names of solutions: the fastest verified kernel or else the reference, and always the reference."""
 
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 Serve = Callable[..., Any]
-"""``serve(*inputs)``: the written outputs (None, one, or a tuple), or :data:`NOT_SERVED` with nothing done."""
+"""``serve(*inputs)`` returns the written outputs (None, one, or a tuple), or :data:`NOT_SERVED` if no kernel ran."""
 
 NOT_SERVED = object()
 
@@ -236,10 +235,10 @@ def _without_autocast(like: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 class CatalogOperator:
-    """One operator of a catalog. What is decided for a kind of call is remembered, as at a call site of a model."""
+    """One operator of a catalog. It remembers the decision for each kind of call, like a call site of a model."""
 
     def __init__(self, definition: Definition, catalog: Catalog) -> None:
-        """Nothing is loaded before the first call.
+        """Prepare the operator; nothing is loaded before the first call.
 
         Raises:
             UsageError: the shape of an output does not follow from the inputs.
@@ -254,12 +253,12 @@ class CatalogOperator:
         self._making = threading.Lock()
 
     def __call__(self, inputs: tuple[Any, ...], backend: str = AUTO) -> Any:
-        """Return the outputs, in the order of the Definition; of those written in place, the inputs themselves.
+        """Return the outputs in the order of the Definition; an output written in place is the input itself.
 
         Raises:
             UsageError: an argument does not fit the Definition; the message names it.
-            NotFoundError: no such backend.
-            NoSolutionError: the solution that ``backend`` names is not verified for such a call, or not worth while.
+            NotFoundError: there is no such backend.
+            NoSolutionError: the solution named by ``backend`` is not verified for such a call, or not faster.
         """
         if self.is_differentiated(inputs) or backend == REFERENCE:
             self._check(inputs)
@@ -272,13 +271,14 @@ class CatalogOperator:
         return self.returned(inputs, self.written(inputs, backend))
 
     def written(self, inputs: tuple[Any, ...], backend: str) -> Any:
-        """Return one output or a tuple of them, without those written in place, by a kernel or the reference; raises as
-        a call does.
+        """Return one output or a tuple of them, without those written in place, by a kernel or the reference.
+
+        It raises the same errors as a call.
         """
         serve, dispatcher = self._backends.get(backend) or self._make(backend)
         try:
             outputs = serve(*inputs)
-        except (AttributeError, TypeError):  # an argument of another kind has no shape, or no hash
+        except (AttributeError, TypeError):  # an argument of another type has no shape, or no hash
             self._check(inputs)
             raise
         if outputs is not NOT_SERVED:
@@ -293,14 +293,14 @@ class CatalogOperator:
         return self.written_by_reference(inputs)
 
     def _tell_autograd(self, inputs: Sequence[Any]) -> None:
-        """That a kernel wrote into inputs: whoever saved one for a backward must not use it unnoticed."""
+        """Mark inputs that a kernel wrote, so that autograd raises if one was saved for a backward."""
         for index in self._overwritten:
             tensor = inputs[index]
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
     def returned(self, inputs: Sequence[Any], written: Any) -> Any:
-        """What a call returns, out of its inputs and the outputs that are not written in place: one, or a tuple of them."""
+        """Return the result of a call from its inputs and the outputs that are not written in place: one, or a tuple."""
         if not self.definition.in_place:
             return written
         values = written if isinstance(written, tuple) else (written,)
@@ -310,40 +310,38 @@ class CatalogOperator:
         found = tuple(named[name] for name in self.definition.outputs)
         return found[0] if len(found) == 1 else found
 
-    # -- the reference ------------------------------------------------------------------------------------------------
+    # -- reference ----------------------------------------------------------------------------------------------------
 
     def is_differentiated(self, inputs: tuple[Any, ...]) -> bool:
-        """Return True if a derivative may be asked of a call, or a transform looks at it: only plain operations answer
-        that.
-        """
+        """Return True if a call may need a derivative or a transform is active; then only plain operations may run."""
         if torch.is_grad_enabled():
-            for index in self._tensors:  # at every call: a generator would take as long again
+            for index in self._tensors:  # runs at every call: a generator would double the time
                 if getattr(inputs[index], "requires_grad", False):
                     return True
-        # Dynamo cannot read the levels; the operator that it is given asks again where it runs. What says that some thread is
-        # compiling, as is_compiling() may, is no reason to miss a derivative here.
+        # Dynamo cannot read the levels; its operator asks again when it runs. is_compiling() may be True because another thread
+        # compiles, so it must not decide here.
         return not torch.compiler.is_dynamo_compiling() and (
             forward_ad._current_level >= 0 or _functorch_level() is not None
         )
 
     def by_reference(self, inputs: tuple[Any, ...]) -> Any:
-        """What a call returns, by the operations of the reference; autograd and transforms see through them."""
+        """Return the result of a call by the operations of the reference, which autograd and transforms can see."""
         outputs = self._by_reference(inputs)
         if torch.compiler.is_dynamo_compiling() or _functorch_level() is None:
             outputs = self._laid_out(inputs, outputs)
         return self.returned(inputs, outputs[0] if len(outputs) == 1 else outputs)
 
     def written_by_reference(self, inputs: tuple[Any, ...]) -> Any:
-        """As :meth:`written`, by the operations of the reference."""
+        """Return what :meth:`written` returns, by the operations of the reference."""
         found = self._laid_out(inputs, self._by_reference(inputs))
         return found[0] if len(found) == 1 else found
 
     def _by_reference(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the outputs that are not written in place; the others are written."""
+        """Return the outputs that are not written in place; write the others."""
         definition = self.definition
         given = dict(zip(definition.inputs, inputs, strict=True))
         own = {name: value.clone() if name in definition.in_place else value for name, value in given.items()}
-        with _without_autocast(inputs[self._tensors[0]]):  # as kernels, which know nothing of it
+        with _without_autocast(inputs[self._tensors[0]]):  # like kernels, which ignore autocast
             results = self._reference(*own.values())
         found = name_outputs(definition, results, own, definition.name)
         for source, target in definition.in_place.items():
@@ -351,7 +349,7 @@ class CatalogOperator:
         return tuple(found[name] for name in definition.written_outputs)
 
     def _laid_out(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Copies, in the layout that the outputs of a kernel have: a reference may return a part of an input."""
+        """Copy outputs into the layout of a kernel's outputs, because a reference may return a part of an input."""
         made = self.allocate(*inputs)
         likes = made if isinstance(made, tuple) else (made,)
         return tuple(like.copy_(value) for like, value in zip(likes, outputs, strict=True))
@@ -390,7 +388,7 @@ class CatalogOperator:
         return answer
 
     def _checked_allocation(self, *inputs: Any) -> Any:
-        """As ``allocate``. A new kind of call is shown without memory first, and refused where it is none of this operator."""
+        """Allocate the outputs; first check a new kind of call without memory, and refuse one that does not fit the operator."""
         if inputs[self._tensors[0]].is_meta:
             self._check(inputs)
         return self.allocate(*inputs)

@@ -40,7 +40,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator: everything that a kernel is asked for.
+    """A call of an operator: everything that decides about a kernel for it.
 
     ``layouts`` has a layout class, or the strides, per tensor. A tensor that it does not name is contiguous; an output that it
     does not name may lie in memory in any way.

@@ -33,7 +33,7 @@ class Estimate(RecordPart):
 
 
 class ModelTiming(RecordPart):
-    """Times of greedy generation, or of a prefill alone, in one way of running the model."""
+    """Times of greedy generation, or of a prefill alone, in one execution mode of the model."""
 
     ttft_ms: Estimate
     """Time to the first token: the prefill, until its logits are ready."""
@@ -48,19 +48,19 @@ class ModelTiming(RecordPart):
 
 
 class Speedups(RecordPart):
-    """Times of another way over those of this one in the same rounds; above 1, this one is faster."""
+    """Times of another execution mode over those of this one in the same rounds; above 1, this one is faster."""
 
     ttft: Estimate
     tpot: Estimate | None = None
     total: Estimate
 
 
-class Way(RecordPart):
-    """Another way of running the same model on the same prompts in the same rounds."""
+class ExecutionMode(RecordPart):
+    """Another execution mode of the same model, on the same prompts in the same rounds."""
 
     timing: ModelTiming
     against: dict[str, Speedups] = Field(min_length=1)
-    """Other way -> speedup of this one; every run has ``stock`` and ``patched``."""
+    """Other mode -> speedup of this one; every run has ``stock`` and ``patched``."""
     equal_tokens: Int64 = Field(ge=0)
     """See :attr:`ModelRun.equal_tokens`."""
     kernels: dict[str, Int64] = {}
@@ -105,7 +105,7 @@ class ModelRun(Record):
     libs: dict[str, str] = {}
     timer: Literal["events", "wall"]
     throttled: Flag | None = None
-    """Whether heat or power delivery slowed the GPU during the run; null if unknown."""
+    """True if heat or power delivery slowed the GPU during the run; null if unknown."""
     proved: Flag = False
     """True if the patch was made with ``verify=True``."""
     stock: ModelTiming
@@ -123,10 +123,10 @@ class ModelRun(Record):
     equal_tokens: Int64 = Field(ge=0)
     """Greedy tokens equal to those of stock; a first difference changes the tokens after it. Out of ``batch * new_tokens``,
     or out of the first tokens for a prefill alone."""
-    ways: dict[str, Way] = {}
-    """Name -> another way of the run, in this process (``stock_static_cache``) or in a separate one (``liger``)."""
+    ways: dict[str, ExecutionMode] = {}
+    """Name -> another execution mode of the run, in this process (``stock_static_cache``) or in a separate one (``liger``)."""
     absent: dict[str, str] = {}
-    """Name -> reason why a requested way is not in ``ways``."""
+    """Name -> reason if a requested mode is not in ``ways``."""
 
     @property
     def compared_tokens(self) -> int:
@@ -229,7 +229,7 @@ def claim_of(speedup: Estimate, *, rounds: int, kernel_calls: int, control: Esti
 
     Args:
         speedup: stock time over patched time, with its interval if there is one.
-        rounds: number of rounds that count, per way.
+        rounds: number of rounds that count, per mode.
         kernel_calls: calls of a verified kernel in one generation of the patched model.
         control: stock time over the time of :data:`CONTROL` in the same rounds; None without a control.
     """

@@ -1,4 +1,4 @@
-"""Which verified kernel serves a call: a published table, a pure decision, and a call site's cache."""
+"""The verified kernel for a call: from a published table, by a pure decision, behind the cache of a call site."""
 
 from tilegym_db.published.entries import Candidate, Entry
 from tilegym_db.published.table import ResolverTable, load_table

@@ -1,6 +1,6 @@
-"""What the resolver asks of the device: which GPU it is, whether a CUDA graph is being captured, where launches go.
+"""Questions of the resolver to the device: its GPU, the device of a launch, and if a CUDA graph is being captured.
 
-Each question is answered through PyTorch, which is imported only once there is a device to ask about.
+PyTorch answers them. It is imported only if there is a device to ask about.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def device_gpu(device: torch.device) -> tuple[str, str]:
-    """(GPU slug, ``sm_XX``) of the device a tensor lies on; ``("cpu", "cpu")`` for the CPU.
+    """Return (GPU slug, ``sm_XX``) of the device of a tensor; ``("cpu", "cpu")`` for the CPU.
 
-    A device that is neither (``meta``, another vendor) is named by its type and has no target: nothing is published for
-    it, so stock code runs.
+    A device of another kind (``meta``, another vendor) is named by its type and has no target. Nothing is published for it, so
+    stock code runs.
     """
     if device.type != "cuda":
         return (CPU, CPU) if device.type == CPU else (device.type, "")
@@ -32,7 +32,7 @@ def device_gpu(device: torch.device) -> tuple[str, str]:
 
 
 def default_gpu() -> tuple[str, str]:
-    """Return the current CUDA device where PyTorch has one, else the CPU; works without PyTorch."""
+    """Return the current CUDA device if PyTorch has one, else the CPU; works without PyTorch."""
     if not driver_files():
         return CPU, CPU
     try:
@@ -45,9 +45,9 @@ def default_gpu() -> tuple[str, str]:
 
 
 def common_device(args: Sequence[Any]) -> torch.device | str:
-    """Return the one device all tensor arguments lie on, or why a kernel must not be given them.
+    """Return the one device of all tensor arguments, or the reason if a kernel must not get them.
 
-    A tensor subclass (a distributed, fake or quantised tensor) looks like its parts from outside and is not.
+    A tensor subclass (a distributed, fake or quantised tensor) has the attributes of a plain tensor but not its memory.
     """
     import torch
 
@@ -56,11 +56,11 @@ def common_device(args: Sequence[Any]) -> torch.device | str:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"an argument is a {type(tensor).__name__}, not a plain tensor"
     devices = sorted({str(tensor.device) for tensor in tensors})
-    return tensors[0].device if len(devices) == 1 else f"the tensors lie on {' and '.join(devices) or 'no device'}"
+    return tensors[0].device if len(devices) == 1 else f"the tensors are on {' and '.join(devices) or 'no device'}"
 
 
 def is_capturing() -> bool:
-    """True while the current stream records a CUDA graph: no allocation, no compilation, no synchronisation now."""
+    """Return True while the current stream captures a CUDA graph, when nothing may allocate, compile or synchronise."""
     import torch
 
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def is_capturing() -> bool:
 
 
 def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``launch`` with ``device`` current. Free where the process has one GPU: only then is it always current."""
+    """Return ``launch`` with ``device`` current. With one GPU in the process it is always current, so this costs nothing."""
     if device.type != "cuda":
         return launch
     import torch

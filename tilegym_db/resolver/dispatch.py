@@ -1,11 +1,10 @@
-"""One call site's cache, from what a call looks like to the launcher that serves it.
+"""The cache of one call site: from the appearance of a call to the launcher that serves it.
 
-The key is everything that decides correctness: type, shape, strides, dtype and device of every tensor argument, outputs
-included, and the scalars that select code. A key seen before costs one dict lookup; a new one is bound to the
-Definition, decided, loaded, and remembered. A kernel that raises is put in quarantine for its key. Whatever no verified
-kernel can serve is left to the stock code.
+The key is everything that decides correctness: type, shape, strides, dtype and device of every tensor argument, including
+outputs, and the scalars that select code. A known key costs one dict lookup. A new call is bound to the Definition, decided,
+loaded and remembered. A kernel that raises is put in quarantine for its key. Stock code runs what no verified kernel can serve.
 
-An axis that grows by one at each call (a cache) is left out of the key: see :mod:`~tilegym_db.resolver.dispatch`.
+An axis that grows by one at each call (a cache) is not part of the key; see the section on growing axes below.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ if TYPE_CHECKING:
 
 
 MAX_KEYS = 4096
-"""Keys a call site remembers; beyond that the oldest is forgotten (a server sees a new token count at every step)."""
+"""Number of keys that a call site remembers. Then it forgets the oldest, because a server has a new token count at every step."""
 
 Choose = Callable[[Call, "torch.device", str | None], Decision]
 """(call, device, name of the solution that served this call site last) -> Decision."""
 
 
 class Dispatcher:
-    """Serves the calls of one call site.
+    """The cache and the launchers of one call site.
 
-    ``attempt(*inputs, *written_outputs)`` runs a verified kernel and returns True, or returns False with nothing done:
-    the caller then runs its own stock code. Calling the dispatcher does both, with the ``stock`` it was given.
-    :meth:`serving` makes the same for a caller that has no outputs yet. ``is_capturing`` and ``max_keys`` may be set later.
+    ``attempt(*inputs, *written_outputs)`` runs a verified kernel and returns True, or does nothing and returns False. The caller
+    then runs its stock code. Calling the dispatcher does both, with its ``stock``. :meth:`serving` makes such a function for a
+    caller that has no outputs yet. ``is_capturing`` and ``max_keys`` may be set later.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class Dispatcher:
         is_capturing: Callable[[], bool] = device.is_capturing,
         max_keys: int = MAX_KEYS,
     ) -> None:
-        """Make a call site with an empty cache.
+        """Create a call site with an empty cache.
 
         Args:
-            definition: the operator that is called here.
-            choose: decides for a call that is new; see :data:`Choose`.
+            definition: the operator of the calls.
+            choose: decides about a new call; see :data:`Choose`.
             stock: destination-passing stock code, for ``__call__``.
-            is_capturing: whether a CUDA graph is being captured on the current stream.
-            max_keys: how many keys to remember.
+            is_capturing: returns True while a CUDA graph is being captured on the current stream.
+            max_keys: the number of keys to remember.
         """
         self.definition = definition
         self.choose = choose
@@ -89,13 +88,13 @@ class Dispatcher:
             self.run_stock(*args)
 
     def serving(self, allocate: Allocate, growing: str | None = None) -> Callable[..., Any]:
-        """``serve(*inputs)``: the outputs by a verified kernel, or None with nothing done and nothing allocated.
+        """Return ``serve(*inputs)``, which returns the outputs of a verified kernel, or None with nothing run or allocated.
 
         Args:
-            allocate: the outputs for some inputs, uninitialised. Their layout may depend on what the inputs' key says and on
-                nothing else; to decide about a new key it is called with tensors on the ``meta`` device.
-            growing: an axis of inputs alone that has another size at each call. What is decided for a size is kept for those
-                around it that are decided alike: see :mod:`tilegym_db.resolver.dispatch`.
+            allocate: makes the uninitialised outputs for some inputs. Their layout may depend only on what the key of the
+                inputs contains. To decide about a new key it is called with tensors on the ``meta`` device.
+            growing: an axis of inputs alone whose size changes at each call. A decision for one size is kept for the sizes
+                around it with the same decision.
         """
         if growing is None:
 
@@ -121,17 +120,16 @@ class Dispatcher:
             if bound is None:
                 bound = self._miss((kind, size), bind)
             elif bound.launch is not None and self.is_capturing():
-                return self._frozen()  # a kernel may compile for a size that it has not had yet
+                return self._frozen()  # a kernel may compile for a new size
             bound.seen.add(size)
             return bound
 
         return compile_serve(self.definition, spans.recent.get, miss_span, self._failed, allocate, growing)
 
     def belongs_in_compiled_code(self, inputs: tuple[Any, ...], where: torch.device, allocate: Allocate) -> bool:
-        """Return True if a call with such inputs (tensors on ``meta`` will do) on a device pays as a kernel inside
-        compiled code.
+        """Return True if a kernel for such a call on a device is faster even inside compiled code.
 
-        Nothing is loaded, remembered or counted.
+        The inputs may be on ``meta``. Nothing is loaded, remembered or counted.
         """
         try:
             call = bind_call(self.definition, with_outputs(inputs, allocate))
@@ -143,19 +141,19 @@ class Dispatcher:
         return not_in_compiled_code(decision) is None
 
     def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
-        """What would serve such inputs, loaded and ready to be tried. Nothing is remembered or counted as a call."""
+        """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call."""
         bound = self._bind(("preview", len(self._quarantined)), inputs, allocate)
         return Preview(bound.launch, bound.solution, bound.reason)
 
     def refuse(self, kernel: str, reason: str) -> None:
-        """Leave to stock code whatever would be bound to a kernel (its solution and config, as :class:`Preview` has it).
+        """Leave new calls to stock code that would be bound to a kernel (named by solution and config as in :class:`Preview`).
 
-        For calls that are new from now on: what is bound to it already stays.
+        Calls that are already bound to it stay bound.
         """
         self._refused[kernel] = reason
 
     def run_stock(self, *args: Any) -> None:
-        """Run the stock code that the call site was given; raises as calling the dispatcher does."""
+        """Run the stock code of the call site; raise the same errors as a call of the dispatcher."""
         if self._stock is None:
             raise NoSolutionError(
                 f"no verified kernel serves this call of {self.definition.name}, and the call site has no stock code.",
@@ -164,7 +162,7 @@ class Dispatcher:
         self._stock(*args)
 
     def report(self) -> DispatchReport:
-        """What this call site did so far. Counts may lag by a few while several threads call at once."""
+        """Return the counts so far. They may lag by a few calls while several threads call at once."""
         bound = list(self._keys.values())
         calls = self._forgotten_calls + self._capture_misses + sum(item.calls for item in bound)
         return DispatchReport(
@@ -178,7 +176,7 @@ class Dispatcher:
             failures=tuple(self._quarantined.values()),
         )
 
-    # -- a call seen for the first time -------------------------------------------------------------------------------
+    # -- new calls ----------------------------------------------------------------------------------------------------
 
     def _miss_written(self, key: Any, args: tuple[Any, ...]) -> Bound:
         return self._miss(key, lambda: self._bind(key, args))
@@ -197,10 +195,10 @@ class Dispatcher:
         return bound
 
     def _frozen(self) -> Bound:
-        """Stock, and nothing remembered: loading and compiling allocate and synchronise, which a capture forbids."""
+        """Return stock, and remember nothing: loading and compiling allocate and synchronise, which a capture forbids."""
         self._misses += 1
         self._capture_misses += 1
-        return Bound(None, "first seen while a CUDA graph was being captured")
+        return Bound(None, "its first call was during the capture of a CUDA graph")
 
     def _forget_oldest(self) -> None:
         forgotten = self._keys.pop(next(iter(self._keys)))
@@ -216,13 +214,13 @@ class Dispatcher:
         allocate: Allocate | None = None,
         growing: tuple[str, int] | None = None,
     ) -> Bound:
-        """Decide about a call, and load what is to serve it.
+        """Decide about a call, and load the kernel that serves it.
 
         Args:
-            key: what the call looks like; a kernel that fails is put in quarantine for it.
-            args: of the call.
-            allocate: makes the outputs where ``args`` has none.
-            growing: the axis that the key does not say the size of, and this size.
+            key: the key of the call; a kernel that fails is put in quarantine for it.
+            args: the arguments of the call.
+            allocate: makes the outputs if ``args`` has none.
+            growing: the axis whose size is not in the key, and its size.
         """
         if key in self._quarantined:
             return Bound(None, self._quarantined[key].summary)
@@ -233,7 +231,7 @@ class Dispatcher:
         try:
             call = bind_call(self.definition, given)
             decision = self.choose(call, where, self._serving)
-        except TilegymDBError as error:  # not a call that the database knows; stock code may well serve it
+        except TilegymDBError as error:  # the call does not fit the Definition, but stock code may accept it
             bound = Bound(None, str(error))
             if growing is not None:
                 bound.low = bound.high = growing[1]
@@ -276,20 +274,20 @@ class Dispatcher:
             bound.compute = device.on_device(compute, where)
         return bound
 
-    # -- a kernel that cannot be used ---------------------------------------------------------------------------------
+    # -- failing kernels ----------------------------------------------------------------------------------------------
 
     def _failed(self, key: Any, bound: Bound, error: Exception) -> None:
         """Retire a kernel that raised.
 
         Raises:
-            SolutionError: an input may be overwritten already, so that stock code would compute something else.
+            SolutionError: an input may already be overwritten, so stock code would compute something else.
         """
         failure = self._quarantine(key, str(bound.solution), bound.axes, error)
         bound.retire(failure.summary)
         if not bound.undoes:
             raise SolutionError(
-                f"{failure.summary}. It may have overwritten {', '.join(self.definition.in_place)} before, so that "
-                "stock code cannot repeat this call: run the step again from fresh inputs.",
+                f"{failure.summary}. It may already have overwritten {', '.join(self.definition.in_place)}, so stock code "
+                "cannot repeat this call: run the step again from fresh inputs.",
                 code="in_place_failed",
             ) from error
 
@@ -300,12 +298,12 @@ class Dispatcher:
         return failure
 
 
-# ---- bound ----------------------------------------------------------------------------------------
-# What a call site remembers of a kind of call: the launcher that serves it, and for which sizes it holds.
+# ---- bound calls ----------------------------------------------------------------------------------
+# A binding is the memory of a call site about a kind of call: the launcher, and the sizes that it is valid for.
 
 
 class Preview(NamedTuple):
-    """What would serve a call: ``launch`` and ``kernel``, the solution and its config; or None and the reason for stock."""
+    """The kernel for a call: ``launch`` and ``kernel`` (solution and config), or None and the reason for stock code."""
 
     launch: Launcher | None
     kernel: str | None
@@ -313,7 +311,7 @@ class Preview(NamedTuple):
 
 
 class Bound:
-    """What one key is bound to; ``launch`` None means stock."""
+    """The binding of one key. If ``launch`` is None, stock code runs."""
 
     __slots__ = (
         "axes",
@@ -340,32 +338,32 @@ class Bound:
         self.reason = reason
         self.solution = solution
         self.axes = axes or {}
-        # Instead of launch, where the caller has no outputs: gives those that the solution returns.
+        # Replaces launch for callers without outputs: it returns the outputs of the solution.
         self.compute: Launcher | None = None
-        self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis that this holds for
-        self.seen: set[int] = set()  # those of them that there was a call of
+        self.low, self.high = 0, sys.maxsize  # the sizes of a growing axis for which this is valid
+        self.seen: set[int] = set()  # the sizes that were called
         self.calls = 0
-        self.kernel_calls: int | None = None  # set when a kernel is retired; until then every call ran it
-        self.undoes = True  # a launch that raises leaves the inputs as they were
+        self.kernel_calls: int | None = None  # set when a kernel is retired; every call before ran the kernel
+        self.undoes = True  # a launch that raises leaves the inputs unchanged
 
     @property
     def kernel_calls_so_far(self) -> int:
-        """Calls of this kind that ran a kernel."""
+        """Number of calls of this kind that ran a kernel."""
         if self.kernel_calls is not None:
             return self.kernel_calls
         return 0 if self.launch is None else self.calls
 
     def retire(self, reason: str) -> None:
-        """Leave this key to stock code from now on; the call that failed is not counted as a kernel's."""
+        """Leave this key to stock code from now on; the failed call does not count as a kernel's."""
         self.kernel_calls = self.calls - 1
         self.launch = None
         self.reason = reason
 
 
 class Spans:
-    """What kinds of calls are bound to, each for spans of a growing axis.
+    """The bindings of each kind of call, each for a span of a growing axis.
 
-    ``recent`` has the span that the last call of a kind fell into; a cache that grows stays in it for long.
+    ``recent`` has the span of the last call of a kind; a growing cache stays in one span for many calls.
     """
 
     def __init__(self) -> None:
@@ -373,7 +371,7 @@ class Spans:
         self._known: dict[Any, list[Bound]] = {}
 
     def find(self, kind: Any, size: int) -> Bound | None:
-        """What holds for a size."""
+        """Return the binding that is valid for a size; None if there is none."""
         for bound in self._known.get(kind, ()):
             if bound.low <= size <= bound.high:
                 self.recent[kind] = bound
@@ -381,22 +379,21 @@ class Spans:
         return None
 
     def add(self, kind: Any, bound: Bound) -> None:
-        """Remember what a kind is bound to."""
+        """Remember a binding of a kind of call."""
         self._known[kind] = [*self._known.get(kind, ()), bound]
         self.recent[kind] = bound
 
     def forget(self, bound: Bound) -> None:
-        """Have it decided again where it held."""
+        """Remove a binding, so that its sizes are decided again."""
         self._known = {kind: [one for one in all_of if one is not bound] for kind, all_of in self._known.items()}
         for kind in [kind for kind, one in self.recent.items() if one is bound]:
             del self.recent[kind]
 
 
 def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher:
-    """Return a launch that can be undone, for an operator that overwrites an input; the one that follows it cannot.
+    """Return a launch that can be undone, for an operator that overwrites an input; later launches cannot be undone.
 
-    Compile and argument errors show at the first launch. Keeping a copy at every launch would cost what the kernel
-    saves.
+    Compile errors and argument errors show at the first launch. A copy at every launch would cost what the kernel saves.
     """
     names = list(definition.inputs)
     overwritten = [names.index(name) for name in definition.in_place]
@@ -414,40 +411,38 @@ def undoable(definition: Definition, bound: Bound, launch: Launcher) -> Launcher
     return launch_with_backup
 
 
-# ---- growing --------------------------------------------------------------------------------------
-# One decision for a span of sizes: of a cache that grows by one position a step, so that every step is a new shape.
+# ---- growing axes ---------------------------------------------------------------------------------
+# One decision for a span of sizes. A cache grows by one position a step, so every step has a new shape.
 #
-# Deciding about a shape takes a hundred times as long as a call whose shape is known. A decision rests on the
-# measured point that is nearest in log space, and on the constraints of its candidates. The sizes of one axis for
-# which a point is the nearest are an interval, whatever the other axes are; constraints that are bounds of the axis
-# hold on an interval as well. So where both ends of a span are decided alike, the kernel is verified, declared and
-# faster at every size between them, by the rule that picks it at the ends. Only which of several such kernels is the
-# fastest may differ inside.
+# A decision takes a hundred times as long as a call of a known shape. It depends on the nearest measured point in log space and
+# on the constraints of the candidates. The sizes of one axis for which a point is nearest form an interval, for any sizes of the
+# other axes. Constraints that are bounds of the axis also hold on an interval. So if both ends of a span have the same decision,
+# its kernel is verified, allowed and faster at every size in between. Only the fastest of several such kernels may differ inside.
 #
-# A span of sizes that are left to stock code may hold some that a kernel serves, where its constraints pick out
-# scattered sizes or it was verified for one alone. Those may be left to stock too, which costs speed and nothing
-# else.
+# A span that is left to stock code may contain sizes that a kernel serves. Its constraints may allow scattered sizes, or it was
+# verified for one size only. These run stock code too, which costs only speed.
 
 
 def octave(size: int) -> tuple[int, int]:
-    """Return the sizes from one power of two up to the next that ``size`` lies among; a span is never longer."""
+    """Return the range of sizes from one power of two up to the next that contains ``size``; a span is never longer."""
     low = 1 << (max(size, 1).bit_length() - 1)
     return low, 2 * low - 1
 
 
 def span_around(size: int, is_alike: Callable[[int], bool]) -> tuple[int, int]:
-    """Return the sizes around one, within its octave, up to which both ends are decided alike.
+    """Return the range of sizes around one, within its octave, whose ends have the same decision.
 
     Args:
-        size: what was decided; not asked about again.
-        is_alike: whether another size is decided as it is. True on an interval around it; asked about 2 log2 of them at most.
+        size: the size that was decided.
+        is_alike: returns True if another size has the same decision, which is so on an interval around ``size``. It is called
+            at most 2 log2(size) times.
     """
     low, high = octave(size)
     return min(size, _farthest(size, low, is_alike)), _farthest(size, high, is_alike)
 
 
 def _farthest(inside: int, limit: int, is_alike: Callable[[int], bool]) -> int:
-    """Return the last size from ``inside`` towards ``limit`` that is alike, by bisection."""
+    """Return the last size from ``inside`` towards ``limit`` with the same decision, by bisection."""
     if limit == inside or is_alike(limit):
         return limit
     outside = limit
@@ -461,23 +456,21 @@ def _farthest(inside: int, limit: int, is_alike: Callable[[int], bool]) -> int:
 
 
 def answer(decision: Decision) -> tuple[Any, ...]:
-    """What two decisions must share to be alike: the kernel with its source and config, and the measured point it rests on."""
+    """Return what equal decisions must share: the kernel with its source and config, and the measured point."""
     candidate, axes = decision.evidence.candidate, decision.evidence.axes
     kernel = None if candidate is None else (str(candidate), candidate.solution_digest)
     return kernel, decision.evidence.gpu, None if axes is None else tuple(sorted(axes.items()))
 
 
 def are_bounds_of(axis: str, definition: Definition, decision: Decision) -> bool:
-    """Return True if what limits a decided kernel to some sizes of an axis are bounds, as ``L >= 2`` is and ``L % 16 ==
-    0`` is not.
-    """
+    """Return True if all constraints of a kernel on an axis are bounds, such as ``L >= 2`` but not ``L % 16 == 0``."""
     own: Iterable[str] = () if decision.solution is None else decision.solution.record.spec.constraints
     texts = (*definition.constraints, *own)
     return all(_is_bound(parse_expression(text), axis) for text in texts if axis in names_in(text)[0])
 
 
 def _is_bound(node: ast.expr, axis: str) -> bool:
-    """Return True if an expression compares the axis itself with something that does not depend on it."""
+    """Return True if an expression compares the axis itself with a value that does not depend on it."""
     if not isinstance(node, ast.Compare) or len(node.ops) != 1:
         return False
     sides = (node.left, node.comparators[0])
@@ -490,14 +483,14 @@ def _is_bound(node: ast.expr, axis: str) -> bool:
 def alike_span(
     axis: str, call: Call, decision: Decision, definition: Definition, choose: Callable[[Call], Decision]
 ) -> tuple[int, int]:
-    """Return the sizes of an axis around that of a call which are decided as the call is.
+    """Return the range of sizes of an axis around a call's size that have the same decision.
 
     Args:
-        axis: of the Definition.
+        axis: an axis of the Definition.
         call: the call.
-        decision: what was decided about it.
+        decision: the decision for it.
         definition: the operator.
-        choose: decides about the same call of another size.
+        choose: decides about the same call with another size.
     """
     size = call.axes[axis]
     if not are_bounds_of(axis, definition, decision):
@@ -513,13 +506,13 @@ def alike_span(
     return span_around(size, is_alike)
 
 
-# ---- dispatch report ------------------------------------------------------------------------------
-# What a call site did: counts per key, and the kernels that had to be put in quarantine.
+# ---- report ---------------------------------------------------------------------------------------
+# The counts of a call site by key, and the kernels that were put in quarantine.
 
 
 @dataclass(frozen=True)
 class KernelFailure:
-    """A kernel that could not be loaded, or raised, for one key; stock code serves that key since."""
+    """A kernel that could not be loaded, or raised, for one key. Stock code has served that key since."""
 
     definition: str
     solution: str
@@ -528,7 +521,7 @@ class KernelFailure:
 
     @property
     def summary(self) -> str:
-        """One line: which kernel, where, and the exception's own last line."""
+        """One line with the kernel, the place, and the last line of the exception."""
         last = self.traceback.strip().splitlines()[-1]
         return (
             f"{self.solution} failed for {self.definition} at {axes_key(dict(self.axes))} and is in quarantine: {last}"
@@ -537,9 +530,9 @@ class KernelFailure:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One kind of call (shapes, dtypes, strides, device) that was seen, and what serves it; no solution means stock.
+    """One kind of call (shapes, dtypes, strides, device), and the solution that serves it; None means stock.
 
-    Where calls grow, one report stands for a span of sizes; its axes are those of the call that was decided.
+    If an axis grows, one report stands for a span of sizes; its axes are those of the call that was decided.
     """
 
     axes: Mapping[str, int]
@@ -551,19 +544,19 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class DispatchReport:
-    """The counts of one call site. ``hits`` were served from the cache; ``kernel_calls`` ran a verified kernel."""
+    """The counts of one call site: ``hits`` came from the cache, ``kernel_calls`` ran a verified kernel."""
 
     definition: str
     calls: int
     hits: int
     misses: int
     capture_misses: int
-    """Calls first seen while a CUDA graph was being captured; they ran stock code and were not remembered."""
+    """Calls whose first occurrence was during the capture of a CUDA graph. They ran stock code and were not remembered."""
     kernel_calls: int
     keys: tuple[KeyReport, ...]
     failures: tuple[KernelFailure, ...]
 
     @property
     def stock_calls(self) -> int:
-        """Calls that were left to the stock code."""
+        """Number of calls that ran the stock code."""
         return self.calls - self.kernel_calls

@@ -1,8 +1,8 @@
-"""The functions that every call of a call site goes through, written out for its Definition.
+"""The functions that every call of a call site goes through, generated for its Definition.
 
-A loop over arguments costs three times what reading their attributes costs, so the body is generated once per call
-site, with one attribute access after the other, as ``dataclasses`` does for ``__init__``. The text is made of the
-Definition's argument names, which are checked identifiers, and of nothing else.
+A loop over arguments costs three times as much as reading their attributes. So the body is generated once per call site, as one
+attribute access after the other, like ``__init__`` by ``dataclasses``. The text contains only the Definition's argument names,
+which are checked identifiers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ATTEMPT = """\
         return False
     return True
 """
-# The outputs are not part of the key: their layout follows from that of the inputs.
+# The outputs are not part of the key, because their layout follows from that of the inputs.
 _SERVE = """\
     _compute = _bound.compute
     if _compute is not None:
@@ -58,25 +58,24 @@ _SERVE = """\
         return None
     return {outputs}
 """
-# A kernel may raise anything a compiler or driver raises: this is the boundary where it is caught, recorded with its
-# traceback and answered with stock code.
+# A kernel may raise anything that a compiler or driver raises. This boundary catches it, records the traceback and runs stock.
 
 
 Find = Callable[[Any], Any]
-"""key -> what it is bound to, or None."""
+"""key -> its binding, or None."""
 
 Miss = Callable[[Any, tuple[Any, ...]], Any]
-"""(key, arguments) -> what the call is bound to from now on."""
+"""(key, arguments) -> the binding of the call from now on."""
 
 Failed = Callable[[Any, Any, Exception], None]
-"""Called with (key, what it is bound to, exception of the launch); the call is then left to stock code."""
+"""Called with (key, its binding, exception of the launch); stock code then runs the call."""
 
 
 def compile_attempt(definition: Definition, find: Find, miss: Miss, failed: Failed) -> Callable[..., bool]:
-    """``attempt(*inputs, *written_outputs) -> bool`` for one call site."""
+    """Compile ``attempt(*inputs, *written_outputs) -> bool`` for one call site."""
     parameters = (*definition.inputs, *definition.written_outputs)
     attempt = _compile(definition, parameters, _FIND + _ATTEMPT, "False", find=find, miss=miss, failed=failed)
-    attempt.__doc__ = f"Run a verified kernel for {definition.name} and return True, or return False with nothing done."
+    attempt.__doc__ = f"Run a verified kernel for {definition.name} and return True, or do nothing and return False."
     return attempt
 
 
@@ -88,14 +87,14 @@ def compile_serve(
     allocate: Callable[..., Any],
     growing: str | None = None,
 ) -> Callable[..., Any]:
-    """``serve(*inputs) -> outputs or None`` for one call site; ``allocate(*inputs)`` makes the outputs of a served call.
+    """Compile ``serve(*inputs) -> outputs or None`` for one call site; ``allocate(*inputs)`` makes the outputs.
 
-    With a ``growing`` axis, keys leave its size out: what is found counts as found for the sizes that it has ``seen``.
+    Keys do not contain the size of a ``growing`` axis. A binding then counts as found only for sizes that it has ``seen``.
     """
     parameters = tuple(definition.inputs)
     functions = {"find": find, "miss": miss, "failed": failed, "allocate": allocate}
     serve = _compile(definition, parameters, _FIND + _SERVE, "None", growing, **functions)
-    serve.__doc__ = f"The outputs of {definition.name} by a verified kernel, or None with nothing done."
+    serve.__doc__ = f"Return the outputs of {definition.name} by a verified kernel, or None if no kernel ran."
     return serve
 
 
@@ -123,10 +122,10 @@ def _compile(
 
 
 def size_of(definition: Definition, axis: str) -> tuple[str, int]:
-    """Return the first input that has an axis, and which of its dimensions that is.
+    """Return the first input that has an axis, and the index of that dimension.
 
     Raises:
-        ValueError: an output has it too, or no input.
+        ValueError: an output has the axis too, or no input has it.
     """
     if not any(axis in (output.shape or ()) for output in definition.outputs.values()):
         for name in definition.tensor_inputs:
@@ -139,37 +138,36 @@ def size_of(definition: Definition, axis: str) -> tuple[str, int]:
 def _key_part(definition: Definition, name: str, growing: str | None, size: str) -> str:
     spec = definition.inputs.get(name)
     if spec is not None and spec.is_scalar:
-        # A continuous one, too: a kernel serves it inside the range that was verified, and a model has few values of it.
+        # Continuous scalars too: a kernel serves them inside the verified range, and a model has few values.
         return f"{name}, type({name})"
     shape = () if spec is None else spec.shape or ()
     if growing not in shape:
         return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, type({name})"
     found = ((entry, f"{name}.shape[{index}]") for index, entry in enumerate(shape))
     sizes = [f"{part} == {size}" if entry == growing else part for entry, part in found if part != size]
-    # Strides of a contiguous tensor change with its sizes; the class of its layout does not.
+    # The strides of a contiguous tensor change with its sizes; the class of its layout does not.
     layout = f"{name}.is_contiguous() or {name}.stride()"
     return f"{', '.join([*sizes, layout])}, {name}.dtype, {name}.device, type({name})"
 
 
-# ---- allocate -------------------------------------------------------------------------------------
-# The outputs of a call, uninitialised, in the layout that the Definition promises to whoever calls it in a model.
+# ---- allocation -----------------------------------------------------------------------------------
+# The uninitialised outputs of a call, in the layout that the Definition promises to callers in a model.
 #
-# Written out as one expression per output, because it runs at every call that a kernel serves, and because a compiler
-# traces it with sizes that are symbols.
+# One expression per output, because it runs at every call that a kernel serves, and a compiler traces it with symbolic sizes.
 
 Allocate = Callable[..., Any]
-"""``allocate(*inputs)``: the one output, or a tuple of them, uninitialised."""
+"""``allocate(*inputs)`` returns the one output, or a tuple of outputs, uninitialised."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MULTIPLE = re.compile(r"^\s*(\d+)\s*\*\s*([A-Za-z_]\w*)\s*$|^\s*([A-Za-z_]\w*)\s*\*\s*(\d+)\s*$")
 _PACKED = re.compile(r"^\s*([A-Za-z_]\w*)\s*//\s*(\d+)\s*$")
-"""The last dimension of packed codes (``H // 2``): they fill whole bytes, so that the division leaves no rest."""
+"""The last dimension of packed codes (``H // 2``). They fill whole bytes, so the division is exact."""
 
 
 def allocate_of(definition: Definition) -> Allocate:
-    """What makes the outputs of a Definition that are written, for inputs in its shapes.
+    """Return the function that makes the written outputs of a Definition for inputs in its shapes.
 
-    Where ``serving.rows`` names an axis, inputs may have any leading axes in its place, and the outputs have them too.
+    If ``serving.rows`` names an axis, inputs and outputs may have any leading axes in its place.
 
     Raises:
         UsageError: the shape of an output does not follow from the inputs.
@@ -196,7 +194,7 @@ def _compile_allocation(definition: Definition, serving: Serving) -> Allocate:
     source = f"def _allocate({', '.join(definition.inputs)}):\n    return {returned}\n"
     exec(compile(source, f"<outputs of {definition.name}>", "exec"), namespace)
     allocate: Allocate = namespace["_allocate"]
-    allocate.__doc__ = f"The outputs of {definition.name} for its inputs, uninitialised."
+    allocate.__doc__ = f"Return the uninitialised outputs of {definition.name} for its inputs."
     return allocate
 
 
@@ -221,11 +219,11 @@ def _expression(definition: Definition, serving: Serving, name: str) -> str:
 
 
 def _strided(definition: Definition, serving: Serving, name: str) -> str:
-    """Return an output whose strides the Definition says; gaps between its elements are memory that nobody writes to."""
+    """Return an output with the strides of the Definition; memory between its elements is never written."""
     spec, text = definition.outputs[name], definition.layouts[name]
     if serving.rows is not None and serving.rows in (spec.shape or ()):
         raise UsageError(
-            f"'{name}' of {definition.name} has the layout {text}, which no leading axes can stand in.",
+            f"'{name}' of {definition.name} has the layout {text}, which does not allow other leading axes.",
             code="output_layout_unfit",
         )
     base, dtype = _base(definition, spec)
@@ -241,21 +239,20 @@ def _is_like(given: TensorSpec, output: TensorSpec) -> bool:
 
 
 def _base(definition: Definition, spec: TensorSpec) -> tuple[str, str]:
-    """Return the input that a new tensor takes its device from, and the dtype argument where it is not that of the
-    input.
-    """
+    """Return the input whose device a new tensor has, and the dtype argument if the dtypes differ."""
     for name in definition.tensor_inputs:
         if definition.inputs[name].dtype == spec.dtype:
             return name, ""
     if spec.dtype in definition.dtypes or not definition.tensor_inputs:
         raise UsageError(
-            f"no input of {definition.name} says the dtype or the device of an output.", code="output_dtype_unknown"
+            f"no input of {definition.name} determines the dtype or the device of an output.",
+            code="output_dtype_unknown",
         )
     return definition.tensor_inputs[0], f", dtype=_dtype({spec.dtype!r})"
 
 
 def _sizes(definition: Definition, serving: Serving, name: str) -> list[str]:
-    """Return one Python expression of the inputs per dimension of an output; leading axes of rows are one, with a star."""
+    """Return one Python expression per dimension of an output; leading axes of rows are one expression with a star."""
     found = []
     for entry in definition.outputs[name].shape or ():
         if entry == serving.rows and serving.rows is not None:
@@ -287,7 +284,7 @@ def _axis(definition: Definition, axis: str, name: str) -> str:
         return scalar
     for given in definition.tensor_inputs:
         shape = _shape(definition, given)
-        if axis in shape:  # counted from the end: leading axes may stand in place of the first
+        if axis in shape:  # counted from the end, because leading axes may replace the first
             return f"{given}.shape[{shape.index(axis) - len(shape)}]"
     for given in definition.tensor_inputs:
         shape = _shape(definition, given)
@@ -305,7 +302,7 @@ def _axis(definition: Definition, axis: str, name: str) -> str:
 
 
 def with_outputs(inputs: tuple[Any, ...], allocate: Allocate) -> tuple[Any, ...]:
-    """Inputs and outputs as they would be, without memory: enough to bind a call by shapes, strides and dtypes."""
+    """Return inputs and outputs without memory, enough to bind a call by shapes, strides and dtypes."""
     import torch
 
     shadows = tuple(

@@ -1,8 +1,8 @@
-"""From a decision to a callable: load exactly the source that was verified, and give every solution one signature.
+"""Load exactly the source that was verified, and give every solution one signature.
 
-The digest is taken from the files as they lie on disk now, and loading goes through a private copy of those very bytes.
-Compilers read a kernel's text again long after its import, when a new size or dtype is first compiled: an edit to the
-catalog under a running model must not reach them.
+The digest is computed from the files on disk now, and a private copy of the same bytes is loaded. Compilers read the text of a
+kernel again long after its import, when they first compile a size or dtype. So an edit of the catalog must not reach a running
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Launcher = Callable[..., Any]
-"""``launch(*inputs, *written_outputs)``: runs one call, writes the outputs, returns nothing of interest."""
+"""``launch(*inputs, *written_outputs)`` runs one call and writes the outputs; its result is ignored."""
 
 _LOADED: dict[str, Callable[..., Any]] = {}
 _LOADING = threading.Lock()
@@ -37,7 +37,7 @@ def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[...
     """Return the entry point of a solution, if its source is the verified one. Loaded once per digest and process.
 
     Raises:
-        SolutionError: the source on disk is not the verified one, or fails to import.
+        SolutionError: the source on disk is not the verified one, or its import fails.
         ToolchainError: the solution's language is not installed.
     """
     with _LOADING:
@@ -55,7 +55,7 @@ def load_verified(solution: SolutionFiles, verified_digest: str) -> Callable[...
 
 
 def load_launcher(definition: Definition, solution: SolutionFiles, config: Config, verified_digest: str) -> Launcher:
-    """Return a destination-passing callable with the config bound; raises as :func:`load_verified` does."""
+    """Return a destination-passing callable with the config bound; raises the errors of :func:`load_verified`."""
     entry = load_verified(solution, verified_digest)
     bound = partial(entry, **config) if config else entry
     if solution.record.spec.destination_passing_style:
@@ -66,26 +66,26 @@ def load_launcher(definition: Definition, solution: SolutionFiles, config: Confi
 def load_computer(
     solution: SolutionFiles, config: Config, verified_digest: str, promised: Sequence[torch.Tensor]
 ) -> Launcher:
-    """``compute(*inputs) -> outputs`` of a value-returning solution: what it returns, without a copy.
+    """Return ``compute(*inputs) -> outputs`` of a value-returning solution, without a copy of its outputs.
 
     Args:
-        solution: its entry point returns the outputs.
-        config: bound.
-        verified_digest: as in :func:`load_verified`, which says what is raised.
-        promised: tensors (on ``meta``) of the shapes, strides and dtypes that callers rely on. An output that is laid out in
-            another way, or that shares memory with an input, is copied into this layout.
+        solution: a solution whose entry point returns the outputs.
+        config: the config to bind.
+        verified_digest: the digest as in :func:`load_verified`, whose errors this raises too.
+        promised: tensors (on ``meta``) with the shapes, strides and dtypes that callers rely on. An output with another
+            layout, or in memory of an input, is copied into this layout.
     """
     entry = load_verified(solution, verified_digest)
     bound = partial(entry, **config) if config else entry
     if len(promised) == 1:
-        only = _Promise(promised[0])
+        only = _PromisedLayout(promised[0])
 
         def compute_one(*inputs: Any) -> Any:
             returned = bound(*inputs)
             return only.keep(returned[0] if isinstance(returned, tuple) else returned, inputs)
 
         return compute_one
-    promises = tuple(map(_Promise, promised))
+    promises = tuple(map(_PromisedLayout, promised))
 
     def compute(*inputs: Any) -> tuple[Any, ...]:
         return tuple(promise.keep(value, inputs) for promise, value in zip(promises, bound(*inputs), strict=True))
@@ -93,14 +93,14 @@ def load_computer(
     return compute
 
 
-class _Promise:
+class _PromisedLayout:
     """The layout that callers of a call site rely on."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
 
     def keep(self, value: Any, inputs: tuple[Any, ...]) -> Any:
-        """Return the value, or a copy where it is not laid out as promised.
+        """Return the value, or a copy if its layout is not the promised one.
 
         Raises:
             SolutionError: it has another shape or dtype.
@@ -115,7 +115,7 @@ class _Promise:
         return value.new_empty_strided(self.shape, self.strides).copy_(value)
 
     def _is_laid_out(self, strides: tuple[int, ...]) -> bool:
-        """Return True if strides are the promised ones, but for dimensions of one element."""
+        """Return True if strides are the promised ones; dimensions of one element do not count."""
         if strides == self.strides:
             return True
         found = zip(self.shape, strides, self.strides, strict=True)
@@ -128,7 +128,7 @@ def _shares_memory(value: Any, inputs: tuple[Any, ...]) -> bool:
 
 
 def _write_returned(entry: Callable[..., Any], inputs: int, *args: Any) -> None:
-    """Call a value-returning solution and copy what it returns into the outputs that were passed."""
+    """Call a value-returning solution and copy its results into the outputs that were passed."""
     returned = entry(*args[:inputs])
     outputs = args[inputs:]
     values = returned if isinstance(returned, tuple) else (returned,) if outputs else ()
@@ -146,7 +146,7 @@ def _private_copy(solution: SolutionFiles) -> SolutionFiles:
 
 @cache
 def _session_folder() -> Path:
-    """Return a folder only this user can enter, for the life of the process: compilers read sources long after import."""
+    """Return a folder that only this user can enter, for the life of the process: compilers read sources long after import."""
     folder = Path(tempfile.mkdtemp(prefix="tilegym-db-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

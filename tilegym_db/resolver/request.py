@@ -1,4 +1,4 @@
-"""What is asked of the resolver: one call of a Definition, on one GPU, checked before anything is decided."""
+"""A request to the resolver: one call of a Definition on one GPU, checked before any decision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES: tuple[Mode, ...] = ("inference", "training")
 
 @dataclass(frozen=True)
 class Request:
-    """One call to serve. Build it with :func:`make_request`, which checks it."""
+    """One call to serve. :func:`make_request` builds and checks it."""
 
     definition: Definition
     call: Call
@@ -29,9 +29,9 @@ class Request:
     """The device's ``sm_XX``, or ``cpu``."""
     mode: Mode = "inference"
     serving: str | None = None
-    """The solution that serves this call site now; it keeps the place in a tie inside noise."""
+    """The solution that serves this call site now; it wins a tie inside noise."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Language -> why it cannot run in this process (its toolchain is not installed)."""
+    """Language -> reason if it cannot run in this process, because its toolchain is not installed."""
 
 
 def make_request(
@@ -44,7 +44,7 @@ def make_request(
     serving: str | None = None,
     unavailable: Mapping[str, str] | None = None,
 ) -> Request:
-    """Return a checked request: the call bound, and everything as the Definition wants it.
+    """Return a checked request: the call is bound and fits the Definition.
 
     Raises:
         UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
@@ -58,7 +58,7 @@ def make_request(
 
 
 def compile_target(gpu: str) -> str:
-    """``sm_90`` for ``h200``, or for the family ``h100``; ``cpu`` for the CPU."""
+    """Return ``sm_90`` for ``h200`` or for the family ``h100``; ``cpu`` for the CPU."""
     if gpu == CPU:
         return CPU
     return next((sm for slug, sm in GPU_SLUGS.items() if same_gpu(gpu, slug)), "")
@@ -89,6 +89,6 @@ def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> Non
     for name in known:
         if name not in scalars and is_code_selecting(definition, name):
             raise UsageError(
-                f"{definition.name} needs the scalar '{name}': its value selects which code runs.",
+                f"{definition.name} needs the scalar '{name}', because its value selects the code that runs.",
                 code="scalar_missing",
             )

@@ -1,4 +1,4 @@
-"""Resolving outside of a model: ``resolve("rms_norm", like=(x, weight, eps))(x, weight, eps, out)``."""
+"""Resolving outside of models: ``resolve("rms_norm", like=(x, weight, eps))(x, weight, eps, out)``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The answer to one request, and a callable.
+    """The answer to one request, which is also a callable.
 
-    ``solution``, ``config`` and ``evidence`` answer the request as it was asked. Calling it with tensors
-    (``*inputs, *written_outputs``) decides by those tensors and the device they lie on, so that it is safe for any of
-    them: a call of another shape, or on another device, runs what is verified there, else the stock code.
+    ``solution``, ``config`` and ``evidence`` answer the request. A call with tensors (``*inputs, *written_outputs``) decides by
+    these tensors and their device, so it is safe for all tensors. For another shape or device it runs the verified kernel
+    there, or the stock code.
     """
 
     request: Request
@@ -66,12 +66,12 @@ class Resolved:
         return self.evidence.source == "stock"
 
     def __call__(self, *args: Any) -> None:
-        """Run on real tensors; outputs are written. Raises what the stock code raises where that is what runs."""
+        """Run on real tensors and write the outputs; raises the errors of the stock code if that runs."""
         if not self.dispatcher.attempt(*args):
             self.dispatcher.run_stock(*args)
 
     def report(self) -> DispatchReport:
-        """Calls, hits, misses and failures so far."""
+        """Return the numbers of calls, hits, misses and failures so far."""
         return self.dispatcher.report()
 
 
@@ -88,24 +88,24 @@ def resolve(
     catalog: Catalog | None = None,
     trust: bool = False,
 ) -> Resolved:
-    """Return the fastest verified solution for a call, else the Definition's stock code.
+    """Return the fastest verified solution for a call, or else the Definition's stock code.
 
     Args:
         definition: name or record of the operator.
         axes: size per axis; const axes may be left out.
-        dtypes: dtype per dtype variable; one with a single choice may be left out.
+        dtypes: dtype per dtype variable; a variable with one choice may be left out.
         layouts: layout class per tensor that is not contiguous.
-        scalars: scalar inputs; those that select code are needed.
-        gpu: a GPU slug or family such as ``h200``; this machine's device where absent or ``auto``.
-        mode: ``training`` resolves to stock unless a kernel for the backward of the call is verified too.
-        like: real arguments (inputs, optionally outputs) to read axes, dtypes, layouts and scalars from, instead.
-        catalog: where to read records; :meth:`Catalog.default` where absent.
-        trust: use published traces too that neither came with the package nor were published by this installation.
+        scalars: scalar inputs; those that select code are required.
+        gpu: a GPU slug or family such as ``h200``; None or ``auto`` means this machine's device.
+        mode: ``training`` resolves to stock unless a kernel for the backward of the call is also verified.
+        like: real arguments (inputs, optionally outputs), from which axes, dtypes, layouts and scalars are read.
+        catalog: the catalog of the records; None means :meth:`Catalog.default`.
+        trust: also use published traces that neither came with the package nor were published by this installation.
 
     Raises:
-        NotFoundError: no such Definition.
+        NotFoundError: there is no such Definition.
         UsageError: the request does not fit the Definition, or the GPU is unknown.
-        NoSolutionError: nothing verified is faster, and the Definition has no stock solution.
+        NoSolutionError: no verified solution is faster, and the Definition has no stock solution.
     """
     check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
     catalog = (catalog or Catalog.default()).trusting(trust)
@@ -124,7 +124,7 @@ def resolve(
 
 
 def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Call:
-    """What a call is: read from real arguments, or as given."""
+    """Return the call from real arguments, or from its parts."""
     if like is None:
         for name, values in given.items():
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
@@ -148,7 +148,7 @@ def _record(definition: str | Definition, catalog: Catalog) -> Definition:
 
 
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
-    """Decide by the published table of the request's GPU; also returns the catalog's solutions that were considered."""
+    """Decide by the published table of the request's GPU; return the decision and the solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
     return decide(
         request, load_table(request.gpu, trust=catalog.trust_foreign), solutions, _decide_backward(request, catalog)
@@ -156,7 +156,7 @@ def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[s
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
-    """What is decided about the gradients of a request in training; None if no Definition gives them."""
+    """Return the decision about the gradients of a request in training; None if no Definition computes them."""
     backward = _backward(request.definition, catalog, request.mode)
     if backward is None:
         return None
@@ -175,7 +175,7 @@ def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
 
 
 def _backward(definition: Definition, catalog: Catalog, mode: Mode) -> Definition | None:
-    """Return the Definition of all gradients of a call in training; None if there is none to ask for."""
+    """Return the Definition of all gradients of a call in training; None if there is none."""
     if mode != "training" or definition.backward_of is not None:
         return None
     return next(iter(catalog.backwards_of(definition.name)), None)
@@ -193,12 +193,12 @@ def call_site(
     """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
-        definition: the operator that is called there.
-        catalog: whose solutions may serve it, read once, now.
-        mode: ``training`` leaves a call to stock unless a kernel for its backward is verified too.
-        stock: destination-passing stock code of the call site, for calling the dispatcher itself.
-        backward: the Definition of the gradients that training asks for; by default, of as many as there are.
-        only: the one solution that may serve there, by the same rules as among others; any where absent.
+        definition: the operator of the calls.
+        catalog: the catalog whose solutions may serve the site; it is read once, now.
+        mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
+        stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
+        backward: the Definition of the gradients that training needs; by default that of all gradients.
+        only: the one solution that may serve the site, by the usual rules; None allows all.
     """
     from tilegym_db.resolver.dispatch import Dispatcher
 
@@ -214,7 +214,7 @@ def _chooser(
     unavailable = unavailable_languages(solutions.values())
 
     choose_backward = None if backward is None else _chooser(backward, catalog, mode, None)
-    tables: dict[str, ResolverTable | None] = {}  # what is published later must not change a running model
+    tables: dict[str, ResolverTable | None] = {}  # later publications must not change a running model
     indexes: dict[str, PointIndex] = {}
 
     def choose(call: Call, device: torch.device, serving: str | None) -> Decision:
@@ -246,7 +246,7 @@ def _chooser(
 
 
 def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
-    """Language -> why this process cannot run it and what to do, for the languages of some solutions."""
+    """Return language -> reason and fix, for the languages of some solutions that cannot run in this process."""
     from tilegym_db.backends import toolchains
 
     found: dict[str, str] = {}
@@ -264,11 +264,11 @@ def unavailable_languages(solutions: Iterable[SolutionFiles]) -> dict[str, str]:
 
 
 _available: set[tuple[Callable[..., Any], str, frozenset[tuple[str, str]]]] = set()
-"""What was found to run, under which environment. What cannot run is asked about again: it may be installed meanwhile."""
+"""Backends that can run, each with its environment. Others are asked again, because they may be installed later."""
 
 
 def stock_launcher(definition: Definition, stock: SolutionFiles) -> Callable[..., None]:
-    """``launch(*inputs, *outputs)`` of a stock solution, loaded at its first call: asking what would run needs no PyTorch."""
+    """Return ``launch(*inputs, *outputs)`` of a stock solution. The first call loads it, so resolving needs no PyTorch."""
     loaded: list[Launcher] = []
 
     def launch_stock(*args: Any) -> None:
@@ -286,7 +286,7 @@ def _is_this_machine(asked: str | None) -> bool:
 
 
 def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
-    """(slug or family, compile target) of the device a request is about."""
+    """Return (slug or family, compile target) of the requested device."""
     if asked is not None and not _is_this_machine(asked):
         name = parse_gpu(asked)
         return name, compile_target(name)
@@ -295,7 +295,7 @@ def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
     device = common_device(like)
     if isinstance(device, str):
         raise UsageError(
-            f"cannot tell the device from like: {device}. Pass gpu=, or tensors of one device.", code="device_unclear"
+            f"the device of like= is unclear: {device}. Pass gpu=, or tensors of one device.", code="device_unclear"
         )
     return device_gpu(device)
 
@@ -312,15 +312,14 @@ def _why_nothing(request: Request, decision: Decision) -> str:
 # ---- index ----------------------------------------------------------------------------------------
 # An index of the measured points of one Definition: exact sizes, dtypes and code-selecting scalars -> the decision.
 #
-# Built once for a table, dtypes by dtypes, from the same judgement that :func:`~tilegym_db.resolver.decide.decide`
-# makes: every point is judged for a request of its own sizes, and the decision, with a reason for every candidate, is
-# kept. Looking a call up is then one dictionary access. What is in the index is known to be a valid call, so that
-# finding a key also is the check of what was asked; whatever is not found (another size, a spelling that has to be
-# checked, a mistake) is left to ``make_request`` and ``decide``.
+# It is built once per table and dtypes, by the same judgement as in :func:`~tilegym_db.resolver.decide.decide`. Every point is
+# judged for a request of its sizes, and the decision is kept with a reason for every candidate. A lookup is then one dictionary
+# access. Only valid calls are in the index, so a hit needs no further check. All other calls (another size, a spelling that needs
+# a check, a mistake) go to ``make_request`` and ``decide``.
 
 _Special = tuple[tuple[str, str], ...]
-"""The tensors that are not contiguous, with their classes, in the order in which they were stated: all that the judgement of a
-point depends on, with the first that a Solution does not read as its reason."""
+"""The tensors that are not contiguous, with their classes, in the order in which they were stated. The judgement of a point
+depends on nothing else; the reason names the first tensor whose layout a Solution does not accept."""
 
 _NOTHING_SPECIAL: _Special = ()
 _CLASSES = frozenset(LAYOUT_CLASSES)
@@ -328,7 +327,7 @@ _SCALAR_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 class _Measured:
-    """A measured point with what is decided there, by special layouts and then by what is serving."""
+    """A measured point with its decisions, by special layouts and then by the solution that serves the site now."""
 
     __slots__ = ("decisions", "entry", "plain", "request")
 
@@ -340,7 +339,7 @@ class _Measured:
 
 
 def _call_at(entry: Entry, definition: Definition, scalars: Mapping[str, Scalar]) -> Call:
-    """Return the call that a measured point is of, as a model makes it: var axes and the layouts of inputs."""
+    """Return the call of a measured point as a model makes it: var axes and the layouts of inputs."""
     axes, layouts = entry.call.axes, entry.call.layouts
     return Call(
         definition.name,
@@ -363,14 +362,14 @@ class PointIndex:
         sm: str,
         unavailable: Mapping[str, str],
     ) -> None:
-        """An index whose points are judged dtype by dtype, when they are asked for.
+        """Create an index whose points are judged dtype by dtype, on demand.
 
         Args:
             definition: the operator.
             table: the published measurements of a GPU.
             solutions: the catalog's Solutions of the Definition, by name.
             sm: the device's ``sm_XX``, or ``cpu``.
-            unavailable: language -> why it cannot run in this process.
+            unavailable: language -> reason if it cannot run in this process.
         """
         self._definition, self._table, self._solutions = definition, table, dict(solutions)
         self._tensors = frozenset((*definition.tensor_inputs, *definition.outputs))
@@ -378,16 +377,16 @@ class PointIndex:
         self._selecting = selecting_scalars(definition)
         self._sizes = tuple(definition.size_scalars.items())
         self._dtype_names = tuple(definition.dtypes)
-        # A call may leave const axes out, or name all of them: the number of sizes tells the two spellings apart.
+        # A call may leave out const axes or name all axes: the number of sizes shows which.
         self._axis_names = {len(names): names for names in (tuple(definition.axes), definition.var_axes)}
         self._points: dict[tuple[Any, ...], list[_Measured]] = {}
-        # Within these every candidate may serve; what lies outside is left to the judgement of each.
+        # Within these ranges every candidate may serve; outside, each candidate is judged.
         self._ranges = dict(table.scalar_hull(definition.name))
         self._sm, self._unavailable = sm, unavailable
         self._judged: set[tuple[Any, ...]] = set()
 
     def _judge_points(self, dtypes: tuple[Any, ...]) -> None:
-        """Judge the points of one dtype binding, of which a model has one or two, when it is first asked for."""
+        """Judge the points of one dtype binding when it is first requested; a model has one or two."""
         self._judged.add(dtypes)
         binding = dict(zip(self._dtype_names, dtypes, strict=True))
         for entry in self._table.believed_entries(self._definition, binding):
@@ -403,7 +402,7 @@ class PointIndex:
     def _add(self, entry: Entry, sm: str, unavailable: Mapping[str, str]) -> None:
         definition = self._definition
         selecting = {name: entry.call.scalars.get(name) for name in self._selecting}
-        # NaN equals nothing, and a dictionary would find it by its identity.
+        # NaN equals nothing, but a dictionary would find it by identity.
         if entry.definition_digest != definition.digest or any(value != value for value in selecting.values()):
             return
         try:
@@ -415,7 +414,7 @@ class PointIndex:
                 unavailable=unavailable,
             )
         except UsageError:
-            return  # nor can a call be like that
+            return  # no call can have these values either
         measured = _Measured(entry, request)
         self._judge(measured, _special(request.call.layouts))
         for names in self._axis_names.values():
@@ -430,10 +429,10 @@ class PointIndex:
         return found
 
     def find(self, call: Call, serving: str | None = None) -> Decision | None:
-        """What :func:`~tilegym_db.resolver.decide.decide` says of a call in inference, where a point is exactly that call.
+        """Return the decision of :func:`~tilegym_db.resolver.decide.decide` in inference if a point is exactly that call.
 
-        The arguments are those of :func:`~tilegym_db.resolver.request.make_request`. None says nothing about them: the call may
-        be a mistake, be spelled with fewer dtypes than there are, or lie between the points.
+        The arguments are those of :func:`~tilegym_db.resolver.request.make_request`. None has no meaning about them: the call may
+        be a mistake, state fewer dtypes than there are, or lie between the points.
         """
         axes, dtypes, scalars = call.axes, call.dtypes, call.scalars
         names = self._axis_names.get(len(axes))
@@ -445,7 +444,7 @@ class PointIndex:
         sizes = tuple([axes.get(name) for name in names])
         chosen = tuple([dtypes.get(name) for name in self._dtype_names])
         for size in sizes:
-            if type(size) is not int:  # True equals 1, and is no size
+            if type(size) is not int:  # True equals 1, but is no size
                 return None
         for dtype in chosen:
             if type(dtype) is not str:
@@ -469,7 +468,7 @@ class PointIndex:
         scalars: Mapping[str, Scalar],
         serving: str | None,
     ) -> Decision | None:
-        """Return the decision at one of the points that differ in layouts and in continuous scalars only."""
+        """Return the decision at one of the points that differ only in layouts and continuous scalars."""
         special = _NOTHING_SPECIAL
         if layouts:
             if not (layouts.keys() <= self._tensors and _CLASSES.issuperset(layouts.values())):
@@ -498,7 +497,7 @@ def index_of(
     sm: str,
     unavailable: Mapping[str, str],
 ) -> PointIndex:
-    """Return the index of a Definition, made once per table and set of Solutions; arguments as of :class:`PointIndex`."""
+    """Return the index of a Definition, built once per table and set of Solutions; arguments as of :class:`PointIndex`."""
     digests = frozenset((name, files.digest) for name, files in solutions.items())
     key = definition.name, definition.digest, digests, sm, frozenset(unavailable.items())
     index: PointIndex | None = table.indexes.get(key)

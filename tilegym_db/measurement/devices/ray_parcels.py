@@ -1,7 +1,7 @@
 """Orders between hosts: records and sources are sent by digest, and stored in a checked catalog on the node.
 
-A pickled order has a name in place of each record: a Definition's digest, a Workload's uuid, or the digest of a Solution's
-record and sources. The records are sent separately, as text, once to each device that lacks them. Paths of the
+A pickled order has a name in place of each record. It is a Definition's digest, a Workload's uuid, or the digest of a
+Solution's record and sources. The records are sent separately, as text, once to each device that lacks them. Paths of the
 driver's host have no meaning elsewhere, so each becomes the folder of the node.
 """
 

@@ -290,7 +290,7 @@ class PairSearch:
         )
 
 
-# ---- Known results --------------------------------------------------------------------------------
+# ---- known results --------------------------------------------------------------------------------
 # Results of earlier searches on this GPU and of this search so far.
 
 

@@ -1,1 +1,1 @@
-"""Time whole models, patched and as they are."""
+"""Timing of whole models, patched and stock."""

@@ -1,6 +1,6 @@
-"""One timed call of a model: greedy generation, or the prefill alone. Each way of running a model is a function of these.
+"""One timed call of a model: greedy generation, or the prefill alone. Each execution mode of a model is one such function.
 
-Clocks are read once per token, where the logits are there and before they become a token.
+Clocks are read once per token, after the logits and before the choice of the token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tilegym_db.errors import UsageError
 
 @dataclass(frozen=True)
 class Generation:
-    """One call: times in ms, the new tokens [batch, new or 1] and, on a GPU, the most bytes in use.
+    """One call: times in ms, the new tokens [batch, new or 1] and, on a GPU, the peak of the bytes in use.
 
-    ``tpot_ms`` is None if fewer than two tokens are generated. The bytes are those of the weights, of the cache if it
-    was there before, and of what was allocated in the call: what else lives in the process does not count.
+    ``tpot_ms`` is None if fewer than two tokens are generated. The bytes are those of the weights, of a cache that existed
+    before, and of memory allocated in the call. Other memory of the process does not count.
     """
 
     ttft_ms: float
@@ -35,36 +35,35 @@ Generate = Callable[[], Generation]
 
 
 def dynamic_cache(model: Any, ids: torch.Tensor, new: int) -> Generate:
-    """``generate`` as it is by default, run eagerly.
+    """Run ``generate`` with its defaults, eagerly.
 
-    Greedy, and exactly ``new`` tokens, at least 1, after ``ids`` [batch, prompt].
+    It is greedy and makes exactly ``new`` tokens, at least 1, after ``ids`` [batch, prompt].
     """
     return _generator(model, ids, new, {"disable_compile": True})
 
 
 def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "inductor") -> Generate:
-    """As :func:`dynamic_cache` with a cache of fixed size, the steps of decoding compiled as transformers does it.
+    """Run ``generate`` with a cache of fixed size; decoding is compiled as in transformers.
 
-    The cache is made once and emptied before each call: a new one has other addresses, for which CUDA graphs are recorded
-    anew, and that would be timed with every generation.
-
+    The cache is made once and emptied before each call. A new cache would have other addresses, so CUDA graphs would be captured
+    again and their time would count in every generation.
     Args:
         model: a causal language model.
         ids: token ids [batch, prompt].
         new: tokens to generate, at least 2: the prefill runs eagerly.
-        backend: of torch.compile; ``inductor`` on a GPU uses CUDA graphs, as is the default of transformers.
+        backend: the backend of torch.compile; on a GPU ``inductor`` uses CUDA graphs, the default of transformers.
 
     Raises:
-        UsageError: the model has layers whose cache transformers has in no fixed size.
+        UsageError: transformers has no cache of fixed size for some layers of the model.
     """
     from transformers import CompileConfig, StaticCache
 
     in_graphs = backend == "inductor" and ids.device.type == "cuda"
     config: Any = CompileConfig(backend=backend, mode="reduce-overhead" if in_graphs else "default")
-    config._compile_all_devices = True  # transformers would leave a CPU uncompiled
+    config._compile_all_devices = True  # by default transformers does not compile on a CPU
     try:
         cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=ids.shape[1] + new)
-    except (KeyError, NotImplementedError) as error:  # a mapping of transformers that lacks the kind of a layer
+    except (KeyError, NotImplementedError) as error:  # a mapping in transformers lacks the kind of a layer
         raise UsageError(
             f"transformers has no cache of fixed size for this model: {error}.", code="static_cache_absent"
         ) from None
@@ -80,13 +79,12 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
 
 
 def prefill(model: Any, ids: torch.Tensor, backend: str | None = None) -> Generate:
-    """Return the forward over the prompt alone, with the logits of the last token, as the first step of ``generate``
-    asks for it.
+    """Return the forward over the prompt alone, with the logits of the last token, like the first step of ``generate``.
 
     Args:
         model: a causal language model.
         ids: token ids [batch, prompt].
-        backend: of torch.compile; None runs the model as it is.
+        backend: the backend of torch.compile; None runs the model eagerly.
     """
     forward: Callable[..., Any] = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
     takes = inspect.signature(model.forward).parameters
@@ -131,17 +129,17 @@ def _generator(
 
 
 def _name_of_cache(model: Any) -> str:
-    """What a model's forward, and so ``generate``, calls its cache: ``past_key_values`` up to transformers 5.23."""
+    """Return the name of the cache argument of a model's forward: ``past_key_values`` up to transformers 5.23."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """What tensors take, each once: embeddings are often tied to the last projection."""
+    """Return the bytes of tensors, each counted once, because embeddings are often tied to the last projection."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def _held_by(cache: Any) -> int:
-    """What a static cache takes; 0 before its first use."""
+    """Return the bytes of a static cache; 0 before its first use."""
     found = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return _bytes_of([tensor for tensor in found if isinstance(tensor, torch.Tensor)])
 
@@ -150,7 +148,7 @@ def _held_by(cache: Any) -> int:
 
 
 class _WallMarks:
-    """Moments since the beginning, by this process's clock: on a CPU, an operation is done when its call returns."""
+    """Times since the start by this process's clock. On a CPU, an operation is done when its call returns."""
 
     def begin(self) -> None:
         self._moments: list[float] = []
@@ -167,7 +165,7 @@ class _WallMarks:
 
 
 class _EventMarks:
-    """As :class:`_WallMarks`, by CUDA events: recording one does not wait for the device."""
+    """Times since the start by CUDA events; recording one does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,8 @@
-"""Times a patched model against itself as it is: interleaved, in one process, on the same weights.
+"""Time a patched model against the stock model: interleaved, in one process, on the same weights.
 
-Two instances share every weight, and one of them is patched; each round generates with both, the first of the two in turns.
-More ways of running the model take part where they are asked for: compiled ones in this process, other libraries in theirs.
-One that cannot be had is left out, and the record says why.
+Two instances share every weight, and one of them is patched. Each round generates with both, in alternating order. Options add
+more execution modes: compiled ones in this process, and other libraries in separate processes. A mode that is unavailable is
+left out, and the record has the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilegym_db.errors import ToolchainError, UsageError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
-from tilegym_db.models.bench.peers import PEERS, Job, Peer
+from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
@@ -31,53 +31,53 @@ from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, 
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
-from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ModelRun, ModelTiming, Speedups, Way
+from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
 from tilegym_db.records.trace import new_run_id
 
 
 @dataclass(frozen=True)
 class ModelBenchOptions:
-    """What to generate, and which ways of running the model take part beside stock and patched."""
+    """The generation to time, and the execution modes in addition to stock and patched."""
 
     dtype: str = "bfloat16"
     """One of :data:`DTYPES`."""
     batch: int = 1
-    """Sequences."""
+    """Number of sequences."""
     prompt: int = 512
-    """Random tokens of each."""
+    """Random tokens per sequence."""
     new: int = 64
-    """Greedy tokens generated for each; 0 times the prefill alone, without ``generate``."""
+    """Greedy tokens per sequence; 0 times the prefill alone, without ``generate``."""
     rounds: int = 10
-    """Generations by each way that count."""
+    """Counted generations per mode."""
     layers: int | None = None
-    """Keep only the first so many."""
+    """Keep only this many of the first layers."""
     verify: bool = False
-    """Prove the patch first; see :func:`~tilegym_db.models.patch.patch`."""
+    """Verify the patch first; see :func:`~tilegym_db.models.patch.patch`."""
     with_static_cache: bool = False
-    """Also both with a static cache and compiled decoding, as transformers compiles it."""
+    """Add stock and patched with a static cache and decoding compiled as in transformers."""
     with_compiled_prefill: bool = False
-    """Also the forward of both under torch.compile, where ``new`` is 0."""
+    """Add the forward of stock and patched under torch.compile, if ``new`` is 0."""
     beside: Collection[str] = ()
-    """Also these libraries, names of :data:`~tilegym_db.models.bench.peers.PEERS`."""
+    """Add these libraries, names of :data:`~tilegym_db.models.bench.library_process.LIBRARIES`."""
     experts: Collection[str] = ()
-    """Also stock with these implementations of its experts, names of :data:`.experts_wrapper.KNOWN`."""
+    """Add stock with these implementations of its experts, names of :data:`~tilegym_db.models.upstream_code.KNOWN`."""
     profile: bool = False
     """Profile one more generation of the patched model, for the handle's report."""
     backend: str = "inductor"
-    """Of torch.compile."""
+    """Backend of torch.compile."""
 
     def check(self) -> None:
-        """Raise :class:`UsageError` where a value is none that can be run."""
+        """Raise :class:`UsageError` if an option has no valid value."""
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.", code="dtype_unknown")
         if min(self.batch, self.prompt, self.rounds) < 1 or self.new < 0:
             given = f"{self.batch}, {self.prompt}, {self.rounds}, {self.new}"
             raise UsageError(
-                f"batch, prompt and rounds are at least 1 and new at least 0, not {given}.", code="counts_invalid"
+                f"batch, prompt and rounds must be at least 1 and new at least 0, not {given}.", code="counts_invalid"
             )
-        unknown = sorted(set(self.beside) - set(PEERS))
+        unknown = sorted(set(self.beside) - set(LIBRARIES))
         if unknown:
-            raise UsageError(f"beside must be one of {', '.join(PEERS)}, not {unknown[0]!r}.", code="peer_unknown")
+            raise UsageError(f"beside must be one of {', '.join(LIBRARIES)}, not {unknown[0]!r}.", code="peer_unknown")
         unknown = sorted(set(self.experts) - set(KNOWN))
         if unknown:
             raise UsageError(f"experts must be one of {', '.join(KNOWN)}, not {unknown[0]!r}.", code="experts_unknown")
@@ -90,15 +90,15 @@ def model_bench(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        machine: what to run on.
-        options: what to generate, and how.
-        observer: told of every round.
+        machine: the machine to run on.
+        options: the generation and the execution modes.
+        observer: called after every round.
 
     Returns:
         The record, which is not stored yet, and the handle of the patch (undone already) for its report.
 
     Raises:
-        UsageError: the config, the dtype, a library's name or a number is none that can be run.
+        UsageError: the config, the dtype, a library's name or a number has no valid value.
     """
     options.check()
     config = load_config(path, options.layers)
@@ -112,10 +112,10 @@ def model_bench(
         contextlib.ExitStack() as processes,
         ClockWatch(machine.device) as clocks,
     ):
-        peers = [processes.enter_context(Peer(job)) for job in _jobs(path, machine, options)]
+        libraries = [processes.enter_context(LibraryProcess(job)) for job in _jobs(path, machine, options)]
         entries = _entries(Entries(stock, twin, handle, ids, options.new, options.backend), options)
-        entries.add_peers(peers)
-        race = compare(entries.ways, options.rounds, observer)
+        entries.add_libraries(libraries)
+        comparison = compare(entries.ways, options.rounds, observer)
         kernels = _kernels_of(handle, entries.ways["patched"])
         experts = _experts_of(stock, entries.ways["stock"])
         gpu_time = handle.profile(entries.ways["patched"]) if options.profile else GpuTime()
@@ -127,31 +127,32 @@ def model_bench(
         **_described(config, stock, options),
         **_described_machine(machine),
         **{"throttled": throttled, "kernels": kernels, "gpu_shares": _gpu_shares(gpu_time), "experts": experts},
-        "absent": entries.absent | race.absent,
-        **_figures(race, entries, options.batch * options.new, served=bool(kernels)),
+        "absent": entries.absent | comparison.absent,
+        **_figures(comparison, entries, options.batch * options.new, served=bool(kernels)),
     }
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
 
 
 def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[Speedups, Handle]:
-    """Return the prefill of a model in memory, stock against a patched twin that shares its weights, in turns; nothing
-    is stored.
+    """Time the prefill of a model in memory, stock against a patched twin with the same weights; store nothing.
 
     Args:
         model: a causal language model in eval mode.
         ids: token ids [batch, tokens].
-        machine: what the model is on.
-        rounds: calls that count, by each of the two.
+        machine: the machine that the model is on.
+        rounds: counted calls of each of the two.
 
     Returns:
-        How many times as fast the patched one is, and the handle of the patch (undone already) for its report.
+        The speedup of the patched model, and the handle of the patch (undone already) for its report.
     """
     twin = _twin_of(model)
     with patched(twin, verify=True, inputs=ids) as handle, timing_lock(machine.device):
         entries = Entries(model, twin, handle, ids, 0, "inductor")
         entries.add_eager()
-        race = compare(entries.ways, rounds, None)
-        return _speedups(race, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))), handle
+        comparison = compare(entries.ways, rounds, None)
+        return _speedups(
+            comparison, "patched", "stock", stated=bool(_kernels_of(handle, entries.ways["patched"]))
+        ), handle
 
 
 def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]:
@@ -160,7 +161,7 @@ def _jobs(path: Path, machine: Machine, options: ModelBenchOptions) -> list[Job]
 
 
 def _entries(entries: Entries, options: ModelBenchOptions) -> Entries:
-    """With all that runs in this process."""
+    """Add all modes that run in this process."""
     entries.add_eager()
     entries.add_static_cache(options.with_static_cache)
     entries.add_compiled_prefill(options.with_compiled_prefill)
@@ -197,48 +198,48 @@ def _described_machine(machine: Machine) -> dict[str, Any]:
 
 
 def config_digest(config: Any) -> str:
-    """sha256 of what a config says of a model, whoever wrote it."""
+    """Return the sha256 of a config's content; its formatting does not count."""
     content = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
 def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:
-    """Definition -> calls by kernel in one more generation."""
+    """Return Definition -> calls by kernel in one more generation."""
     before = handle.report().hits()
     generate()
     return new_hits(handle, before)
 
 
 def _experts_of(stock: Any, generate: Generate) -> dict[str, int]:
-    """Implementation of experts -> calls of it in one more generation by stock."""
+    """Return implementation of experts -> its calls in one more generation by stock."""
     with counted_ways(stock) as ways:
         generate()
     return dict(ways)
 
 
-# -- the figures ------------------------------------------------------------------------------------------------------
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _figures(race: Race, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
-    """Timings and speedups; where no kernel ran, that of the patched model has no interval: it claims nothing."""
-    timings = {name: _timing(generations, tokens) for name, generations in race.found.items()}
-    speedups = _speedups(race, "patched", "stock", stated=served)
+def _figures(comparison: Comparison, entries: Entries, tokens: int, *, served: bool) -> dict[str, Any]:
+    """Return timings and speedups. If no kernel ran, the patched model has no interval, because it claims nothing."""
+    timings = {name: _timing(generations, tokens) for name, generations in comparison.found.items()}
+    speedups = _speedups(comparison, "patched", "stock", stated=served)
     ways = {}
     for name in timings.keys() - set(ALWAYS):
         alternatives = [alternative for alternative in ALTERNATIVES.get(name, ALWAYS) if alternative in timings]
-        ways[name] = Way(
+        ways[name] = ExecutionMode(
             timing=timings[name],
-            against={alternative: _speedups(race, name, alternative) for alternative in alternatives},
-            equal_tokens=_equal_tokens(race, name),
+            against={alternative: _speedups(comparison, name, alternative) for alternative in alternatives},
+            equal_tokens=_equal_tokens(comparison, name),
             kernels=entries.kernels.get(name, {}),
             library=entries.libraries.get(name, ""),
         )
     return {
-        "equal_tokens": _equal_tokens(race, "patched"),
+        "equal_tokens": _equal_tokens(comparison, "patched"),
         "stock": timings["stock"].model_dump(),
         "patched": timings["patched"].model_dump(),
         **{f"{what}_speedup": value for what, value in speedups.model_dump().items()},
-        "ways": {name: ways[name].model_dump() for name in race.found if name in ways},
+        "ways": {name: ways[name].model_dump() for name in comparison.found if name in ways},
     }
 
 
@@ -248,13 +249,13 @@ def _gpu_shares(gpu_time: GpuTime) -> dict[str, float] | None:
     return {definition: _rounded(part) for definition, part in gpu_time.shares.items()}
 
 
-def _equal_tokens(race: Race, name: str) -> int:
-    return int((race.found["stock"][0].tokens == race.found[name][0].tokens).sum())
+def _equal_tokens(comparison: Comparison, name: str) -> int:
+    return int((comparison.found["stock"][0].tokens == comparison.found[name][0].tokens).sum())
 
 
-def _speedups(race: Race, name: str, alternative: str, *, stated: bool = True) -> Speedups:
-    """Times of the alternative over those of a way, round by round; without intervals where they are not ``stated``."""
-    this, other = race.found[name], race.found[alternative]
+def _speedups(comparison: Comparison, name: str, alternative: str, *, stated: bool = True) -> Speedups:
+    """Return the times of the alternative over those of a mode, round by round; without intervals unless ``stated``."""
+    this, other = comparison.found[name], comparison.found[alternative]
     has_steps = this[0].tpot_ms is not None
     ratios = {
         what: _estimate(
@@ -280,25 +281,25 @@ def _timing(generations: Sequence[Generation], tokens: int) -> ModelTiming:
 
 
 def _estimate(interval: Interval, rounds: int) -> Estimate:
-    """Without an interval where the rounds are too few for one."""
+    """Return the estimate; without an interval if the rounds are too few."""
     if rounds < MIN_ROUNDS:
         return Estimate(median=_rounded(interval.median))
     return Estimate(median=_rounded(interval.median), ci_low=_rounded(interval.low), ci_high=_rounded(interval.high))
 
 
 def _rounded(value: float) -> float:
-    """Six digits: more say nothing, and make a record hard to read."""
+    """Round to six digits: more have no meaning and make a record hard to read."""
     return float(f"{value:.6g}")
 
 
-# ---- race -----------------------------------------------------------------------------------------
-# The ways of running a model that a comparison is made of, and the rounds in which they take turns.
+# ---- comparison -----------------------------------------------------------------------------------------
+# The execution modes of a comparison, and the rounds in which they alternate.
 #
-# Stock and patched always take part; compiled ways and other libraries where they are asked for. One that cannot be
-# had, or that fails on the way, is left out with its reason.
+# Stock and patched always take part; options add compiled modes and other libraries. A mode that is unavailable, or that
+# fails later, is left out with its reason.
 
 WARM_UP_ROUNDS = 2
-"""Not counted: kernels are chosen, loaded and compiled there, and allocators find their size."""
+"""Rounds that do not count: kernels are chosen, loaded and compiled in them, and allocators find their size."""
 
 ALWAYS = ("stock", "patched")
 ALTERNATIVES = {
@@ -308,17 +309,17 @@ ALTERNATIVES = {
     "stock_compiled": ("stock", "patched"),
     "patched_compiled": ("stock", "stock_compiled"),
 }
-"""What each way in this process is compared with; a library with both that are always there."""
+"""Mode in this process -> the mode that it is compared with. A library is compared with stock and patched."""
 
 Observer = Callable[[int, int], None]
 """Called with (rounds done, rounds to do), warm-up included."""
 
 
 class Entries:
-    """The ways that take part, and why others do not."""
+    """The execution modes that take part, and the reasons for those that do not."""
 
     def __init__(self, stock: Any, twin: Any, handle: Handle, ids: torch.Tensor, new: int, backend: str) -> None:
-        """``twin`` is the patched one; see :func:`model_bench` for the others."""
+        """Start without modes; ``twin`` is the patched model, and :func:`model_bench` describes the other arguments."""
         self._models = {"stock": stock, "patched": twin}
         self._handle = handle
         self._ids = ids
@@ -327,21 +328,19 @@ class Entries:
         self.ways: dict[str, Generate] = {}
         self.absent: dict[str, str] = {}
         self.kernels: dict[str, dict[str, int]] = {}
-        """Way -> Definition -> calls by kernel in its first generation."""
+        """Execution mode -> Definition -> calls by kernel in its first generation."""
         self.libraries: dict[str, str] = {}
 
     def add_eager(self) -> None:
-        """The two that are always there, and the control."""
+        """Add stock, patched and the control, which always take part."""
         for name, model in {**self._models, CONTROL: self._models["stock"]}.items():
             self.ways[name] = dynamic_cache(model, self._ids, self._new) if self._new else prefill(model, self._ids)
 
     def add_static_cache(self, asked: bool) -> None:
-        """Both with a static cache and compiled steps, where there are steps."""
+        """Add stock and patched with a static cache and compiled decoding, if there is decoding."""
         for name, model in self._models.items() if asked else ():
             if self._new < 2:
-                self.absent[f"{name}_static_cache"] = (
-                    "what is compiled is decoding, and --new 0 or 1 has no step of it."
-                )
+                self.absent[f"{name}_static_cache"] = "it compiles decoding, and --new 0 or 1 has no decoding step."
                 continue
             try:
                 self._add_compiled(f"{name}_static_cache", static_cache(model, self._ids, self._new, self._backend))
@@ -349,17 +348,17 @@ class Entries:
                 self.absent[f"{name}_static_cache"] = str(error)
 
     def add_compiled_prefill(self, asked: bool) -> None:
-        """Both with their forward under torch.compile, where the prefill is all there is."""
+        """Add stock and patched with their forward under torch.compile, if only the prefill is timed."""
         for name, model in self._models.items() if asked else ():
             if self._new:
                 self.absent[f"{name}_compiled"] = (
-                    "a forward that is compiled for the prompt is for the prefill alone: --new 0. For decoding: --static-cache."
+                    "it compiles the forward for the prefill alone: --new 0. For decoding: --static-cache."
                 )
             else:
                 self._add_compiled(f"{name}_compiled", prefill(model, self._ids, self._backend))
 
     def add_experts(self, asked: Collection[str]) -> None:
-        """Stock with other implementations of its experts than the one that it is set to."""
+        """Add stock with other implementations of its experts than the current one."""
         has_experts = any(wrapper_of(type(module).forward) is not None for module in self._models["stock"].modules())
         for implementation in dict.fromkeys(asked):
             if has_experts:
@@ -371,13 +370,13 @@ class Entries:
                     "the model has no experts whose implementation transformers chooses."
                 )
 
-    def add_peers(self, peers: Sequence[Peer]) -> None:
-        """Those whose processes are ready to be asked."""
-        for peer in peers:
-            name = peer.job.peer
+    def add_libraries(self, libraries: Sequence[LibraryProcess]) -> None:
+        """Add the libraries whose processes are ready."""
+        for process in libraries:
+            name = process.job.peer
             try:
-                self.libraries[name] = peer.ready()
-                self.ways[name] = peer
+                self.libraries[name] = process.ready()
+                self.ways[name] = process
             except ToolchainError as error:
                 self.absent[name] = str(error)
 
@@ -394,7 +393,7 @@ class Entries:
 
 
 def _with_experts(model: Any, implementation: str, generate: Generate) -> Generate:
-    """Return the same call while the model's experts are set to another implementation."""
+    """Return the same call with the model's experts set to another implementation."""
 
     def run() -> Generation:
         own = model.config._experts_implementation
@@ -408,43 +407,43 @@ def _with_experts(model: Any, implementation: str, generate: Generate) -> Genera
 
 
 @dataclass(frozen=True)
-class Race:
-    """What came of it: the generations of each way that count, and why a way gave up."""
+class Comparison:
+    """The counted generations of each mode, and the reasons for modes that failed."""
 
     found: dict[str, list[Generation]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
 
-def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> Race:
-    """Generate with each way in each round and return what was counted, in :func:`balanced_orders`.
+def compare(ways: Mapping[str, Generate], rounds: int, observer: Observer | None = None) -> Comparison:
+    """Generate with each mode in each round and return what was counted, in the order of :func:`balanced_orders`.
 
-    A way other than ``stock`` and ``patched`` that fails takes no further part: a library that raises, or a compiler
-    that cannot compile the model (what those raise are RuntimeErrors, as is a GPU without enough memory).
+    A mode that fails takes no further part, for example if a library raises or the model cannot be compiled. The modes ``stock``
+    and ``patched`` must not fail. Libraries, compilers and a GPU without free memory all raise RuntimeError.
     """
-    race = Race({name: [] for name in ways})
+    comparison = Comparison({name: [] for name in ways})
     total = WARM_UP_ROUNDS + rounds
     for index in range(total):
-        orders = balanced_orders(list(race.found))
+        orders = balanced_orders(list(comparison.found))
         for name in orders[index % len(orders)]:
             try:
                 generation = ways[name]()
             except (ToolchainError, RuntimeError) as error:
                 if name in ALWAYS:
                     raise
-                race.absent[name] = f"it failed in round {index + 1}: {_first_line(error)}"
-                del race.found[name]
+                comparison.absent[name] = f"it failed in round {index + 1}: {_first_line(error)}"
+                del comparison.found[name]
                 continue
             if index >= WARM_UP_ROUNDS:
-                race.found[name].append(generation)
+                comparison.found[name].append(generation)
         if observer is not None:
             observer(index + 1, total)
-    return race
+    return comparison
 
 
 def balanced_orders(names: Sequence[str]) -> list[list[str]]:
-    """Orders of which all together let every way follow every other equally often (Williams, 1949).
+    """Return orders that together let every mode follow every other equally often (Williams, 1949).
 
-    What ran before leaves a warm or a throttled GPU, and caches, to what comes next.
+    The previous mode affects the next one through the GPU's temperature and through caches.
     """
     count = len(names)
     zigzag = [(number + 1) // 2 if number % 2 else (count - number // 2) % count for number in range(count)]
@@ -459,6 +458,6 @@ def _first_line(error: Exception) -> str:
 
 
 def new_hits(handle: Handle, before: Mapping[str, int]) -> dict[str, int]:
-    """Definition -> calls by kernel since :meth:`Report.hits` was ``before``; those without any are left out."""
+    """Return Definition -> calls by kernel since :meth:`Report.hits` was ``before``; those without calls are left out."""
     new = {name: calls - before.get(name, 0) for name, calls in handle.report().hits().items()}
     return {name: calls for name, calls in sorted(new.items()) if calls}

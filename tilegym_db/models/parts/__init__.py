@@ -1,7 +1,7 @@
-"""The parts of a model that can be served, one module each: how it is found, what its code may compute, how that is probed, and
-the forward that asks for a kernel first.
+"""The parts of a model that can be served, one module each.
 
-A new kind of part is a new module here, with the functions of :class:`~tilegym_db.models.found.Part`.
+The module of a part finds it, names the Definitions that its code may compute, and probes it. It also has the forward that asks
+for a kernel first. A new kind of part is a new module here, with the functions of :class:`~tilegym_db.models.found.Part`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["PARTS", "listed", "part"]
 
 
 def _in_order(names: list[str]) -> tuple[str, ...]:
-    """By name, each after those that its ``AFTER`` names."""
+    """Return the names sorted, each after those in its ``AFTER``."""
     ordered: list[str] = []
     while names:
         ready = next(name for name in names if set(getattr(part(name), "AFTER", ())) <= set(ordered))
@@ -29,9 +29,9 @@ def part(name: str) -> Any:
 
 
 def listed() -> tuple[str, ...]:
-    """Return the names of the modules in this package, each after those that its ``AFTER`` names."""
+    """Return the names of the modules in this package, each after those in its ``AFTER``."""
     return _in_order(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 PARTS: tuple[str, ...] = listed()
-"""The names of the parts: what is found of one may depend on those before it."""
+"""The names of the parts. Finding a part may depend on the parts before it."""

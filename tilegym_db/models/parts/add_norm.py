@@ -1,7 +1,7 @@
-"""A residual sum and the norm of it as one call, across two modules: a layer's forward is rewritten.
+"""A residual sum and its norm as one call across two modules: a layer's forward is rewritten.
 
-A Definition says by ``serving.includes`` which norm it computes of the sum. Its first two inputs are the operands; the others are
-those of the norm, and lie where the norm keeps them.
+A Definition states in ``serving.includes`` the norm that it computes of the sum. Its first two inputs are the operands. The
+others are those of the norm, in the attributes where the norm keeps them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from tilegym_db.models.call_site import (
     shadow_function,
     unpatched_class,
 )
-from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.found import (
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    ModuleOfPart,
+    PartCall,
+    grouped,
+    of_class,
+)
 from tilegym_db.models.parts import norm as norm_part
 from tilegym_db.models.probe import Draw, Probe, device_of
 from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
@@ -32,7 +41,7 @@ from tilegym_db.models.upstream_code import decorated_alike, without_checkpointi
 from tilegym_db.records.serving import ModelCode
 
 AFTER = ("norm",)
-"""A layer is found by the norms that were found in it."""
+"""A layer is found by the norms in it."""
 OPERANDS = 2
 
 _is_compiling = torch.compiler.is_compiling
@@ -43,8 +52,8 @@ _hooks_of_all_modules = (
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Return the layers that add to their residual stream and norm the sum with a norm that was found."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the layers that add to their residual stream and then call a norm that was found."""
     norms = {
         id(module): index for index, group in enumerate(others) if group.kind == "norm" for module in group.modules
     }
@@ -67,10 +76,10 @@ def _called(cls: type[Module]) -> tuple[str, ...]:
     return () if forward is None else fused_norms(forward)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By what was found of the norm: the Definitions that include it."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Return the Definitions that include the norm that was found."""
     norm = found.norm
-    if norm is None or norm.reason or norm.nominee is None:
+    if norm is None or norm.reason or norm.match is None:
         return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
     fused = [
         definition
@@ -79,19 +88,21 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     ]
     if not fused:
         return f"no definition describes a residual sum and {norm.definition} of it"
-    return Variants([Nominee(definition, _code(definition.serving.code, norm.nominee)) for definition in fused])  # type: ignore[union-attr]
+    return MatchCandidates(
+        [DefinitionMatch(one, _code(one.serving.code, norm.match)) for one in fused]  # type: ignore[union-attr]
+    )
 
 
-def _code(own: Sequence[ModelCode], norm: Nominee) -> ModelCode:
-    """Where the inputs lie: as the norm has them, unless the fused Definition says otherwise."""
+def _code(own: Sequence[ModelCode], norm: DefinitionMatch) -> ModelCode:
+    """Return the attributes of the inputs: those of the norm, unless the fused Definition states others."""
     return own[0] if own else norm.code
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Add random rows to a random residual and run the norm on the sum; returns the norm and the sum."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Add random rows to a random residual and run the norm on the sum; return the norm and the sum."""
     norm = getattr(module, found.function)
-    definition, draw = nominee.definition, Draw(device_of(norm))
-    twin, x, kept = norm_part.random_norm(norm, nominee, draw, OPERANDS)
+    definition, draw = match.definition, Draw(device_of(norm))
+    twin, x, kept = norm_part.random_norm(norm, match, draw, OPERANDS)
     residual = draw(*x.shape)
     with torch.no_grad():
         total = residual + x
@@ -101,13 +112,13 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a layer: the same code with the sum and its norm as one call, or ``stock`` itself."""
+    """Return a layer's forward with the sum and its norm as one call, or ``stock`` itself."""
     ((found, site),) = calls
     plain = plain_forward(found.module_class)
-    assert plain is not None, "found by its source"
-    assert found.nominee is not None, "only what is confirmed is patched"
+    assert plain is not None, "the group was found by its source"
+    assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
-    attributes = norm_part.attributes_of(found.nominee, OPERANDS)
+    attributes = norm_part.attributes_of(found.match, OPERANDS)
     fused = add_norm_function(site, attributes, unpatched_class(norm))
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
     site.shadows.append(forget)
@@ -115,7 +126,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
 
 
 def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: CallSite) -> Callable[..., Any]:
-    """Forward of a layer: ``fused`` in eager inference, else ``stock``."""
+    """Return the forward of a layer: ``fused`` in eager inference, else ``stock``."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,15 +140,15 @@ def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Ca
 
 
 def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: type) -> Callable[..., Any]:
-    """``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)`` for what a rewritten forward passes.
+    """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
 
-    ``residual`` is only read. ``hidden`` may become the sum, since the layer's code drops it there and
-    :func:`~tilegym_db.models.rewrite.is_owned` makes sure that nobody else has it.
+    ``residual`` is only read. ``hidden`` may become the sum: the layer's code drops it there, and
+    :func:`~tilegym_db.models.rewrite.is_owned` makes sure that no other code holds it.
 
     Args:
         site: the call site of the fused Definition.
-        attributes: where the norm keeps the inputs after the two operands, in order; the weight is the first.
-        norm_class: of the norms that were probed, as it was without a patch.
+        attributes: the norm's attributes for the inputs after the two operands, in order; the weight is the first.
+        norm_class: the class of the norms that were probed, without a patch.
     """
     names = tuple(attributes)
 
@@ -156,7 +167,7 @@ def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: typ
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
             site.bypass(HAS_HOOKS)
-        elif not site.must_run_stock(norm.training, hidden, residual, norm.weight):
+        elif not site.falls_back(norm.training, hidden, residual, norm.weight):
             if type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:

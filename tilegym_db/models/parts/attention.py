@@ -1,8 +1,8 @@
-"""The attention call of a model: its own function, or a kernel where the call is exactly one that a Definition describes.
+"""The attention call of a model: its own function, or a kernel if the call is exactly one that a Definition describes.
 
-An attention forward asks transformers' registry for a function by the name that its config holds. A patched forward reads the
-registry through :class:`Interfaces`, which finds the same functions and only wraps the one that was probed. So config, registry
-and masks stay as they are: a mask is built for ``sdpa``, and its absence says that none is needed.
+An attention forward asks the registry of transformers for a function, by a name in its config. A patched forward reads the
+registry through :class:`Interfaces`, which returns the same functions and wraps only the one that was probed. So config, registry
+and masks stay as they are: a mask is built for ``sdpa``, and a missing mask means that the call needs none.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from tilegym_db.models.call_site import AUTOCAST, CallSite
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
-    Globals,
+    DefinitionMatch,
+    FunctionOverrides,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     names_in_code,
     of_class,
@@ -40,32 +40,34 @@ SDPA, EAGER = "sdpa", "eager"
 EAGER_FUNCTION = "eager_attention_forward"
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "L": ROWS}
 SCALE = 0.3
-"""Of the probe: the last positions of a few, with two query heads to a key head."""
+"""Scale of the probe, which runs a few last positions with two query heads per key head."""
 
 MASKED = "it has a mask: padding, a window within the sequence, a static cache, or a prompt in chunks"
 DROPOUT = "it drops weights at random"
-WEIGHTS = "attention weights are asked for"
+WEIGHTS = "the caller wants attention weights"
 NOT_CAUSAL = "its positions may see later ones"
 FEWER_KEYS = "it has fewer keys than queries"
-NO_HEADS = "it is not given as batch, heads, positions and head size"
-OTHER_HEADS = "its query heads are not the multiple of its key heads that the module states"
-OTHER_VALUES = "its values are not as many as its keys"
+NO_HEADS = "its inputs are not batch, heads, positions and head size"
+OTHER_HEADS = "the ratio of its query heads to its key heads is not the one that the module states"
+OTHER_VALUES = "it has another number of values than of keys"
 SCALE_IS_NO_NUMBER = "its scale is no number"
 OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
-"""Arguments that stock code takes from whoever calls the model, and that no Definition knows."""
+"""Arguments that callers may pass through to stock code, and that no Definition knows."""
 
 _is_compiling = torch.compiler.is_compiling
 Function = Callable[..., Any]
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules whose forward asks the registry of attention functions, once for each Definition of some of its calls."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules whose forward asks the registry of attention functions, once per Definition of some of its calls."""
     return attention_modules("attention", model, known, lambda forward: not has_sinks(forward))
 
 
-def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]) -> Iterable[Found]:
-    """Modules whose forward asks the registry and is one of the part, once for each Definition of the part, steps last."""
+def attention_modules(
+    part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]
+) -> Iterable[ModuleGroup]:
+    """Return the modules of a part whose forward asks the registry, once per Definition of the part, decode last."""
     asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
     definitions = sorted(known.definitions(part), key=lambda definition: (is_decode(definition), definition.name))
     return grouped(
@@ -80,9 +82,7 @@ def attention_modules(part: str, model: Module, known: KnownCode, is_of_part: Ca
 
 
 def has_sinks(forward: Any) -> bool:
-    """Return True if the eager function that an attention forward names reads sinks: such a model has no other
-    attention.
-    """
+    """Return True if the eager function that an attention forward names reads sinks; such a model has no other attention."""
     return "sinks" in names_in_code(eager_function(undecorated(forward)))
 
 
@@ -94,40 +94,40 @@ def eager_function(forward: Any) -> Any:
 
 
 def is_decode(definition: Definition) -> bool:
-    """Return True if a Definition is of single positions: its queries [B, Hq, 1, D] say so."""
+    """Return True if a Definition is of single positions, by the shape of its queries, [B, Hq, 1, D]."""
     return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the function that the forward's registry has for ``sdpa``."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the function that the forward's registry has for ``sdpa``."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return nominated(found, known, sdpa_function(forward), "the sdpa attention in its registry")
+    return match_candidates(found, known, sdpa_function(forward), "the sdpa attention in its registry")
 
 
-def nominated(found: Found, known: KnownCode, function: Any, what: str) -> Variants | str:
-    """Whether a function, named ``what``, is known to compute the Definition that the site was found for."""
-    nominees = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
-    if isinstance(nominees, str):
-        return nominees
-    this = [nominee for nominee in nominees if nominee.definition.name == found.function]
-    return Variants(this) if this else f"{what} is not known to compute {found.function}"
+def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
+    """Return the Definition of the group, or the reason if a function, named ``what``, is not known to compute it."""
+    matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
+    if isinstance(matches, str):
+        return matches
+    this = [match for match in matches if match.definition.name == found.function]
+    return MatchCandidates(this) if this else f"{what} is not known to compute {found.function}"
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the attention function on the last so many positions of a few, with two query heads to a key head."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the attention function on some of the last positions, with two query heads per key head."""
     sdpa = sdpa_function(undecorated(type(module).forward))
-    inputs: dict[str, Any] = {**drawn_inputs(nominee.definition, SIZES, device_of(module))}
-    scalars = {name: SCALE for name, spec in nominee.definition.inputs.items() if spec.is_scalar}
+    inputs: dict[str, Any] = {**drawn_inputs(match.definition, SIZES, device_of(module))}
+    scalars = {name: SCALE for name, spec in match.definition.inputs.items() if spec.is_scalar}
     asking = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
     with torch.no_grad():
         out, _ = sdpa(asking, *inputs.values(), None, dropout=0.0, scaling=SCALE)
     return {**inputs, **scalars}, (out.transpose(1, 2),)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """Return the registry of attention functions that an attention forward is to see instead of its own."""
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
+    """Return the registry of attention functions for an attention forward, in place of the registry of transformers."""
     return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
 
 
@@ -137,27 +137,23 @@ def seen_registry(
     name: str,
     function: Function,
     serving: Callable[[Function, CallSite | None, CallSite | None], Function],
-) -> Globals:
-    """Return a registry with ``serving(function, prefill, decode)`` in the place of a function, which a config calls by
-    ``name``.
-    """
+) -> FunctionOverrides:
+    """Return a registry with ``serving(function, prefill, decode)`` in place of the function that a config calls ``name``."""
     sites = {is_decode(_definition(found)): site for found, site in calls}
     served = serving(function, sites.get(False), sites.get(True))
     registry = undecorated(stock).__globals__[REGISTRY]
     interfaces = Interfaces(registry, name, function, served, next(iter(sites.values())).bypass)
-    # What trains is whole sequences.
-    return Globals({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
+    # Training runs whole sequences, so only their sites count.
+    return FunctionOverrides({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
 
 
-def _definition(found: Found) -> Definition:
-    assert found.nominee is not None, "only what is confirmed is patched"
-    return found.nominee.definition
+def _definition(found: ModuleGroup) -> Definition:
+    assert found.match is not None, "only confirmed groups are patched"
+    return found.match.definition
 
 
 def sdpa_function(forward: Any) -> Any:
-    """Return the function that an attention forward finds for ``sdpa`` in the registry it names; None if there is
-    none.
-    """
+    """Return the function that an attention forward finds for ``sdpa`` in its registry; None if there is none."""
     registry = forward.__globals__.get(REGISTRY)
     if not hasattr(registry, "get_interface") or "get_interface" not in forward.__code__.co_names:
         return None
@@ -165,9 +161,9 @@ def sdpa_function(forward: Any) -> Any:
 
 
 class Interfaces:
-    """What a patched forward sees as the registry: the same functions, and ``served`` in the place of ``stock``.
+    """A stand-in for the registry in a patched forward: the same functions, with ``served`` in place of ``stock``.
 
-    While code is compiled, and for every other attention than the one that was probed, it is the registry.
+    It passes everything on to the registry while code is compiled, and for all other attention functions.
     """
 
     def __init__(
@@ -176,11 +172,11 @@ class Interfaces:
         """Wrap a registry.
 
         Args:
-            registry: the one that the forward names.
-            name: what a config calls the function.
+            registry: the registry that the forward names.
+            name: the name of the function in a config.
             stock: the function that was probed.
-            served: stands in for it.
-            bypass: is told why another function runs.
+            served: the function in its place.
+            bypass: called with the reason when another function runs.
         """
         self._registry = registry
         self._name = name
@@ -189,7 +185,7 @@ class Interfaces:
         self._bypass = bypass
 
     def get_interface(self, attn_implementation: str, default: Function) -> Function:
-        """As the registry's."""
+        """Return the registry's function, or ``served`` in place of ``stock``."""
         found: Function = self._registry.get_interface(attn_implementation, default)
         if _is_compiling():
             return found
@@ -201,35 +197,35 @@ class Interfaces:
         return found
 
     def __getitem__(self, name: str) -> Function:
-        """As the registry's: a function that is looked up in another way is left alone."""
+        """Return the registry's function: other kinds of access get stock code."""
         function: Function = self._registry[name]
         return function
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the registry's."""
+        """Return any other attribute of the registry."""
         return getattr(self._registry, name)
 
 
 def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
-    """``sdpa_attention_forward`` for query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
+    """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
 
     Args:
-        stock: the function itself.
-        prefill: serves whole prompts; None leaves them to stock.
-        decode: serves single positions, likewise.
+        stock: the original function.
+        prefill: the call site of whole prompts; None leaves them to stock.
+        decode: the call site of single positions; None leaves them to stock.
     """
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
         site = decode if is_one else prefill
-        if site is None or site.must_run_stock(module.training, query, key, value):
+        if site is None or site.falls_back(module.training, query, key, value):
             return None
         reason = why_stock(module, query, key, options) if value.shape[:3] == key.shape[:3] else OTHER_VALUES
         if reason:
             site.bypass(reason)
             return None
         if not is_one and key.shape[2] > query.shape[2]:
-            # A static cache with nothing in it yet: causal from its start, so that stock cuts the rest off as well.
+            # A static cache that is still empty: attention is causal from its start, so stock drops the other keys as well.
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         scaling = options.get("scaling")
         return answer(site, query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
@@ -238,7 +234,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
 
 
 def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
-    """What a kernel gives, as a model goes on with it: [B, Sq, Hq, D]; None if none serves."""
+    """Return a kernel's outputs in the model's layout [B, Sq, Hq, D]; None if no kernel serves the call."""
     out = site.serve(*inputs)
     if out is None:
         site.unserved()
@@ -248,13 +244,11 @@ def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
 
 
 def served_or_stock(stock: Function, serve: Function) -> Function:
-    """Return an attention function: ``serve(module, query, key, value, options)`` without weights, or ``stock`` where
-    that is None.
-    """
+    """Return an attention function that runs ``serve(module, query, key, value, options)``, or ``stock`` if that returns None."""
 
     @functools.wraps(stock)
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mask comes fourth or by its name; whoever passes more than that by position means another function.
+        # The mask comes fourth or by name; a caller with more positional arguments means another function.
         if len(args) <= 1:
             mask = {"attention_mask": args[0]} if args else {}
             out = serve(module, query, key, value, {**mask, **kwargs})
@@ -266,16 +260,16 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
 
 
 def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
-    """Return why a call of ``sdpa_attention_forward`` is none that a Definition describes; empty if it is one.
+    """Return the reason if no Definition describes a call of ``sdpa_attention_forward``; empty if one does.
 
-    Stock code ignores all options but those that are looked at here. A window or a cache shows in the mask alone: transformers
-    passes none only where every query sees all keys, or all up to its own.
+    Stock code ignores all options that are not checked here. A window or a cache shows only in the mask. transformers omits the
+    mask only if every query sees all keys, or all keys up to its own.
 
     Args:
-        module: the attention module: how many query heads share a key head, and whether it is causal.
+        module: the attention module, which states how many query heads share a key head and if it is causal.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
-        options: the other arguments by name, the mask among them.
+        options: the other arguments by name, including the mask.
     """
     if options.get("attention_mask") is not None:
         return MASKED
@@ -287,7 +281,7 @@ def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapp
         return WEIGHTS
     for name in OTHER_MATHS:
         if options.get(name) is not None:
-            return f"it is given a {name}"
+            return f"it has the argument {name}"
     if type(options.get("scaling")) not in (float, type(None)):
         return SCALE_IS_NO_NUMBER
     if query.dim() != 4 or key.dim() != 4:
@@ -298,7 +292,7 @@ def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapp
 
 
 def _why_not_causal(module: Any, queries: int, keys: int, is_causal: Any) -> str:
-    if queries == 1:  # sees every key, whatever is said of causality
+    if queries == 1:  # a single query sees every key, so causality does not matter
         return ""
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is not True:
         return NOT_CAUSAL

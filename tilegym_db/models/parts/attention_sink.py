@@ -1,8 +1,8 @@
-"""The attention of models with sinks, which is an eager function of theirs: that function, or a kernel where its mask is plain.
+"""The eager attention of models with sinks: the model's own function, or a kernel if its mask is plain.
 
-Such models have no ``sdpa`` attention, and every call has a mask of numbers. A kernel serves a call whose mask says nothing but
-what the Definition says already: each position sees those before it, or a window of them; the position of a step sees all keys.
-So the mask is read, once for all layers that share it, which waits for the GPU; while a graph is captured, stock code runs.
+Such models have no ``sdpa`` attention, and every call has a mask of numbers. A kernel serves a call if the mask says only what
+the Definition says. Each position then sees those before it or a window of them; a decode position sees all keys. So the mask is
+read, once for all layers that share it, and reading waits for the GPU. While a graph is captured, stock code runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilegym_db.models.call_site import AUTOCAST, CallSite
-from tilegym_db.models.found import WRAPPED, Found, Globals, KnownCode, Nominee, PartCall, Variants
+from tilegym_db.models.found import (
+    WRAPPED,
+    DefinitionMatch,
+    FunctionOverrides,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    PartCall,
+)
 from tilegym_db.models.parts.attention import (
     EAGER,
     MASKED,
@@ -31,7 +39,7 @@ from tilegym_db.models.parts.attention import (
     eager_function,
     has_sinks,
     is_decode,
-    nominated,
+    match_candidates,
     seen_registry,
     served_or_stock,
 )
@@ -41,33 +49,33 @@ from tilegym_db.models.upstream_code import undecorated
 AFTER = ("rope",)
 """A forward calls its rotary function first."""
 WINDOW = 3
-"""Of the probe: less than its positions."""
+"""Window of the probe, which has more positions."""
 
-NO_MASK = "it has no mask, so that its positions see later ones"
-OTHER_LENGTHS = "it has other keys than those of its queries: a static cache, or a prompt in chunks"
+NO_MASK = "it has no mask, so its positions see later ones"
+OTHER_LENGTHS = "its keys are not those of its queries: a static cache, or a prompt in chunks"
 CAPTURED = "its mask cannot be read while a graph is captured"
 
 Module = torch.nn.Module
 Function = Callable[..., Any]
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules whose forward asks the registry and has an eager function with sinks, once for each Definition of its calls."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules whose forward asks the registry and has an eager function with sinks, once per Definition."""
     return attention_modules("attention_sink", model, known, has_sinks)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the eager function that the forward names."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the eager function that the forward names."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return nominated(found, known, eager_function(forward), "its eager attention")
+    return match_candidates(found, known, eager_function(forward), "its eager attention")
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the eager function on a few positions behind a window, or on the last of them, with two query heads to a key head."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the eager function on more positions than a window has, or on the last ones, with two query heads per key head."""
     eager = eager_function(undecorated(type(module).forward))
-    definition = nominee.definition
+    definition = match.definition
     inputs: dict[str, Any] = {**drawn_inputs(definition, SIZES, device_of(module))}
     q, k, v, sinks = inputs.values()
     mask = torch.zeros_like(q[:, :1, :, :1])
@@ -80,25 +88,25 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     return {**inputs, "scale": SCALE}, (out.transpose(1, 2),)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """Return the registry of attention functions that an attention forward is to see instead of its own."""
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
+    """Return the registry of attention functions for an attention forward, in place of the registry of transformers."""
     return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
 
 
 def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
-    """``eager_attention_forward`` for query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
+    """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
 
     Args:
-        stock: the function itself, which returns the weights besides.
-        prefill: serves whole prompts; None leaves them to stock.
-        decode: serves single positions, likewise.
+        stock: the original function, which also returns the weights.
+        prefill: the call site of whole prompts; None leaves them to stock.
+        decode: the call site of single positions; None leaves them to stock.
     """
     masks = Masks()
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
         site = decode if is_one else prefill
-        if site is None or site.must_run_stock(module.training, query, key, value, module.sinks):
+        if site is None or site.falls_back(module.training, query, key, value, module.sinks):
             return None
         window = _window(query, options)
         reason = why_stock(module, query, key, value, options) or masks.why_other(
@@ -114,7 +122,7 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
 
 
 def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
-    """Return how many positions one sees: all of them where the module states no window, or one that is larger."""
+    """Return how many positions one position sees: all of them if the module states no window or a larger one."""
     window = options.get("sliding_window")
     return query.shape[-2] if window is None else min(window, query.shape[-2])
 
@@ -122,11 +130,10 @@ def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
 def why_stock(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
 ) -> str:
-    """Return why a call of ``eager_attention_forward`` is none that a Definition describes, whatever its mask; empty
-    where it is one.
+    """Return the reason if no Definition describes a call of ``eager_attention_forward`` with any mask; empty if one does.
 
     Args:
-        module: the attention module: how many query heads share a key head, and its sinks.
+        module: the attention module, with its sinks, which states how many query heads share a key head.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         value: [B, Hkv, Skv, D].
@@ -146,15 +153,14 @@ def why_stock(
 
 
 class Masks:
-    """What the masks of a model were found to say: each is read once, for all layers that are given it."""
+    """The meaning of a model's masks. Each mask is read once for all layers that get it."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without known masks."""
         self._known: Any = WeakTensorKeyDictionary()
 
     def why_other(self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int) -> str:
-        """Return why a mask says more than that one position sees all keys, or each its ``window`` last ones; empty
-        where it does not.
+        """Return the reason if a mask differs from "sees all keys" and from "sees the ``window`` last keys"; empty if not.
 
         Args:
             mask: [B, 1, Sq, Skv], added to the scores.
@@ -163,7 +169,7 @@ class Masks:
             window: Sq if there is none.
         """
         length = query.shape[2]
-        if mask is None:  # all keys are seen
+        if mask is None:  # every query sees all keys
             return "" if length == 1 else NO_MASK
         if length not in (1, key.shape[2]):
             return OTHER_LENGTHS
@@ -174,7 +180,7 @@ class Masks:
         return "" if self._is_plain(mask, window) else MASKED
 
     def _is_plain(self, mask: torch.Tensor, window: int) -> bool:
-        if mask.is_inference():  # such a tensor does not count the times that it was written to
+        if mask.is_inference():  # an inference tensor does not count its writes
             return is_plain(mask, window)
         version, known = self._known.get(mask, (None, {}))
         if version != mask._version:
@@ -186,14 +192,14 @@ class Masks:
 
 
 def is_plain(mask: torch.Tensor, window: int) -> bool:
-    """Return True if a mask [B, 1, S, S] is that of :func:`plain_mask`, or one [B, 1, 1, L] all zeros. Waits for a GPU."""
+    """Return True if a mask [B, 1, S, S] equals :func:`plain_mask`, or if a mask [B, 1, 1, L] is all zeros. Waits for a GPU."""
     if mask.shape[2] == 1:
         return not mask.any()
     return torch.equal(mask, plain_mask(mask.shape[2], window, mask.dtype, mask.device).expand_as(mask))
 
 
 def plain_mask(length: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[S, S]: 0 where a position sees another, one of the ``window`` last ones up to its own; else the dtype's least number."""
+    """Return [S, S]: 0 at the ``window`` last positions up to the row's own, and the dtype's least number elsewhere."""
     positions = torch.arange(length, dtype=torch.int32, device=device)
     behind = positions[:, None] - positions
     unseen = torch.full(behind.shape, torch.finfo(dtype).min, dtype=dtype, device=device)

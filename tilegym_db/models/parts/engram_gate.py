@@ -1,8 +1,8 @@
-"""The gate of n-gram memory: the projections stay, what makes the gated value of them becomes one call.
+"""The gate of n-gram memory: the projections stay, and the code that computes the gated value from them becomes one call.
 
 The inputs of a Definition are the residual streams [M, C, H], the keys, the values [M, H] and two weights [C, H], then numbers.
-``serving.code`` says which attribute gives which: the projections of keys and values, the norms that keep the weights of the
-streams and of the keys, and how many ``streams`` there are. A number is an attribute, a constant, or the ``eps`` of both norms.
+``serving.code`` maps roles to attributes: the projections of keys and values, the norms with the weights of the streams and of
+the keys, and the number of ``streams``. A number is an attribute, a constant, or the ``eps`` of both norms.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tilegym_db.models.call_site import (
 )
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     methods,
     of_class,
@@ -45,9 +45,9 @@ from tilegym_db.models.upstream_code import decorated_alike, undecorated
 KIND = "engram_gate"
 STREAMS, EPS, WEIGHT, GROUP = "streams", "eps", "weight", "group_size"
 CHILDREN = frozenset({"key_proj", "value_proj", "norm_key", "norm_query"})
-"""What the gates of transformers keep."""
+"""Attributes of the gates of transformers."""
 GATE = "_tilegym_db_gate"
-"""What the rewritten forward calls: ``GATE(self, keys, values, streams)``, which gives the gated value."""
+"""The function that the rewritten forward calls: ``GATE(self, keys, values, streams)`` returns the gated value."""
 TENSORS = 5
 LAST = "sigmoid"
 """The function that the last statement of the gate calls."""
@@ -56,7 +56,7 @@ Module = torch.nn.Module
 
 
 class Gate(NamedTuple):
-    """The statements of a forward that make the gated value: where they are, and the names of what they are given and give."""
+    """The statements of a forward that compute the gated value: their places, and the names of streams and result."""
 
     first: int
     last: int
@@ -64,8 +64,8 @@ class Gate(NamedTuple):
     gated: str
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules with projections and norms of keys and values, or whose code is stated."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules with projections and norms of keys and values, or whose code a Definition states."""
     is_stated = of_class(lambda cls: known.is_stated(KIND, undecorated(cls.forward)))
     return grouped(
         KIND,
@@ -77,51 +77,51 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
     )
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the forward, and of the norms that it calls."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the forward and of the norms that it calls."""
     cls, module = found.module_class, found.modules[0]
     own: Any = undecorated(cls.forward)
     if hasattr(own, "__wrapped__"):
         return WRAPPED
     children = {name: unpatched_class(child).forward for name, child in module._modules.items() if child is not None}
-    nominees = known.look_up(KIND, own, {**methods(cls), **children}, "its n-gram forward", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up(KIND, own, {**methods(cls), **children}, "its n-gram forward", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def norms_of(nominee: Nominee) -> tuple[str, str]:
-    """Where a module keeps the norms of the streams and of the keys."""
-    hidden, embed = list(nominee.definition.inputs)[3:TENSORS]
-    return nominee.attribute(hidden), nominee.attribute(embed)
+def norms_of(match: DefinitionMatch) -> tuple[str, str]:
+    """Return the attributes of the norms of the streams and of the keys."""
+    hidden, embed = list(match.definition.inputs)[3:TENSORS]
+    return match.attribute(hidden), match.attribute(embed)
 
 
-def projections_of(nominee: Nominee) -> tuple[str, str]:
-    """Where a module keeps the projections of the keys and of the values."""
-    keys, values = list(nominee.definition.inputs)[1:3]
-    return nominee.attribute(keys), nominee.attribute(values)
+def projections_of(match: DefinitionMatch) -> tuple[str, str]:
+    """Return the attributes of the projections of the keys and of the values."""
+    keys, values = list(match.definition.inputs)[1:3]
+    return match.attribute(keys), match.attribute(values)
 
 
-def numbers_of(module: Module, nominee: Nominee) -> list[Any] | str:
-    """Return the inputs after the tensors, in order; or why there are none."""
-    norms = [getattr(module, name) for name in norms_of(nominee)]
+def numbers_of(module: Module, match: DefinitionMatch) -> list[Any] | str:
+    """Return the inputs after the tensors, in order, or the reason if the module lacks one."""
+    norms = [getattr(module, name) for name in norms_of(match)]
     found: list[Any] = []
-    for name in list(nominee.definition.inputs)[TENSORS:]:
+    for name in list(match.definition.inputs)[TENSORS:]:
         if name == EPS:
             kept = {norm.eps for norm in norms}
             if len(kept) != 1:
-                return "its norms have several eps"
+                return "its norms have different eps"
             found.append(float(kept.pop()))
         else:
-            found.append(nominee.value(module, name))
+            found.append(match.value(module, name))
     return found
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the statements of the gate on random rows with random weights; no projection is called."""
-    definition, draw = nominee.definition, Draw(device_of(module))
-    streams = getattr(module, nominee.attribute(STREAMS), None)
-    norms, numbers = norms_of(nominee), numbers_of(module, nominee)
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the statements of the gate on random rows with random weights; the projections do not run."""
+    definition, draw = match.definition, Draw(device_of(module))
+    streams = getattr(module, match.attribute(STREAMS), None)
+    norms, numbers = norms_of(match), numbers_of(module, match)
     if isinstance(numbers, str) or type(streams) is not int:
-        return numbers if isinstance(numbers, str) else f"its {nominee.attribute(STREAMS)} is no number of streams"
+        return numbers if isinstance(numbers, str) else f"its {match.attribute(STREAMS)} is no valid number of streams"
     size = getattr(module, norms[0]).group_size
     tokens, of_streams, of_size = next(iter(definition.inputs.values())).shape or ()
     axes = {str(tokens): ROWS, str(of_streams): streams, str(of_size): size}
@@ -133,8 +133,12 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     plain: Any = undecorated(found.module_class.forward)
     try:
         with torch.no_grad():
-            out = own_gate(plain, nominee)(twin, keys.flatten(1)[None], values[None], hidden.flatten(1)[None])
-    except (RuntimeError, TypeError, ValueError) as error:  # anyone's code, with settings that do not fit one another
+            out = own_gate(plain, match)(twin, keys.flatten(1)[None], values[None], hidden.flatten(1)[None])
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a model's code may raise for settings that do not fit together
         return f"it cannot be probed: {type(error).__name__}: {error}"
     named = dict(zip(list(definition.inputs)[TENSORS:], numbers, strict=True))
     return {**inputs, **named}, (out.squeeze(0),)
@@ -147,13 +151,13 @@ def _with_weight(norm: Module, weight: torch.Tensor) -> Module:
     return twin
 
 
-# -- the statements of the gate -------------------------------------------------------------------------------------------
+# -- statements of the gate -------------------------------------------------------------------------------------------
 
 
-def gate_of(function: ast.FunctionDef, nominee: Nominee) -> Gate:
-    """Return the statements from the call of the first projection to the one that ends in a sigmoid."""
-    keys, _ = projections_of(nominee)
-    norm, _ = norms_of(nominee)
+def gate_of(function: ast.FunctionDef, match: DefinitionMatch) -> Gate:
+    """Return the statements from the call of the first projection up to the one that ends in a sigmoid."""
+    keys, _ = projections_of(match)
+    norm, _ = norms_of(match)
     body = function.body
     first = next(at for at, statement in enumerate(body) if _calls_of(statement, keys))
     last = next(at for at, statement in enumerate(body) if at > first and f".{LAST}(" in ast.unparse(statement))
@@ -171,13 +175,15 @@ def _calls_of(statement: ast.stmt, attribute: str) -> list[ast.Call]:
     ]
 
 
-def own_gate(forward: FunctionType, nominee: Nominee) -> Callable[..., Any]:
-    """``gate(self, keys, values, streams)``: the model's own statements, given what the projections give."""
+def own_gate(forward: FunctionType, match: DefinitionMatch) -> Callable[..., Any]:
+    """Return ``gate(self, keys, values, streams)``, the model's own statements on the results of the projections."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
-    gate, owner = gate_of(function, nominee), function.args.args[0].arg
+    gate, owner = gate_of(function, match), function.args.args[0].arg
     lines = [
-        ast.unparse(_Given(dict(zip(projections_of(nominee), ("keys", "values"), strict=True))).visit(statement))
+        ast.unparse(
+            _ProjectionNames(dict(zip(projections_of(match), ("keys", "values"), strict=True))).visit(statement)
+        )
         for statement in function.body[gate.first : gate.last + 1]
     ]
     source = [f"def gate({owner}, keys, values, {gate.streams}):", *lines, f"return {gate.gated}"]
@@ -187,8 +193,8 @@ def own_gate(forward: FunctionType, nominee: Nominee) -> Callable[..., Any]:
     return own
 
 
-class _Given(ast.NodeTransformer):
-    """Calls of projections as names."""
+class _ProjectionNames(ast.NodeTransformer):
+    """A transformer that replaces calls of projections by names."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._names = names
@@ -199,13 +205,13 @@ class _Given(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
-    """Return the same function with the gate as a call of :data:`GATE`, which is given what the projections give."""
+def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
+    """Return the same function with the gate as a call of :data:`GATE` on the results of the projections."""
     function = parsed(forward)
     assert function is not None, "known by its fingerprint"
-    gate, owner = gate_of(function, nominee), function.args.args[0].arg
+    gate, owner = gate_of(function, match), function.args.args[0].arg
     statements = function.body[gate.first : gate.last + 1]
-    calls = [ast.unparse(_calls_of_any(statements, name)) for name in projections_of(nominee)]
+    calls = [ast.unparse(_calls_of_any(statements, name)) for name in projections_of(match)]
     (call,) = ast.parse(f"{gate.gated} = {GATE}({owner}, {', '.join(calls)}, {gate.streams})").body
     for node in ast.walk(call):
         ast.copy_location(node, statements[0])
@@ -217,34 +223,34 @@ def _calls_of_any(statements: Sequence[ast.stmt], attribute: str) -> ast.Call:
     return next(call for statement in statements for call in _calls_of(statement, attribute))
 
 
-# -- serving --------------------------------------------------------------------------------------------------------------
+# -- serving ----------------------------------------------------------------------------------------------------------
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a module with a gate: the same code with the gate as one call, or ``stock`` itself."""
+    """Return the forward of a module with its gate as one call, or ``stock`` itself."""
     ((found, site),) = calls
-    nominee = found.nominee
-    assert nominee is not None, "only what is confirmed is patched"
+    match = found.match
+    assert match is not None, "only confirmed groups are patched"
     module, own = found.modules[0], undecorated(stock)
-    classes = {name: unpatched_class(getattr(module, name)) for name in norms_of(nominee)}
-    served = gate_function(site, nominee, own_gate(own, nominee), classes)
-    rewrote, forget = shadow_function(rewritten(own, nominee), {GATE: served})
+    classes = {name: unpatched_class(getattr(module, name)) for name in norms_of(match)}
+    served = gate_function(site, match, own_gate(own, match), classes)
+    rewrote, forget = shadow_function(rewritten(own, match), {GATE: served})
     site.shadows.append(forget)
     return layer_forward(stock, decorated_alike(stock, rewrote), site)
 
 
 def gate_function(
-    site: CallSite, nominee: Nominee, own: Callable[..., Any], classes: dict[str, type[Module]]
+    site: CallSite, match: DefinitionMatch, own: Callable[..., Any], classes: dict[str, type[Module]]
 ) -> Callable[..., Any]:
-    """``gate(module, keys, values, streams)``: by a kernel where one serves the call, else by ``own``.
+    """Return ``gate(module, keys, values, streams)``, which runs a kernel, or ``own`` if no kernel serves the call.
 
     Args:
         site: the call site.
-        nominee: what the module computes.
+        match: the Definition that the module computes.
         own: the model's own code.
-        classes: of the norms that were probed, as they were without a patch.
+        classes: the classes of the norms that were probed, without a patch.
     """
-    names, count = norms_of(nominee), nominee.attribute(STREAMS)
+    names, count = norms_of(match), match.attribute(STREAMS)
 
     def why_stock(module: Any, norms: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
         if any(
@@ -259,9 +265,9 @@ def gate_function(
     def served(module: Any, keys: torch.Tensor, values: torch.Tensor, streams: torch.Tensor) -> torch.Tensor | None:
         norms = [getattr(module, name) for name in names]
         weights = [norm.weight for norm in norms]
-        if site.must_run_stock(module.training, streams, keys, values, *weights):
+        if site.falls_back(module.training, streams, keys, values, *weights):
             return None
-        numbers = numbers_of(module, nominee)
+        numbers = numbers_of(module, match)
         reason = numbers if isinstance(numbers, str) else why_stock(module, norms, (streams, keys, values))
         if reason or isinstance(numbers, str):
             site.bypass(reason)

@@ -1,11 +1,11 @@
-"""Experts of a mixture: the modules behind the one wrapper that transformers puts around every such class.
+"""Experts of a mixture: the modules inside the one wrapper that transformers puts around every such class.
 
-The wrapper looks up at each call, in the model's config, which implementation is to run: ``eager``, which is the loop of the
-class itself, or a function of a registry. All of those that are known compute the same, which the probe makes sure of; so a
-kernel may serve whichever is set, and any other is left alone.
+At each call the wrapper reads the implementation from the model's config: ``eager``, which is the loop of the class, or a
+function in a registry. All known implementations compute the same, and the probe confirms it. So a kernel may serve any of them,
+and unknown ones are left alone.
 
-The first three inputs of a Definition are what a module is called with: hidden states [M, H], ids and weights [M, K]. Every other
-input is an attribute of the module, of the same name unless ``serving.code`` says another, as is the ``activation``.
+The first three inputs of a Definition are the arguments of a call: hidden states [M, H], ids and weights [M, K]. Every other
+input, and the ``activation``, is an attribute of the module. It has the same name unless ``serving.code`` states another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from tilegym_db.models.call_site import AUTOCAST, NOT_PLAIN, OTHER_ACTIVATION, CallSite, unpatched_class
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     OwnCode,
     PartCall,
-    Variants,
     grouped,
     is_plain,
     methods,
@@ -39,19 +39,19 @@ from tilegym_db.models.upstream_code import EAGER, implementations, of_models, w
 from tilegym_db.records import Definition
 
 CALLED_WITH = 3
-"""Inputs of a Definition that a call gives; the others are kept by the module."""
+"""Number of a Definition's inputs that are arguments of a call; the module keeps the others."""
 GATE = "_apply_gate"
-SHARDED = "its experts are spread over several GPUs"
+SHARDED = "its experts are distributed over several GPUs"
 OWN_GATE = f"its {GATE} is replaced on the instance"
-NO_CONFIG = "it has no config that says which implementation runs"
-NOT_CALLED_SO = "it is not called with hidden states, ids and weights alone, all of them matrices"
+NO_CONFIG = "it has no config that states the implementation"
+NOT_CALLED_SO = "its arguments are not just hidden states, ids and weights, each a matrix"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules whose class has that wrapper around its forward."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules whose class has that wrapper around its forward."""
     is_wrapped = of_class(lambda cls: wrapper_of(cls.forward) is not None)
     return grouped(
         "experts",
@@ -68,41 +68,41 @@ def _detail(module: Module) -> Any:
     return likeness(module), GATE in vars(module), getattr(module, "_is_expert_parallel", False), tuple(kept)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the loop and of what comes between the two products; the activation is for the probe to tell."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the loop and of the code between the two products; the probe determines the activation."""
     wrapper = wrapper_of(found.module_class.forward)
     if wrapper is None:
         return WRAPPED
     callees = {**(wrapper.eager.__globals__ if is_plain(wrapper.eager) else {}), **methods(found.module_class)}
-    nominees = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run every implementation with small weights; all must give the same bits."""
-    reason = _why_not(module, nominee)
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run every implementation with small weights; all must compute the same bits."""
+    reason = _why_not(module, match)
     if reason:
         return reason
-    names = list(nominee.definition.inputs)
-    inputs = drawn_for(nominee.definition, list(_kept(nominee)), names[:CALLED_WITH], device_of(module))
+    names = list(match.definition.inputs)
+    inputs = drawn_for(match.definition, list(_kept(match)), names[:CALLED_WITH], device_of(module))
     results = {}
     for name in implementations(type(module).forward):
         try:
-            results[name] = _run(module, nominee, inputs, name)
-        except of_models() as error:  # anyone's code, given other sizes, or that has no kernel here
-            told = " ".join(str(error).split())
-            return f"its {name} experts cannot be probed: {type(error).__name__}: {told}"
+            results[name] = _run(module, match, inputs, name)
+        except of_models() as error:  # a model's code may raise anything for other sizes, or have no kernel here
+            message = " ".join(str(error).split())
+            return f"its {name} experts cannot be probed: {type(error).__name__}: {message}"
     first, *others = results
     for name in others:
         if not torch.equal(results[first], results[name]):
-            return f"probed, its {name} experts give other bits than its {first} ones"
-    kept = _kept(nominee)
-    numbers = {name: nominee.value(module, name) for name in kept if name not in inputs}
+            return f"in its probe, the {name} experts compute other bits than the {first} experts"
+    kept = _kept(match)
+    numbers = {name: match.value(module, name) for name in kept if name not in inputs}
     return {**inputs, **numbers}, (results[first],)
 
 
-def _why_not(module: Module, nominee: Nominee) -> str:
-    """Return why a module cannot be served, whatever its code computes."""
+def _why_not(module: Module, match: DefinitionMatch) -> str:
+    """Return the reason if a module cannot be served, whatever its code computes; empty if it can."""
     config = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return NO_CONFIG
@@ -110,11 +110,11 @@ def _why_not(module: Module, nominee: Nominee) -> str:
         return OWN_GATE
     if getattr(module, "_is_expert_parallel", False):
         return SHARDED
-    for name, attribute in _kept(nominee).items():
+    for name, attribute in _kept(match).items():
         if not hasattr(module, attribute):
-            return f"it has no {attribute}, which serving.code of {nominee.definition.name} names"
-        if nominee.definition.inputs[name].is_scalar:
-            reason = nominee.why_no_number(module, name)
+            return f"it has no {attribute}, which serving.code of {match.definition.name} names"
+        if match.definition.inputs[name].is_scalar:
+            reason = match.why_no_number(module, name)
             if reason:
                 return reason
             continue
@@ -123,23 +123,25 @@ def _why_not(module: Module, nominee: Nominee) -> str:
             kind = type(getattr(module, attribute)).__name__ if weight is None else type(weight.data).__name__
             dtype = "" if weight is None else f" of {weight.dtype}"
             return f"its {attribute} is a {kind}{dtype}, not a parameter of plain floating point"
-        stated = nominee.definition.inputs[name].dtype
-        if stated not in nominee.definition.dtypes and weight.dtype != getattr(torch, stated):
-            return f"its {attribute} is a Tensor of {weight.dtype}; {nominee.definition.name} takes {stated}"
+        stated = match.definition.inputs[name].dtype
+        if stated not in match.definition.dtypes and weight.dtype != getattr(torch, stated):
+            return f"its {attribute} is a Tensor of {weight.dtype}; {match.definition.name} takes {stated}"
     return ""
 
 
-def _kept(nominee: Nominee) -> dict[str, str]:
-    """Input of the Definition -> the attribute of the module that has it."""
-    return {name: nominee.attribute(name) for name in list(nominee.definition.inputs)[CALLED_WITH:]}
+def _kept(match: DefinitionMatch) -> dict[str, str]:
+    """Return input of the Definition -> the module's attribute for it."""
+    return {name: match.attribute(name) for name in list(match.definition.inputs)[CALLED_WITH:]}
 
 
-def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], implementation: str) -> torch.Tensor:
-    """What one implementation gives with these weights; none of the module's modules is called."""
-    kept = {attribute: inputs[name] for name, attribute in _kept(nominee).items() if name in inputs}
+def _run(
+    module: Module, match: DefinitionMatch, inputs: Mapping[str, torch.Tensor], implementation: str
+) -> torch.Tensor:
+    """Run one implementation with these weights; none of the module's submodules is called."""
+    kept = {attribute: inputs[name] for name, attribute in _kept(match).items() if name in inputs}
     twin = _twin(module, kept, num_experts=EXPERTS)
     vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
-    name = nominee.attribute(ACTIVATION)
+    name = match.attribute(ACTIVATION)
     activation = getattr(module, name, None)
     if isinstance(activation, Module):
         vars(twin)["_modules"] = {**module._modules, name: activation.forward}  # without its hooks
@@ -149,31 +151,31 @@ def _run(module: Module, nominee: Nominee, inputs: Mapping[str, torch.Tensor], i
 
 
 def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -> Module:
-    """Return a copy of a module that shares everything but its weights."""
+    """Return a copy of a module with other weights and attributes; it shares everything else."""
     twin = copy.copy(module)
     vars(twin).update(changed)
     vars(twin)["_parameters"] = {**module._parameters, **weights}
     return twin
 
 
-def own_code(found: Found) -> OwnCode:
-    """Return the implementation that is set, and the module's own code on the inputs of the Definition."""
+def own_code(found: ModuleGroup) -> OwnCode:
+    """Return the current implementation, and the module's own code on the inputs of the Definition."""
     module = found.modules[0]
-    return OwnCode(way_of(module), None if found.nominee is None else _own_call(module, found.nominee))
+    return OwnCode(way_of(module), None if found.match is None else _own_call(module, found.match))
 
 
-def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
-    """That of any module of the site: weights, limits and the number of experts are those of the call."""
-    kept, cls = _kept(nominee), unpatched_class(module)
+def _own_call(module: Module, match: DefinitionMatch) -> Callable[..., Any]:
+    """Return a call for every module of the site, with weights, limits and the number of experts as arguments."""
+    kept, cls = _kept(match), unpatched_class(module)
     bare = copy.copy(module)
-    vars(bare)["_parameters"] = {}  # holds no weights: they are given
+    vars(bare)["_parameters"] = {}  # without weights: the call passes them
 
     def call(*inputs: Any) -> Any:
         weights, numbers = {}, {}
         for (name, attribute), value in zip(kept.items(), inputs[CALLED_WITH:], strict=True):
-            if not nominee.definition.inputs[name].is_scalar:
+            if not match.definition.inputs[name].is_scalar:
                 weights[attribute] = value
-            elif name not in nominee.code.constants:
+            elif name not in match.code.constants:
                 numbers[attribute] = value
         experts = next(iter(weights.values())).shape[0]
         return cls.forward(_twin(bare, weights, num_experts=experts, **numbers), *inputs[:CALLED_WITH])
@@ -184,25 +186,25 @@ def _own_call(module: Module, nominee: Nominee) -> Callable[..., Any]:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of experts: hidden states [M, H], ids and weights [M, K] -> [M, H]."""
     ((found, site),) = calls
-    nominee, module, wrapper = found.nominee, found.modules[0], wrapper_of(stock)
-    assert nominee is not None, "only what is confirmed is patched"
-    assert wrapper is not None, "found by it"
-    tensors = [name for name in _kept(nominee) if not nominee.definition.inputs[name].is_scalar]
-    name = nominee.attribute(ACTIVATION)
+    match, module, wrapper = found.match, found.modules[0], wrapper_of(stock)
+    assert match is not None, "only confirmed groups are patched"
+    assert wrapper is not None, "the group was found by its wrapper"
+    tensors = [name for name in _kept(match) if not match.definition.inputs[name].is_scalar]
+    name = match.attribute(ACTIVATION)
     activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
-    own = Own(wrapper.registry, implementations(stock), activation)
-    return experts_forward(stock, site, own, nominee, [nominee.attribute(one) for one in tensors])
+    own = ProbedExperts(wrapper.registry, implementations(stock), activation)
+    return experts_forward(stock, site, own, match, [match.attribute(one) for one in tensors])
 
 
-class Own(NamedTuple):
-    """What was probed of a module: implementation -> its function in the registry, and its activation by name."""
+class ProbedExperts(NamedTuple):
+    """The probed code of a module: implementation -> its function in the registry, and its activation by name."""
 
     registry: Any
     implementations: Mapping[str, Any]
     activation: tuple[str, Any] | None
 
     def why_other(self, module: Any) -> str:
-        """Return why a module does not compute what was probed any more; empty if it does."""
+        """Return the reason if a module no longer computes what was probed; empty if it does."""
         implementation = module.config._experts_implementation
         known = self.implementations
         if implementation not in known or self.registry.get(implementation) is not known[implementation]:
@@ -217,32 +219,34 @@ class Own(NamedTuple):
 
 
 def experts_forward(
-    stock: Callable[..., Any], site: CallSite, own: Own, nominee: Nominee, weights: Sequence[str]
+    stock: Callable[..., Any], site: CallSite, own: ProbedExperts, match: DefinitionMatch, weights: Sequence[str]
 ) -> Callable[..., Any]:
-    """As :func:`forward`.
+    """Return the forward of experts, as :func:`forward` describes it.
 
     Args:
-        stock: the forward of the class, wrapper and all.
+        stock: the forward of the class, including the wrapper.
         site: the call site.
-        own: what was probed.
-        nominee: says where a module keeps the inputs that no call gives.
-        weights: the attributes of those that are tensors.
+        own: the probed code.
+        match: the Definition, with the attributes of the inputs that the module keeps.
+        weights: the attributes that are tensors.
     """
-    attributes, definition = _kept(nominee), nominee.definition
+    attributes, definition = _kept(match), match.definition
     names = tuple(attributes)
     places = [names.index(name) for name, attribute in attributes.items() if attribute in weights]
-    # Codes and their scales, to which the model's code gives no gradient either.
+    # Codes and their scales; the model's code gives them no gradient either.
     frozen = [place for place in places if definition.inputs[names[place]].dtype not in definition.dtypes]
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        kept = [nominee.value(self, name) for name in names]
+        kept = [match.value(self, name) for name in names]
         for place in frozen if torch.is_grad_enabled() else ():
             kept[place] = kept[place].detach()
-        parameters = [kept[place] for place in places]  # each asked for once: one that is parametrized is made anew
+        parameters = [
+            kept[place] for place in places
+        ]  # read once: each read of a parametrized weight computes it again
         if _is_compiling():
             return traced(self, given, kept, parameters)
-        site.own_way(self.config._experts_implementation)
-        if site.must_run_stock(self.training, *given, *parameters):
+        site.count_own_mode(self.config._experts_implementation)
+        if site.falls_back(self.training, *given, *parameters):
             return None
         reason = why_stock(given, parameters) or own.why_other(self)
         if reason:
@@ -252,7 +256,7 @@ def experts_forward(
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
         if self.config._experts_implementation == EAGER:
-            return None  # a loop over what a router chose: nothing that a compiler could put in place of a kernel
+            return None  # a loop over the router's choice has no operation that a compiler could replace by a kernel
         operator = site.traced(self.training, given[0], *(kept[place] for place in places if place not in frozen))
         wants_gradient = torch.is_grad_enabled() and given[-1].requires_grad
         if operator is None or wants_gradient or why_stock(given, parameters) or own.why_other(self):
@@ -261,7 +265,7 @@ def experts_forward(
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Models call experts by position. What the parameters are named differs, so that a call by keyword is for stock.
+        # Models call experts by position. Parameter names differ between models, so a call by keyword goes to stock.
         out = serve(self, args) if len(args) == CALLED_WITH and not kwargs else None
         return stock(self, *args, **kwargs) if out is None else out
 
@@ -269,11 +273,11 @@ def experts_forward(
 
 
 def why_stock(given: Sequence[Any], weights: Sequence[Any]) -> str:
-    """Return why a call is none that a kernel may be asked for; empty if it is one.
+    """Return the reason if no kernel may be asked for a call; empty if one may.
 
     Args:
-        given: what the module was called with.
-        weights: what it keeps; others than plain tensors are quantised, or spread over several GPUs.
+        given: the arguments of the call.
+        weights: the module's weights; other kinds than plain tensors are quantised or distributed over several GPUs.
     """
     if any([type(value) is not torch.Tensor or value.dim() != 2 for value in given]):
         return NOT_CALLED_SO
@@ -283,19 +287,19 @@ def why_stock(given: Sequence[Any], weights: Sequence[Any]) -> str:
 
 
 # ---- drawn experts --------------------------------------------------------------------------------
-# Random inputs for probing the experts of a mixture: no order of adding changes a bit of what is computed of them.
+# Random inputs for probing experts. The order of additions does not change a bit of their results.
 
 EXPERTS = 4
 SIZES = {"M": 6, "K": 2, "E": EXPERTS, "H": 16, "I": 8}
-"""Two choices, since the loop over experts rounds after each of them and the others after all."""
+"""Two choices per token, because the loop over experts rounds after each choice, and other implementations after all."""
 SPREAD = 4.0
-"""Of the hidden states: so wide that a clamp of gates would show."""
+"""Standard deviation of the hidden states, so large that a clamp of gates shows."""
 BLOCKS = 2
-"""Of FP8 codes: of scales each way."""
+"""Blocks of FP8 codes, and so scales, in each direction."""
 FIRST_SCALE = 2.0**-8
-"""Of codes of the first product, which makes gates as wide."""
+"""Scale of the codes of the first product, which makes gates as large."""
 LAST_SCALES = (0.25, 0.5, 1.0, 2.0)
-"""Powers of two: what the second product is given has scales of many bits, which these must not round."""
+"""Scales of the second product. They are powers of two, because its inputs have scales of many bits and these must not round."""
 
 
 def drawn_for(
@@ -304,10 +308,10 @@ def drawn_for(
     """Return every tensor of a Definition of experts, by name.
 
     Args:
-        definition: its inputs are as the part says.
+        definition: a Definition with inputs as this module describes.
         kept: the inputs that a module keeps.
         called_with: hidden states, ids and weights.
-        device: where the tensors lie.
+        device: the device of the tensors.
     """
     draw, sizes = Draw(device), {**dict.fromkeys(definition.axes, SIZES["H"]), **SIZES}
     x, ids, weights = called_with
@@ -335,7 +339,7 @@ def _is_code(definition: Definition, name: str) -> bool:
 def _matrices(
     definition: Definition, names: Sequence[str], sizes: Mapping[str, int], draw: Draw
 ) -> dict[str, torch.Tensor]:
-    """Weights whose every sum is of two terms, so that its rounding depends on no order of adding."""
+    """Draw weights for which every sum has two terms, so that the order of additions does not change its rounding."""
     found = {}
     for name in names:
         shape = definition.shape_of(name, sizes)
@@ -347,7 +351,7 @@ def _matrices(
 def _codes(
     definition: Definition, names: Sequence[str], sizes: Mapping[str, int], draw: Draw
 ) -> dict[str, torch.Tensor]:
-    """Codes with scales, of which each output takes one."""
+    """Draw codes with scales such that each output takes one code."""
     found, is_first = {}, True
     for name in names:
         shape = definition.shape_of(name, sizes)

@@ -1,11 +1,11 @@
-"""Linear layers of FP8 codes: the activation is cast and multiplied with the codes that a module keeps, then comes its bias.
+"""Linear layers of FP8 codes: the activation is cast and multiplied by the codes that a module keeps, then the bias is added.
 
-``serving.code`` of a Definition names the attributes that have the weight's codes and their scales. Its other inputs are the
-activation itself, or where the Definition comes ``after`` a cast, the outputs of that in their order; what a cast takes besides
-the activation is among the code's ``constants``. A Definition without a cast before it is asked first: it is one call less.
+``serving.code`` of a Definition names the attributes of the weight's codes and of their scales. The other inputs are the
+activation, or the outputs of a cast in their order if the Definition comes ``after`` it. Other arguments of the cast are in
+the code's ``constants``. A Definition without a cast before it is asked first, because it needs one call less.
 
-transformers' code has two ways to compute it, of which one keeps scales above 1e-12 and the other those of blocks up to 1e-4.
-They agree wherever a block has a value above 1e-4, which is what the probe looks at.
+The code of transformers has two versions. One limits scales to at least 1e-12, the other limits those of blocks up to 1e-4. They
+agree if every block has a value above 1e-4, and the probe has such values.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, rows, unpatched_class
 from tilegym_db.models.found import (
-    Before,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     OwnCode,
     PartCall,
-    Variants,
+    UpstreamOp,
     grouped,
     is_plain,
     methods,
@@ -49,17 +49,17 @@ from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records import Definition
 
 SIZE = 256
-"""Of the probe: two blocks of scales each way."""
+"""Size of the probe: two blocks of scales in each direction."""
 WITHOUT = {"bias": None, "activation_scale": None}
-STATIC = "its activations have one scale that was measured beforehand, and no definition takes that"
-OTHER_DTYPE = "its input has another dtype than the product's output"
+STATIC = "its activations have one scale that was measured beforehand, and no definition takes such a scale"
+OTHER_DTYPE = "its input and the product's output have different dtypes"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Linear layers with a matrix of FP8 codes, once for each Definition that such a layer may call."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the linear layers with a matrix of FP8 codes, once per Definition that such a layer may call."""
     definitions = known.definitions("fp8_linear")
     before = {definition.name: _before(definition, known) for definition in definitions}
     modules = [
@@ -76,79 +76,79 @@ def _are_codes(parameter: torch.Tensor | None) -> bool:
 
 
 def _setting(module: Module) -> Hashable:
-    """What layers of one class may differ in: how large blocks are, and what scales look like."""
+    """Return the properties in which layers of one class may differ: the size of blocks, and the form of scales."""
     block = getattr(module, "block_size", None)
     kept = [(name, value) for name, value in module._parameters.items() if value is not None and name != "bias"]
     looks = tuple((name, value.dtype, value.dim(), type(value.data)) for name, value in kept)
     return tuple(block) if isinstance(block, (list, tuple)) else block, looks
 
 
-def _before(definition: Definition, known: KnownCode) -> Before | None:
+def _before(definition: Definition, known: KnownCode) -> UpstreamOp | None:
     name = None if definition.serving is None else definition.serving.after
     if name is None or name not in known.catalog.definitions:
         return None
     first = known.catalog.definition(name)
-    return Before(first, stock_function(first, known.catalog))
+    return UpstreamOp(first, stock_function(first, known.catalog))
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the forward and of what it calls; one Definition, since each has a group of its own."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the forward and its functions; return one Definition, because each has a separate group."""
     forward: Any = found.module_class.forward
     callees = {**(forward.__globals__ if is_plain(forward) else {}), **methods(found.module_class)}
-    nominees = known.look_up("fp8_linear", forward, callees, "its FP8 forward", {})
-    if isinstance(nominees, str):
-        return nominees
-    own = [nominee for nominee in nominees if nominee.definition.name == found.function]
+    matches = known.look_up("fp8_linear", forward, callees, "its FP8 forward", {})
+    if isinstance(matches, str):
+        return matches
+    own = [match for match in matches if match.definition.name == found.function]
     if not own:
         return f"{found.function} does not state this forward among its serving.code"
     after = own[0].definition.serving.after if own[0].definition.serving is not None else None
     if after is not None and (found.before is None or found.before.stock is None):
         return f"{found.function} comes after {after}, which has no stock solution that returns its outputs"
-    return Variants(own)
+    return MatchCandidates(own)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the module's code with weights and activations whose products no order of adding, and no way to divide, changes."""
-    reason = _why_not(module, nominee)
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the module's code on values whose products do not depend on the order of additions or the way of dividing."""
+    reason = _why_not(module, match)
     if reason:
         return reason
-    layer, draw, twin = _layer(found, nominee), Draw(device_of(module)), copy.copy(module)
-    x, kept = _drawn(nominee, layer, draw)
+    layer, draw, twin = _layer(found, match), Draw(device_of(module)), copy.copy(module)
+    x, kept = _drawn(match, layer, draw)
     vars(twin)["_parameters"] = {**module._parameters, **kept, **WITHOUT}
     try:
         with torch.no_grad():
             out = type(module).forward(twin, x)
-    except of_models() as error:  # it may have no kernel here, or none that can be loaded
+    except of_models() as error:  # the model's code may have no kernel here, or none that loads
         return f"it cannot be probed: {type(error).__name__}: {' '.join(str(error).split())}"
     given = (x, *layer.numbers)
     if found.before is not None and found.before.stock is not None:
         with torch.no_grad():
             given = found.before.stock(*given)
     inputs = layer.arranged(given, [kept[name] for name in layer.attributes])
-    return dict(zip(nominee.definition.inputs, inputs, strict=True)), (out,)
+    return dict(zip(match.definition.inputs, inputs, strict=True)), (out,)
 
 
-def _why_not(module: Module, nominee: Nominee) -> str:
-    """Return why a module cannot be served, whatever its code computes."""
+def _why_not(module: Module, match: DefinitionMatch) -> str:
+    """Return the reason if a module cannot be served, whatever its code computes; empty if it can."""
     if getattr(module, "activation_scale", None) is not None:
         return STATIC
-    for name in nominee.definition.inputs:
-        attribute = nominee.code.attributes.get(name)
+    for name in match.definition.inputs:
+        attribute = match.code.attributes.get(name)
         if attribute is None:
             continue
-        value, dtype = module._parameters.get(attribute), nominee.definition.inputs[name].dtype
+        value, dtype = module._parameters.get(attribute), match.definition.inputs[name].dtype
         if value is None:
-            return f"it has no {attribute}, which serving.code of {nominee.definition.name} names"
+            return f"it has no {attribute}, which serving.code of {match.definition.name} names"
         if type(value.data) is not torch.Tensor or value.dtype != getattr(torch, dtype):
-            return f"its {attribute} is a {type(value.data).__name__} of {value.dtype}; {nominee.definition.name} takes {dtype}"
+            return f"its {attribute} is a {type(value.data).__name__} of {value.dtype}; {match.definition.name} takes {dtype}"
     return ""
 
 
 class Layer(NamedTuple):
-    """Where the inputs of a Definition come from at a call.
+    """The sources of a Definition's inputs at a call.
 
-    ``attributes`` are those of the module, ``kept`` whether an input of the Definition is one of them, ``numbers`` what the code
-    has in itself, and ``dtype`` that of the output, None if it is the activation's.
+    ``attributes`` are those of the module, and ``kept`` tells for each input if it is one of them. ``numbers`` are constants of
+    the code. ``dtype`` is the dtype of the output, None for that of the activation.
     """
 
     attributes: tuple[str, ...]
@@ -162,8 +162,8 @@ class Layer(NamedTuple):
         return [next(of_module) if is_kept else next(of_call) for is_kept in self.kept]
 
 
-def _layer(found: Found, nominee: Nominee) -> Layer:
-    definition, code = nominee.definition, nominee.code
+def _layer(found: ModuleGroup, match: DefinitionMatch) -> Layer:
+    definition, code = match.definition, match.code
     called = definition if found.before is None else found.before.definition
     (dtype,) = {spec.dtype for spec in definition.outputs.values()}
     return Layer(
@@ -174,12 +174,12 @@ def _layer(found: Found, nominee: Nominee) -> Layer:
     )
 
 
-def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _drawn(match: DefinitionMatch, layer: Layer, draw: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return a bf16 activation [ROWS, SIZE], and codes [SIZE, SIZE] with scales by attribute."""
-    definition = nominee.definition
+    definition = match.definition
     sizes = {name: SIZE if axis.value is None else axis.value for name, axis in definition.axes.items()}
     kept: dict[str, torch.Tensor] = {}
-    for name, attribute in nominee.code.attributes.items():
+    for name, attribute in match.code.attributes.items():
         shape = definition.shape_of(name, sizes)
         if definition.inputs[name].dtype == str(CODES).removeprefix("torch."):
             kept[attribute] = (single(draw, *shape) * choice(draw, WEIGHTS, *shape)).to(CODES)
@@ -189,13 +189,13 @@ def _drawn(nominee: Nominee, layer: Layer, draw: Draw) -> tuple[torch.Tensor, di
     return activation(draw, ROWS, SIZE, SIZE // blocks), kept
 
 
-def own_code(found: Found) -> OwnCode:
-    """Return the module's own code on the inputs of a Definition that takes the activation; of codes alone it has none."""
-    nominee, cls = found.nominee, unpatched_class(found.modules[0])
-    if nominee is None or found.before is not None:
+def own_code(found: ModuleGroup) -> OwnCode:
+    """Return the module's own code on the inputs of a Definition that takes the activation; None for one that takes codes."""
+    match, cls = found.match, unpatched_class(found.modules[0])
+    if match is None or found.before is not None:
         return OwnCode(cls.__name__, None)
-    layer, bare = _layer(found, nominee), copy.copy(found.modules[0])
-    vars(bare)["_parameters"] = {}  # holds no weights: they are given
+    layer, bare = _layer(found, match), copy.copy(found.modules[0])
+    vars(bare)["_parameters"] = {}  # without weights: the call passes them
 
     def call(*inputs: Any) -> Any:
         twin, parameters = copy.copy(bare), [value for value, kept in zip(inputs, layer.kept, strict=True) if kept]
@@ -208,14 +208,14 @@ def own_code(found: Found) -> OwnCode:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a linear layer: x [..., K] -> [..., N].
 
-    Compiled code has the Definitions that take the activation itself, whose stock is the module's own code.
+    Compiled code has the Definitions that take the activation itself; their stock code is the module's own code.
     """
     ways, compiled = [], []
     for found, site in sorted(calls, key=lambda call: call.found.before is not None):
-        assert found.nominee is not None, "only what is confirmed is patched"
-        ways.append(_way(site, _layer(found, found.nominee)))
+        assert found.match is not None, "only confirmed groups are patched"
+        ways.append(_way(site, _layer(found, found.match)))
         if found.before is None:
-            compiled.append(_compiled_way(site, _layer(found, found.nominee)))
+            compiled.append(_compiled_way(site, _layer(found, found.match)))
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,17 +223,17 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
             for way in compiled if _is_compiling() else ways:
                 out = way(self, args[0])
                 if out is not None:
-                    return out if self.bias is None else out.add_(self.bias)  # as the model does it
+                    return out if self.bias is None else out.add_(self.bias)  # like the model's code
         return stock(self, *args, **kwargs)
 
     return forward
 
 
 def _way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Tensor | None]:
-    """``way(module, x [..., K]) -> [..., N]`` without the bias by the kernels of one Definition, or None with nothing done."""
+    """Return ``way(module, x [..., K]) -> [..., N]`` without bias, by kernels of one Definition, or None if none runs."""
 
     def way(self: Any, x: Any) -> torch.Tensor | None:
-        if site.must_run_stock(self.training, x):
+        if site.falls_back(self.training, x):
             return None
         matrix = rows(x)
         reason = NOT_ROWS if matrix is None else _why_stock(self, x, layer)
@@ -254,7 +254,7 @@ def _way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Tensor | No
 
 
 def _compiled_way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Tensor | None]:
-    """As :func:`_way`, in code that is being compiled."""
+    """Return the function of :func:`_way` for code that is being compiled."""
 
     def way(self: Any, x: Any) -> torch.Tensor | None:
         operator = site.traced(self.training, x)
@@ -270,7 +270,7 @@ def _compiled_way(site: CallSite, layer: Layer) -> Callable[[Any, Any], torch.Te
 
 
 def _cast(before: CallSite, training: bool, matrix: torch.Tensor | None, layer: Layer) -> Any:
-    """What a product takes of the activation by a verified kernel; None if there is none, so that stock runs all of it."""
+    """Return the product's inputs from the activation by a verified kernel; None if stock code must run everything."""
     given = before.ask(training, matrix, *layer.numbers)
     if given is None and before.is_recorded and before.stock is not None:
         return before.stock(matrix, *layer.numbers)
@@ -278,11 +278,11 @@ def _cast(before: CallSite, training: bool, matrix: torch.Tensor | None, layer: 
 
 
 def _why_stock(module: Any, x: torch.Tensor, layer: Layer) -> str:
-    """Return why a call is none that a kernel may be asked for; empty if it is one."""
+    """Return the reason if no kernel may be asked for a call; empty if one may."""
     if layer.dtype is not None and x.dtype != layer.dtype:
         return OTHER_DTYPE
     if getattr(module, "activation_scale", None) is not None:
         return STATIC
     if any(module._parameters.get(name) is None for name in layer.attributes):
-        return "its codes or scales are no parameters any more"
+        return "its codes or scales are no longer parameters"
     return AUTOCAST if torch.is_autocast_enabled(x.device.type) else ""

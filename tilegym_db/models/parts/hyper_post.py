@@ -1,8 +1,8 @@
-"""What a layer does after a sub-layer of hyper-connections, as one call: an expression of its forward is rewritten.
+"""The step of a layer after a sub-layer of hyper-connections, as one call: an expression of its forward is rewritten.
 
-The expression is known by a fingerprint of its own: that of a function whose parameters are the local variables in it, ``x0``,
-``x1``, ... in order of appearance. ``serving.code`` says which of them is which input, and which one holds the ``dtype`` that
-everything is computed in. Every input and output of a Definition begins with the tokens [M, ...].
+The expression has a separate fingerprint: that of a function whose parameters are its local variables, ``x0``, ``x1``, ... in
+order of appearance. ``serving.code`` maps variables to inputs, and names the one with the ``dtype`` of the computation. Every
+input and output of a Definition begins with the tokens [M, ...].
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, shadow_function
-from tilegym_db.models.found import Found, KnownCode, ModuleOfPart, Nominee, PartCall, Variants, grouped, of_class
+from tilegym_db.models.found import (
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    ModuleOfPart,
+    PartCall,
+    grouped,
+    of_class,
+)
 from tilegym_db.models.parts.add_norm import layer_forward
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
 from tilegym_db.models.rewrite import parsed, plain_forward, recompiled
@@ -28,28 +37,28 @@ from tilegym_db.models.upstream_code import (
 from tilegym_db.records import Definition
 
 AFTER = ("hyper_connection",)
-"""A layer is found by the hyper-connections that were found in it."""
+"""A layer is found by the hyper-connections in it."""
 KIND = "hyper_post"
 DTYPE = "dtype"
 POST = "_tilegym_db_post"
-"""What the rewritten forward calls: ``POST(self, x0, x1, ...)``, with the local variables of the expression."""
-OTHER_DTYPE = "its layer computes in another dtype than what it is given has"
+"""The function that the rewritten forward calls: ``POST(self, x0, x1, ...)``, with the local variables of the expression."""
+OTHER_DTYPE = "its layer computes in another dtype than that of its inputs"
 FEWEST_LOCALS = 4
-"""In the step: the output of a sub-layer, the streams, and two coefficients, or one and a dtype."""
+"""Fewest variables of the step: a sub-layer's output, the streams, and two coefficients, or one and a dtype."""
 STREAMS = 4
-"""In a probe."""
+"""Streams in a probe."""
 
 Module = torch.nn.Module
 
 
 class LayerStep(NamedTuple):
-    """An expression of local variables: the source of a function of them, and their own names in order."""
+    """An expression of local variables: the source of a function of them, and their original names in order."""
 
     source: str
     variables: tuple[str, ...]
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the layers that call hyper-connections."""
     adds = of_class(_adds)
     connections = {id(module) for group in others if group.kind in AFTER for module in group.modules}
@@ -68,20 +77,24 @@ def _adds(cls: type[Module]) -> bool:
     return forward is not None and bool(steps(forward))
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the expressions in the source of the forward, of which one is enough."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the expressions in the source of the forward; one known expression is enough."""
     forward = plain_forward(found.module_class)
-    assert forward is not None, "found by its source"
+    assert forward is not None, "the group was found by its source"
     marks = [source_fingerprint(step.source) for step in steps(forward)]
-    nominees = [
-        Nominee(definition, code)
+    matches = [
+        DefinitionMatch(definition, code)
         for definition in known.definitions(KIND)
         if definition.serving is not None
         for code in definition.serving.code
         if code.fingerprint in marks
     ]
-    told = ", ".join(dict.fromkeys(str(mark) for mark in marks))
-    return Variants(nominees) if nominees else f"no sum in its forward is a variant that is known (fingerprint {told})"
+    shown = ", ".join(dict.fromkeys(str(mark) for mark in marks))
+    return (
+        MatchCandidates(matches)
+        if matches
+        else f"no sum in its forward is a variant that is known (fingerprint {shown})"
+    )
 
 
 @once_per_function
@@ -94,7 +107,7 @@ def steps(forward: FunctionType) -> tuple[LayerStep, ...]:
 
 
 def _sums(function: ast.FunctionDef, names: frozenset[str]) -> Iterator[tuple[Any, LayerStep]]:
-    """(a statement whose value it is, the step)."""
+    """Yield (a statement whose value is a sum, the step)."""
     owner = function.args.args[0].arg
     for statement in ast.walk(function):
         if not isinstance(statement, ast.Assign | ast.Return) or statement.value is None:
@@ -114,7 +127,7 @@ def _step(value: ast.expr, names: frozenset[str]) -> LayerStep:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Local variables as x0, x1, ... in the order in which they appear."""
+    """A transformer that renames local variables to x0, x1, ... in order of appearance."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -126,29 +139,29 @@ class _Renamed(ast.NodeTransformer):
         return ast.Name(self.new.setdefault(node.id, f"x{len(self.new)}"), ctx=node.ctx)
 
 
-def own_step(forward: FunctionType, nominee: Nominee) -> tuple[Callable[..., Any], LayerStep]:
+def own_step(forward: FunctionType, match: DefinitionMatch) -> tuple[Callable[..., Any], LayerStep]:
     """Return the model's own code of the step, as a function of its variables."""
-    step = next(step for step in steps(forward) if source_fingerprint(step.source) == nominee.code.fingerprint)
+    step = next(step for step in steps(forward) if source_fingerprint(step.source) == match.code.fingerprint)
     scope = dict(forward.__globals__)
     exec(compile(step.source, forward.__code__.co_filename, "exec"), scope)
     own: Callable[..., Any] = scope["step"]
     return own, step
 
 
-def places(nominee: Nominee) -> tuple[tuple[int, ...], int | None]:
-    """Where the inputs of the Definition are among the variables, in its order; and the dtype, where there is one."""
-    dtype = nominee.code.attributes.get(DTYPE)
-    inputs = tuple(int(nominee.attribute(name).removeprefix("x")) for name in nominee.definition.inputs)
+def places(match: DefinitionMatch) -> tuple[tuple[int, ...], int | None]:
+    """Return the indices of the Definition's inputs among the variables, and the index of the dtype or None."""
+    dtype = match.code.attributes.get(DTYPE)
+    inputs = tuple(int(match.attribute(name).removeprefix("x")) for name in match.definition.inputs)
     return inputs, None if dtype is None else int(dtype.removeprefix("x"))
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the expression on random rows, with one leading axis more than the Definition has."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the expression on random rows with one more leading axis than in the Definition."""
     forward = plain_forward(found.module_class)
-    assert forward is not None, "found by its source"
-    own, step = own_step(forward, nominee)
-    definition, draw = nominee.definition, Draw(device_of(module))
-    order, dtype = places(nominee)
+    assert forward is not None, "the group was found by its source"
+    own, step = own_step(forward, match)
+    definition, draw = match.definition, Draw(device_of(module))
+    order, dtype = places(match)
     inputs = {
         name: draw(*definition.shape_of(name, _axes(definition))).to(_fixed(definition, name))
         for name in definition.inputs
@@ -156,7 +169,7 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     values: list[Any] = [torch.bfloat16] * len(step.variables)
     for place, value in zip(order, inputs.values(), strict=True):
         values[place] = value.unsqueeze(0)
-    assert dtype is None or dtype not in order, "serving.code has one variable twice"
+    assert dtype is None or dtype not in order, "serving.code uses one variable twice"
     with torch.no_grad():
         return dict(inputs), (own(*values).squeeze(0),)
 
@@ -168,32 +181,30 @@ def _axes(definition: Definition) -> dict[str, int]:
 
 
 def _fixed(definition: Definition, name: str) -> torch.dtype:
-    """Return the dtype that an input always has, or bf16."""
+    """Return the dtype that an input always has; bf16 if it may have several."""
     dtype = definition.inputs[name].dtype
     found: torch.dtype = torch.bfloat16 if dtype in definition.dtypes else getattr(torch, dtype)
     return found
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the forward of a layer: the same code with the step as one call, or ``stock`` itself."""
+    """Return the forward of a layer with the step as one call, or ``stock`` itself."""
     ((found, site),) = calls
-    plain, nominee = plain_forward(found.module_class), found.nominee
-    assert plain is not None, "found by its source"
-    assert nominee is not None, "only what is confirmed is patched"
-    own, _ = own_step(plain, nominee)
-    rewrote, forget = shadow_function(rewritten(plain, nominee), {POST: post_function(site, nominee, own)})
+    plain, match = plain_forward(found.module_class), found.match
+    assert plain is not None, "the group was found by its source"
+    assert match is not None, "only confirmed groups are patched"
+    own, _ = own_step(plain, match)
+    rewrote, forget = shadow_function(rewritten(plain, match), {POST: post_function(site, match, own)})
     site.shadows.append(forget)
     return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
 
 
-def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
-    """Return the same function with each such expression as a call of :data:`POST`; its globals are those of
-    ``forward``.
-    """
+def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
+    """Return the same function with each such expression as a call of :data:`POST`, and with the globals of ``forward``."""
     function = parsed(forward)
-    assert function is not None, "found by its source"
+    assert function is not None, "the group was found by its source"
     for statement, step in _sums(function, frozenset(forward.__code__.co_varnames)):
-        if source_fingerprint(step.source) == nominee.code.fingerprint:
+        if source_fingerprint(step.source) == match.code.fingerprint:
             called = f"{POST}({', '.join((function.args.args[0].arg, *step.variables))})"
             call = ast.parse(called, mode="eval").body
             for node in ast.walk(call):
@@ -202,15 +213,15 @@ def rewritten(forward: FunctionType, nominee: Nominee) -> FunctionType:
     return recompiled(forward, function)
 
 
-def post_function(site: CallSite, nominee: Nominee, own: Callable[..., Any]) -> Callable[..., Any]:
-    """``post(layer, *variables)``: what ``own(*variables)`` gives, by a kernel where one serves the call."""
-    order, dtype = places(nominee)
-    ranks = tuple(len(spec.shape or ()) for spec in nominee.definition.inputs.values())
+def post_function(site: CallSite, match: DefinitionMatch, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``post(layer, *variables)``, which runs a kernel, or ``own(*variables)`` if no kernel serves the call."""
+    order, dtype = places(match)
+    ranks = tuple(len(spec.shape or ()) for spec in match.definition.inputs.values())
 
     def served(layer: Any, values: Sequence[Any]) -> torch.Tensor | None:
         tensors = [values[place] for place in order]
         first = tensors[0]
-        if site.must_run_stock(layer.training, *tensors):
+        if site.falls_back(layer.training, *tensors):
             return None
         if torch.is_autocast_enabled(first.device.type):
             site.bypass(AUTOCAST)
@@ -234,9 +245,7 @@ def post_function(site: CallSite, nominee: Nominee, own: Callable[..., Any]) -> 
 
 
 def tokens_first(value: Any, leading: Sequence[int], rank: int) -> torch.Tensor | None:
-    """Return a tensor [*leading, ...] as a view [M, ...] of so many dimensions; None if it is no such tensor, or no
-    view will do.
-    """
+    """View a tensor [*leading, ...] as [M, ...] of ``rank`` dimensions; return None if that is impossible."""
     if not isinstance(value, torch.Tensor) or value.dim() != len(leading) + rank - 1:
         return None
     if tuple(value.shape[: len(leading)]) != tuple(leading) or not value.is_contiguous() or value.numel() == 0:

@@ -1,8 +1,8 @@
-"""Gated MLPs: the projections stay, what happens between them and the last one becomes one call.
+"""Gated MLPs: the projections stay, and the code between the first ones and the last becomes one call.
 
-The inputs of a Definition are what the projections give, [M, I] each or packed in one, and ``serving.code`` says which attribute
-gives which: ``{"a": "gate_proj", "b": "up_proj", "output": "down_proj", "activation": "act_fn"}``. The activation is there where
-the module keeps one; which of them it is, the probe tells.
+The inputs of a Definition are the results of the projections, [M, I] each or packed in one. ``serving.code`` maps them to
+attributes: ``{"a": "gate_proj", "b": "up_proj", "output": "down_proj", "activation": "act_fn"}``. The activation is listed if the
+module keeps one; the probe determines which activation it is.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from tilegym_db.models.call_site import NOT_ROWS, OTHER_ACTIVATION, CallSite, are_rows, has_hooks, rows
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     methods,
     of_class,
@@ -30,7 +30,7 @@ from tilegym_db.models.found import (
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
 
 AFTER = ("experts",)
-"""Experts keep a ``down_proj`` too."""
+"""Experts have a ``down_proj`` too."""
 OUTPUT, ACTIVATION = "output", "activation"
 ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -38,8 +38,8 @@ _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules with a ``down_proj`` that are no experts behind transformers' wrapper, or whose code is stated."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules with a ``down_proj`` that are no experts, or whose code a Definition states."""
     is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward))
     experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
     return grouped(
@@ -54,13 +54,13 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
 
 
 def probed_activation(module: Module, names: Sequence[str] = ACTIVATIONS) -> Any:
-    """What the activation of a gated MLP is known by: the class of a module, or the function itself."""
+    """Return the identity of a gated MLP's activation: the class of a module, or the function itself."""
     activation: Any = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     return type(activation) if isinstance(activation, Module) else activation
 
 
 def likeness(module: Module) -> Hashable:
-    """What modules share that one of them speaks for: settings, and an activation without weights and with the same settings."""
+    """Return the properties by which one probed module represents others: settings, and the settings of its activation."""
     activation: Any = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     alike: Hashable = id(activation)
     if isinstance(activation, Module) and not (activation._modules or activation._parameters or activation._buffers):
@@ -69,7 +69,7 @@ def likeness(module: Module) -> Hashable:
 
 
 def _settings(module: Module) -> Hashable:
-    """Public attributes of an instance; what is no plain value is told by its identity."""
+    """Return the public attributes of an instance; a value of another kind than a plain one counts by its identity."""
     own = [(name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training"]
     plain = (bool, int, float, str, type(None))
     return tuple(
@@ -78,40 +78,40 @@ def _settings(module: Module) -> Hashable:
     )
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the forward; the activation is for the probe to tell."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the forward; the probe determines the activation."""
     cls = found.module_class
     if hasattr(cls.forward, "__wrapped__"):
         return WRAPPED
-    nominees = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
-    if isinstance(nominees, str):
-        return nominees
-    for nominee in nominees:
-        if stock_function(nominee.definition, known.catalog) is None:
-            return f"{nominee.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
-    return Variants(nominees)
+    matches = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
+    if isinstance(matches, str):
+        return matches
+    for match in matches:
+        if stock_function(match.definition, known.catalog) is None:
+            return f"{match.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
+    return MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the module's code between random projections and a last one that gives back what it is given."""
-    definition = nominee.definition
-    projections = [nominee.attribute(name) for name in definition.inputs]
-    missing = [name for name in (*projections, nominee.attribute(OUTPUT)) if not hasattr(module, name)]
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the module's code between random projections and a last projection that returns its input."""
+    definition = match.definition
+    projections = [match.attribute(name) for name in definition.inputs]
+    missing = [name for name in (*projections, match.attribute(OUTPUT)) if not hasattr(module, name)]
     if missing:
         return f"it has no {missing[0]}, which serving.code of {definition.name} names"
     inputs = drawn_inputs(definition, {"M": ROWS}, device_of(module))
     with torch.no_grad():
-        return dict(inputs), (_between(module, nominee, inputs),)
+        return dict(inputs), (_between(module, match, inputs),)
 
 
-def _between(module: Module, nominee: Nominee, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the last projection of a module is given where the others give these; none of its modules is called."""
+def _between(module: Module, match: DefinitionMatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the input of the last projection if the others return ``inputs``; no submodule is called."""
     twin = copy.copy(module)
-    given: dict[str, Any] = {nominee.attribute(name): _giving(value) for name, value in inputs.items()}
-    given[nominee.attribute(OUTPUT)] = lambda value: value
-    activation = getattr(module, nominee.attribute(ACTIVATION), None)
+    given: dict[str, Any] = {match.attribute(name): _giving(value) for name, value in inputs.items()}
+    given[match.attribute(OUTPUT)] = lambda value: value
+    activation = getattr(module, match.attribute(ACTIVATION), None)
     if isinstance(activation, Module):
-        given[nominee.attribute(ACTIVATION)] = activation.forward  # without its hooks
+        given[match.attribute(ACTIVATION)] = activation.forward  # without its hooks
     vars(twin)["_modules"] = {**module._modules, **given}
     out: torch.Tensor = type(module).forward(twin, next(iter(inputs.values())))
     return out
@@ -124,21 +124,21 @@ def _giving(value: torch.Tensor) -> Callable[..., torch.Tensor]:
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a gated MLP: x [..., H] -> [..., H]."""
     ((found, site),) = calls
-    nominee, module = found.nominee, found.modules[0]
-    assert nominee is not None, "only what is confirmed is patched"
-    names = [nominee.attribute(name) for name in nominee.definition.inputs]
-    kept = nominee.attribute(ACTIVATION) if hasattr(module, nominee.attribute(ACTIVATION)) else None
+    match, module = found.match, found.modules[0]
+    assert match is not None, "only confirmed groups are patched"
+    names = [match.attribute(name) for name in match.definition.inputs]
+    kept = match.attribute(ACTIVATION) if hasattr(module, match.attribute(ACTIVATION)) else None
     probed = None if kept is None else probed_activation(module, [kept])
-    inputs = drawn_inputs(nominee.definition, {"M": ROWS}, device_of(module))
+    inputs = drawn_inputs(match.definition, {"M": ROWS}, device_of(module))
     with torch.no_grad():
         is_product = kept is not None and _is_product(
-            module, kept, list(inputs.values()), _between(module, nominee, inputs)
+            module, kept, list(inputs.values()), _between(module, match, inputs)
         )
-    return mlp_forward(stock, site, names, nominee.attribute(OUTPUT), kept, probed, is_product=is_product)
+    return mlp_forward(stock, site, names, match.attribute(OUTPUT), kept, probed, is_product=is_product)
 
 
 def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], found: torch.Tensor) -> bool:
-    """Return True if what the code does is ``activation(gate) * up``."""
+    """Return True if the code computes ``activation(gate) * up``."""
     gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
     function = getattr(module, activation)
     function = function.forward if isinstance(function, Module) else function
@@ -155,25 +155,25 @@ def mlp_forward(
     *,
     is_product: bool,
 ) -> Callable[..., Any]:
-    """As :func:`forward`.
+    """Return the forward of a gated MLP, as :func:`forward` describes it.
 
     Args:
         stock: the forward of the class.
         site: the call site.
-        projections: attributes that give the inputs of the Definition, in order.
+        projections: the attributes whose results are the Definition's inputs, in order.
         output: the attribute of the last projection.
-        activation: where the module keeps its activation; None if the code has it in itself.
-        probed: what the activation was when it was probed: the class of a module, or the function itself.
-        is_product: a call that no kernel serves is ``activation(gate) * up``; else the Definition's stock solution gives it, and
-            compiled code runs stock from the start.
+        activation: the attribute of the activation; None if the activation is part of the code.
+        probed: the activation at the time of the probe: the class of a module, or the function itself.
+        is_product: True if a call without a kernel is ``activation(gate) * up``; else the Definition's stock solution runs,
+            and compiled code runs stock from the start.
     """
     names, product = tuple(projections), activation if is_product else None
 
-    def must_run_stock(self: Any, x: torch.Tensor) -> bool:
+    def falls_back(self: Any, x: torch.Tensor) -> bool:
         function = None if activation is None else getattr(self, activation)
         if _is_compiling():
             return not is_product or site.traced(self.training, x) is None or not is_as_probed(function, probed)
-        if site.must_run_stock(self.training, x):
+        if site.falls_back(self.training, x):
             return True
         if not is_as_probed(function, probed):
             site.bypass(OTHER_ACTIVATION)
@@ -182,10 +182,10 @@ def mlp_forward(
 
     @functools.wraps(stock)
     def forward(self: Any, x: torch.Tensor) -> Any:
-        if must_run_stock(self, x):
+        if falls_back(self, x):
             return stock(self, x)
         given = [getattr(self, name)(x) for name in names]
-        # From here on the stock code is repeated, not called: the projections must not run twice.
+        # From here on the stock code is repeated instead of called, because the projections must not run twice.
         out = _activate(site, self.training, given)
         return getattr(self, output)(_unserved(self, site, product, given) if out is None else out)
 
@@ -193,23 +193,23 @@ def mlp_forward(
 
 
 def _unserved(self: Any, site: CallSite, activation: str | None, given: list[torch.Tensor]) -> Any:
-    """What no kernel gives: ``activation(gate) * up`` where that is what the code does, else what the stock solution returns."""
+    """Run ``activation(gate) * up`` if that is the model's code, or else the stock solution, for a call without a kernel."""
     if activation is None:
-        assert site.stock is not None, "without one the part is not patched"
+        assert site.stock is not None, "the part is only patched if it has a stock solution"
         return site.stock(*given)
     gate, up = given if len(given) == 2 else given[0].chunk(2, dim=-1)
     return getattr(self, activation)(gate) * up
 
 
 def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What is between projections [..., I] and the last one; None if stock code must do it."""
+    """Return the input of the last projection from projections [..., I]; None if stock code must compute it."""
     if _is_compiling():
         operator = site.traced(training, *projections)
         if operator is None or not all([are_rows(projection) for projection in projections]):
             return None
         traced: torch.Tensor = operator.call(*projections, operator.name)
         return traced
-    if site.must_run_stock(training, *projections):
+    if site.falls_back(training, *projections):
         return None
     matrices = [rows(projection) for projection in projections]
     if any(matrix is None for matrix in matrices):
@@ -220,7 +220,7 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
 
 
 def is_as_probed(function: Any, probed: Any) -> bool:
-    """Return True if an activation is what :func:`probed_activation` said of it, and calling it does no more."""
+    """Return True if an activation equals the :func:`probed_activation`, and calling it runs nothing else."""
     if not isinstance(function, Module):
         return function is probed
     return type(function) is probed and not has_hooks(function)

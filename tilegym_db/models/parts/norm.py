@@ -1,7 +1,7 @@
 """Norms over the last axis: a module with a weight, called with the activation alone.
 
-The first input of a Definition is the activation [M, N]; every other input is an attribute of the module, of the same name
-unless ``serving.code`` says another.
+The first input of a Definition is the activation [M, N]. Every other input is an attribute of the module, of the same name
+unless ``serving.code`` states another.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from tilegym_db.models.call_site import NOT_ROWS, CallSite, Operator, are_rows, rows
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     methods,
     names_in_code,
@@ -32,14 +32,14 @@ from tilegym_db.models.probe import ROWS, Draw, Probe
 
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__)
 UNDESCRIBED = {"e6269c6dba95d139": "no definition describes a norm with a gate"}
-"""Code that is known and that no Definition describes: Qwen3-Next and Qwen3.5."""
+"""Known code that no Definition describes: Qwen3-Next and Qwen3.5."""
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules without submodules that have a vector as weight and normalise, or whose code is stated."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules without submodules that have a vector as weight and normalise, or whose code a Definition states."""
     normalises = of_class(_normalises)
     is_stated = of_class(lambda cls: known.is_stated("norm", cls.forward))
     modules = []
@@ -61,68 +61,68 @@ def _normalises(cls: type[Module]) -> bool:
     return any(name in names_in_code(function) for function in functions for name in NORM_CALLS)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the forward. The bits must differ from those of all other norms that take the same inputs."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the forward. The bits must differ from those of all other norms with the same inputs."""
     cls = found.module_class
     if hasattr(cls.forward, "__wrapped__"):
         return WRAPPED
-    nominees = known.look_up("norm", cls.forward, methods(cls), "its norm forward", UNDESCRIBED)
-    if isinstance(nominees, str):
-        return nominees
-    inputs = {tuple(nominee.definition.inputs) for nominee in nominees}
+    matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", UNDESCRIBED)
+    if isinstance(matches, str):
+        return matches
+    inputs = {tuple(match.definition.inputs) for match in matches}
     alternatives = [definition for definition in known.definitions("norm") if tuple(definition.inputs) in inputs]
-    return Variants(nominees, alternatives)
+    return MatchCandidates(matches, alternatives)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a norm of any size on random rows with random weights."""
     weight: Any = module.weight
     if type(weight.data) is not torch.Tensor or not weight.dtype.is_floating_point:
         return f"its weight is a {type(weight.data).__name__} of {weight.dtype}, not plain floating point"
-    missing = [name for name in attributes_of(nominee) if not hasattr(module, name)]
+    missing = [name for name in attributes_of(match) if not hasattr(module, name)]
     if missing:
-        return f"it has no {missing[0]}, which serving.code of {nominee.definition.name} names"
-    twin, x, inputs = random_norm(module, nominee, Draw(weight.device))
+        return f"it has no {missing[0]}, which serving.code of {match.definition.name} names"
+    twin, x, inputs = random_norm(module, match, Draw(weight.device))
     with torch.no_grad():
         out = type(module).forward(twin, x)
-    return {next(iter(nominee.definition.inputs)): x, **inputs}, (out,)
+    return {next(iter(match.definition.inputs)): x, **inputs}, (out,)
 
 
-def attributes_of(nominee: Nominee, activations: int = 1) -> list[str]:
-    """Where a norm keeps the inputs of its Definition that come after the activations."""
-    return [nominee.attribute(name) for name in list(nominee.definition.inputs)[activations:]]
+def attributes_of(match: DefinitionMatch, activations: int = 1) -> list[str]:
+    """Return the attributes of a norm for the inputs of its Definition after the activations."""
+    return [match.attribute(name) for name in list(match.definition.inputs)[activations:]]
 
 
 def random_norm(
-    module: Module, nominee: Nominee, draw: Draw, activations: int = 1
+    module: Module, match: DefinitionMatch, draw: Draw, activations: int = 1
 ) -> tuple[Module, torch.Tensor, dict[str, Any]]:
-    """(a copy of the norm with random weights, random rows for it, the inputs after the activations, which it keeps)."""
+    """Return a copy of the norm with random weights, random rows for it, and the inputs that it keeps."""
     weight: Any = module.weight
     x = draw(max(ROWS, 512 // weight.shape[0]), weight.shape[0])
     drawn = {name: draw(*value.shape) for name, value in module._parameters.items() if value is not None}
     twin = copy.copy(module)
     parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in drawn.items()}
     vars(twin)["_parameters"] = {**module._parameters, **parameters}
-    names = list(nominee.definition.inputs)[activations:]
-    kept = dict(zip(names, attributes_of(nominee, activations), strict=True))
+    names = list(match.definition.inputs)[activations:]
+    kept = dict(zip(names, attributes_of(match, activations), strict=True))
     return twin, x, {name: drawn[at] if at in drawn else getattr(module, at) for name, at in kept.items()}
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a norm over the last axis: x [..., N] -> [..., N]."""
     ((found, site),) = calls
-    assert found.nominee is not None, "only what is confirmed is patched"
-    definition = found.nominee.definition
+    assert found.match is not None, "only confirmed groups are patched"
+    definition = found.match.definition
     parameters = [
-        found.nominee.attribute(name) for name in definition.tensor_inputs if name != next(iter(definition.inputs))
+        found.match.attribute(name) for name in definition.tensor_inputs if name != next(iter(definition.inputs))
     ]
-    return norm_forward(stock, site, attributes_of(found.nominee), parameters)
+    return norm_forward(stock, site, attributes_of(found.match), parameters)
 
 
 def norm_forward(
     stock: Callable[..., Any], site: CallSite, attributes: Sequence[str], weights: Sequence[str]
 ) -> Callable[..., Any]:
-    """As :func:`forward`; ``attributes`` has the inputs after x, in order, and ``weights`` those of them that are tensors."""
+    """Return the forward of a norm; ``attributes`` are the inputs after x, in order, and ``weights`` those that are tensors."""
     names = tuple(attributes)
     tensors = tuple(names.index(name) for name in weights)
 
@@ -134,10 +134,10 @@ def norm_forward(
             operator = site.traced(self.training, x, *given)
             if operator is None:
                 return None
-        elif site.must_run_stock(self.training, x, *given):
+        elif site.falls_back(self.training, x, *given):
             return None
         if x.dim() == 4 and not x.is_contiguous():
-            # Heads before tokens, in memory behind them: the rows are the same, their order does not matter.
+            # Heads before tokens in the shape, but behind them in memory: the rows are the same, and their order is irrelevant.
             heads_last = x.transpose(1, 2)
             if heads_last.is_contiguous():
                 out = norm(self, heads_last, kept, operator)
@@ -157,7 +157,7 @@ def norm_forward(
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Models call norms by position. What the parameter is named differs, so that a call by keyword is for stock.
+        # Models call norms by position. Parameter names differ between models, so a call by keyword goes to stock.
         out = serve(self, args[0]) if len(args) == 1 and not kwargs else None
         return stock(self, *args, **kwargs) if out is None else out
 

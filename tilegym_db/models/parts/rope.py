@@ -1,8 +1,7 @@
 """Rotary embeddings: a function that an attention forward calls, replaced for that forward alone.
 
-The inputs of a Definition are the function's first arguments, in order; what else the function takes must be left at its default.
-A table of complex numbers is an input in float32, whatever the dtype of the heads: both parts of a number side by side, as it
-lies in memory.
+The inputs of a Definition are the function's first arguments, in order; its other arguments must keep their defaults. A table of
+complex numbers is an input in float32, with heads of any dtype: real and imaginary parts alternate, as they do in memory.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import (
     WRAPPED,
-    Found,
-    Globals,
+    DefinitionMatch,
+    FunctionOverrides,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     names_in_code,
     of_class,
@@ -35,14 +34,14 @@ from tilegym_db.records import Definition
 
 ROTARY = "apply_rotary"
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "H": 4, "S": ROWS, "D": SIZE, "R": SIZE // 2, "P": SIZE // 4, "Bc": 2}
-"""Of the probe. Tables as wide as half a head, where they may be narrower than one."""
+"""Sizes of the probe. Tables are half as wide as a head, if they may be narrower than one."""
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules whose forward calls a rotary function, once for each of them."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules whose forward calls a rotary function, once per function."""
     rotary = of_class(lambda cls: tuple(name for name in names_in_code(cls.forward) if name.startswith(ROTARY)))
     return grouped(
         "rope",
@@ -54,8 +53,8 @@ def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[F
     )
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the function, as the module of the forward has it."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the function that the forward's module has."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
@@ -63,20 +62,20 @@ def variants(found: Found, known: KnownCode) -> Variants | str:
     if not isinstance(function, FunctionType):
         kind = type(function).__name__
         return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
-    nominees = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run the function on random heads, with tables whose halves differ: a variant that reads one half only is another one."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the function on random heads. The halves of the tables differ, because some variants read only one half."""
     forward: Any = undecorated(type(module).forward)
-    return probe_function(forward.__globals__[found.function], nominee, device_of(module))
+    return probe_function(forward.__globals__[found.function], match, device_of(module))
 
 
-def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch.device) -> Probe:
-    """As :func:`probe`, of the function itself."""
-    inputs = drawn_inputs(nominee.definition, SIZES, device)
-    complex_tables = _complex_tables(nominee.definition)
+def probe_function(function: Callable[..., Any], match: DefinitionMatch, device: torch.device) -> Probe:
+    """Probe the function itself; see :func:`probe`."""
+    inputs = drawn_inputs(match.definition, SIZES, device)
+    complex_tables = _complex_tables(match.definition)
     inputs |= {name: inputs[name].float() for name in complex_tables}
     given = {name: _as_complex(value) if name in complex_tables else value for name, value in inputs.items()}
     with torch.no_grad():
@@ -84,8 +83,8 @@ def probe_function(function: Callable[..., Any], nominee: Nominee, device: torch
     return dict(inputs), returned if isinstance(returned, tuple) else (returned,)
 
 
-def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
-    """Return the rotary functions that an attention forward is to see instead of its own."""
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
+    """Return the rotary functions for an attention forward, in place of the original ones."""
     own = undecorated(stock).__globals__
 
     def replaced(training: bool) -> dict[str, Any]:
@@ -95,12 +94,14 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Globals:
             if site.training is not None or not training
         }
 
-    return Globals(replaced(False), replaced(True), [site for _, site in calls])
+    return FunctionOverrides(replaced(False), replaced(True), [site for _, site in calls])
 
 
-def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, training: bool) -> Callable[..., Any]:
-    assert found.nominee is not None, "only what is confirmed is patched"
-    definition = found.nominee.definition
+def _rope_function_of(
+    stock: Callable[..., Any], found: ModuleGroup, site: CallSite, training: bool
+) -> Callable[..., Any]:
+    assert found.match is not None, "only confirmed groups are patched"
+    definition = found.match.definition
     tables = _complex_tables(definition)
     places = tuple(index for index, name in enumerate(definition.inputs) if name in tables)
     turned = [spec.shape for spec in definition.outputs.values()]
@@ -109,7 +110,7 @@ def _rope_function_of(stock: Callable[..., Any], found: Found, site: CallSite, t
 
 
 def _complex_tables(definition: Definition) -> set[str]:
-    """Return the inputs that are complex numbers in a model."""
+    """Return the inputs that are complex in a model."""
     return {name for name in definition.tensor_inputs if definition.inputs[name].dtype == "float32"}
 
 
@@ -118,9 +119,7 @@ def _as_complex(table: torch.Tensor) -> torch.Tensor:
 
 
 def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
-    """Return the arguments with complex tables as the Definition has them; those of another dtype stay, and are not
-    served.
-    """
+    """Return the arguments with complex tables in the Definition's form; tables of another dtype stay and are not served."""
     return tuple(
         torch.view_as_real(value).flatten(-2)
         if index in places and isinstance(value, torch.Tensor) and value.dtype == torch.complex64
@@ -130,12 +129,12 @@ def _as_real(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
 
 
 def _in_rows(given: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
-    """Return the arguments, with a copy of each table that is transposed in memory, which no kernel takes.
+    """Return the arguments with a copy of each table that is transposed in memory, because no kernel takes it.
 
-    gpt-oss makes such tables: a transposed product of frequencies and positions. They are small beside the queries and keys, so
-    that the copy costs less than the stock code that would run otherwise.
+    gpt-oss makes such tables: a transposed product of frequencies and positions. They are small compared with queries and keys,
+    so the copy costs less than stock code.
     """
-    for index in places:  # at every call: a generator would take longer
+    for index in places:  # runs at every call: a generator would take longer
         table = given[index]
         if isinstance(table, torch.Tensor) and table.dim() and table.stride(-1) > 1:
             given = (*given[:index], table.contiguous(), *given[index + 1 :])
@@ -158,8 +157,8 @@ def rope_function(
         site: the call site.
         inputs: how many of its arguments are inputs of the Definition.
         training: the flag of the modules whose forward calls it.
-        complex_tables: which of the inputs are complex in the model.
-        tables: which of them are tables of cosines, sines or complex turns.
+        complex_tables: the indices of the inputs that are complex in the model.
+        tables: the indices of the inputs that are tables of cosines, sines or complex rotations.
     """
     parameters = list(inspect.signature(stock).parameters.values())[inputs:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
@@ -176,7 +175,7 @@ def rope_function(
             operator = site.traced(training, *given)
             if operator is not None:
                 served = operator.call(*given, operator.name)
-        elif not site.must_run_stock(training, *given):
+        elif not site.falls_back(training, *given):
             served = site.ask(training, *_in_rows(given, tables))
         return stock(*args, **kwargs) if served is None else served
 

@@ -1,8 +1,8 @@
-"""Routers of mixtures: the product stays, and what chooses experts from its scores becomes one call.
+"""Routers of mixtures: the product stays, and the code that chooses experts from its scores becomes one call.
 
-The first input of a Definition is the scores [M, E], and its outputs are the weights and the ids [M, K]. A tensor with a value
-for each token, [M, ...], is what the forward is given beside its hidden states. Every other input is an attribute of the module,
-of the same name unless ``serving.code`` says another or has it as a constant.
+The first input of a Definition is the scores [M, E], and its outputs are the weights and the ids [M, K]. A tensor with one value
+per token, [M, ...], is an argument of the forward after the hidden states. Every other input is an attribute of the module. It
+has the same name unless ``serving.code`` states another, or states a constant.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NOT_PLAIN, NOT_ROWS, CallSite, shadow_function
 from tilegym_db.models.found import (
-    Found,
+    DefinitionMatch,
     KnownCode,
+    MatchCandidates,
+    ModuleGroup,
     ModuleOfPart,
-    Nominee,
     PartCall,
-    Variants,
     grouped,
     is_plain,
     methods,
@@ -36,23 +36,23 @@ from tilegym_db.records.dtypes import INTEGER_DTYPES
 
 WEIGHT = "weight"
 HIDDEN = "hidden_dim"
-"""Where every router of transformers keeps how wide its hidden states are."""
+"""Attribute of every router of transformers with the size of its hidden states."""
 SPACING = 1 / 32
-"""Of the scores in the probe: whole multiples of it, all different, which bf16 holds exactly up to 512 experts."""
+"""Step of the scores in the probe. They are different multiples of it, which bf16 holds exactly up to 512 experts."""
 BIAS = 0.1
 WORDS = 8
-"""Tokens in the vocabulary of the probe, of which each has a row in a table."""
+"""Tokens in the vocabulary of the probe; each has a row in a table."""
 UNDESCRIBED = {
     "a377593016464ea5": "no definition describes routing weights in float32 from scores of another dtype",
 }
-"""Code that is known and that no Definition describes: Mixtral."""
+"""Known code that no Definition describes: Mixtral."""
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
-def find(model: Module, known: KnownCode, others: Sequence[Found]) -> Iterable[Found]:
-    """Modules with a matrix as weight whose code makes scores of it and returns them with two more results."""
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules with a matrix as weight whose code computes scores and returns them with two more results."""
     routes = of_class(_routes)
     modules = []
     for module in model.modules():
@@ -67,18 +67,18 @@ def _routes(cls: type[Module]) -> bool:
     return is_plain(forward) and not forward.__code__.co_freevars and is_routing(forward)
 
 
-def variants(found: Found, known: KnownCode) -> Variants | str:
-    """By the source of the forward."""
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Look up the source of the forward."""
     cls = found.module_class
-    nominees = known.look_up("router", cls.forward, methods(cls), "its router forward", UNDESCRIBED)
-    return nominees if isinstance(nominees, str) else Variants(nominees)
+    matches = known.look_up("router", cls.forward, methods(cls), "its router forward", UNDESCRIBED)
+    return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
-    """Run a router of as many experts on the rows of a unit matrix, so that its scores are its weights."""
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run a router with the same number of experts on the rows of a unit matrix, so that its scores are its weights."""
     draw, twin = Draw(device_of(module)), copy.copy(module)
     experts = module._parameters[WEIGHT].shape[0]  # type: ignore[union-attr]
-    inputs = _drawn(module, nominee, draw, experts)
+    inputs = _drawn(module, match, draw, experts)
     if isinstance(inputs, str):
         return inputs
     if not hasattr(module, HIDDEN):
@@ -86,9 +86,9 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     ranks = torch.stack([draw(experts).float().argsort() for _ in range(ROWS)], dim=1)
     scores = (SPACING * (ranks - experts // 2)).to(torch.bfloat16)
     zeros = {name: scores.new_zeros(experts) for name in module._parameters if name != WEIGHT}
-    passed = {name: inputs[name] for name in _passed(nominee.definition)}
+    passed = {name: inputs[name] for name in _passed(match.definition)}
     kept = {
-        nominee.attribute(name): value
+        match.attribute(name): value
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and name not in passed
     }
@@ -99,36 +99,38 @@ def probe(found: Found, module: Module, nominee: Nominee) -> Probe | str:
     try:
         with torch.no_grad():
             logits, weights, ids = type(module).forward(twin, states, *passed.values())
-    except (IndexError, RuntimeError, TypeError) as error:  # anyone's code, with settings that do not fit one another
+    except (
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # a model's code may raise for settings that do not fit together
         return f"it cannot be probed: {type(error).__name__}: {error}"
-    return {next(iter(nominee.definition.inputs)): logits, **inputs}, (weights, ids)
+    return {next(iter(match.definition.inputs)): logits, **inputs}, (weights, ids)
 
 
 def _passed(definition: Definition) -> tuple[str, ...]:
-    """Return the inputs that a forward is given beside its hidden states, in order: tensors with a value for each
-    token.
-    """
+    """Return the inputs that are arguments after the hidden states, in order: tensors with one value per token."""
     (_, scores), *others = definition.inputs.items()
     tokens = (scores.shape or ())[:1]
     return tuple(name for name, spec in others if spec.shape and spec.shape[:1] == tokens)
 
 
-def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[str, Any] | str:
-    """Return every input but the scores: settings as the module has them, tensors at random; or why there are none."""
+def _drawn(module: Module, match: DefinitionMatch, draw: Draw, experts: int) -> dict[str, Any] | str:
+    """Return every input but the scores, with the module's settings and random tensors; or the reason if one is missing."""
     inputs: dict[str, Any] = {}
-    passed = _passed(nominee.definition)
-    for name, spec in list(nominee.definition.inputs.items())[1:]:
-        kept = getattr(module, nominee.attribute(name), None)
+    passed = _passed(match.definition)
+    for name, spec in list(match.definition.inputs.items())[1:]:
+        kept = getattr(module, match.attribute(name), None)
         if spec.is_scalar:
-            reason = nominee.why_no_number(module, name)
+            reason = match.why_no_number(module, name)
             if reason:
                 return reason
-            inputs[name] = nominee.value(module, name)
+            inputs[name] = match.value(module, name)
         elif name in passed:
             inputs[name] = draw(WORDS).float().argsort()[:ROWS]
         elif not isinstance(kept, torch.Tensor):
-            return f"it has no {nominee.attribute(name)}"
-        elif kept.dim() == 2:  # experts of each token
+            return f"it has no {match.attribute(name)}"
+        elif kept.dim() == 2:  # a table with the experts of each token
             rows = [draw(experts).float().argsort()[: kept.shape[1]] for _ in range(WORDS)]
             inputs[name] = torch.stack(rows).to(getattr(torch, spec.dtype))
         else:
@@ -139,8 +141,8 @@ def _drawn(module: Module, nominee: Nominee, draw: Draw, experts: int) -> dict[s
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a router: hidden states [..., H] -> (scores [M, E], weights [M, K], ids [M, K])."""
     ((found, site),) = calls
-    assert found.nominee is not None, "only what is confirmed is patched"
-    routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.nominee)})
+    assert found.match is not None, "only confirmed groups are patched"
+    routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.match)})
     site.shadows.append(forget)
     return routed_forward(stock, routed, site)
 
@@ -159,20 +161,18 @@ def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSi
     return forward
 
 
-def route_function(site: CallSite, nominee: Nominee) -> Callable[..., Any]:
-    """``route(module, scores [M, E], *others) -> (weights, ids)`` by a kernel, or None if the model's code goes on.
+def route_function(site: CallSite, match: DefinitionMatch) -> Callable[..., Any]:
+    """Return ``route(module, scores [M, E], *others) -> (weights, ids)`` by a kernel, or None to go on in the model's code.
 
-    ``others`` are what the forward was given beside its hidden states.
+    ``others`` are the arguments of the forward after the hidden states.
     """
-    definition = nominee.definition
+    definition = match.definition
     passed = _passed(definition)
     kept = [(name, spec) for name, spec in list(definition.inputs.items())[1:] if name not in passed]
-    tensors = [
-        nominee.attribute(name) for name, spec in kept if not spec.is_scalar and spec.dtype not in INTEGER_DTYPES
-    ]
+    tensors = [match.attribute(name) for name, spec in kept if not spec.is_scalar and spec.dtype not in INTEGER_DTYPES]
 
     def inputs_of(module: Any, others: Sequence[Any]) -> list[Any]:
-        values = {name: nominee.value(module, name) for name, _ in kept}
+        values = {name: match.value(module, name) for name, _ in kept}
         values |= {name: tokens.reshape(-1) for name, tokens in zip(passed, others, strict=False)}
         return [values[name] for name in list(definition.inputs)[1:]]
 
@@ -187,7 +187,7 @@ def route_function(site: CallSite, nominee: Nominee) -> Callable[..., Any]:
             if operator is None or scores.dim() != 2 or not plain:
                 return None
             return operator.call(scores, *inputs_of(module, others), operator.name)
-        if site.must_run_stock(module.training, scores):
+        if site.falls_back(module.training, scores):
             return None
         if scores.dim() != 2 or not plain:
             site.bypass(NOT_ROWS if plain else NOT_PLAIN)

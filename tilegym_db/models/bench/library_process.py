@@ -1,7 +1,7 @@
-"""Libraries that patch transformers too, each in a process of its own: what they change, they change for a whole process.
+"""Other libraries that patch transformers, each in a separate process, because they patch a whole process.
 
-A peer's process builds the same model with the same weights and answers requests for one generation each, so that the caller
-decides who computes when. One that cannot be had says why.
+Each process builds the same model with the same weights, and makes one generation per request. So the caller decides which
+process computes at any time. A library that is unavailable reports the reason.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.random_model import load_config, unchecked_model
 
 START_TIMEOUT_S = 900.0
-"""Imports of a cold file system, and two builds of a large model."""
+"""Time for imports from a cold file system, and for building a large model twice."""
 CALL_TIMEOUT_S = 900.0
-"""One generation; the first one compiles."""
+"""Time for one generation; the first one compiles."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Library:
     options: dict[str, Any]
 
 
-PEERS = {
+LIBRARIES = {
     "liger": Library("liger-kernel", "liger_kernel", "liger_kernel.transformers", "apply_liger_kernel_to_", {}),
     "tilegym": Library("tilegym", "tilegym", "tilegym.transformers", "apply_tilegym_kernel_to_", {"use_cutile": True}),
 }
@@ -50,7 +50,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer runs: a generation as :class:`~tilegym_db.models.bench.model_bench.ModelBenchOptions` has it."""
+    """The task of a library: one generation as :class:`~tilegym_db.models.bench.model_bench.ModelBenchOptions` describes it."""
 
     peer: str
     path: Path
@@ -62,11 +62,11 @@ class Job:
     layers: int | None = None
 
 
-class Peer:
+class LibraryProcess:
     """A process that generates with a library's kernels. Use it as a context manager; each call is one generation."""
 
     def __init__(self, job: Job) -> None:
-        """Start the process; it prepares while the caller does something else."""
+        """Start the process; it prepares while the caller goes on."""
         context = multiprocessing.get_context("spawn")  # a fork would share a CUDA context that it cannot use
         self.job = job
         self._connection, theirs = context.Pipe()
@@ -80,25 +80,25 @@ class Peer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._connection.close()  # the process ends when it reads that nobody is there
+        self._connection.close()  # the process ends when it reads the closed connection
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
     def ready(self) -> str:
-        """Wait until it can be asked; returns the library's name and version.
+        """Wait until the process is ready; return the library's name and version.
 
         Raises:
-            ToolchainError: it cannot be had, with the reason.
+            ToolchainError: the library is unavailable; the message has the reason.
         """
         return str(self._answer(START_TIMEOUT_S))
 
     def __call__(self) -> Generation:
-        """Return one generation, timed in its process while this one waits.
+        """Return one generation, timed inside the process.
 
         Raises:
-            ToolchainError: the library failed, with the reason.
+            ToolchainError: the library failed; the message has the reason.
         """
         try:
             self._connection.send("generate")
@@ -129,10 +129,10 @@ class Peer:
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    os.dup2(2, 1)  # what libraries print is no result of the caller's
+    os.dup2(2, 1)  # output of libraries must not mix with the caller's results
     try:
         generate, library = _prepare(job)
-    except Exception as error:  # a library may raise anything: it is told to the caller, who goes on without it
+    except Exception as error:  # a library may raise anything: the caller gets the reason and goes on without it
         connection.send((True, _reason(error)))
         return
     connection.send((False, library))
@@ -158,7 +158,7 @@ def _reason(error: Exception) -> str:
 
 
 def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
-    library = PEERS[job.peer]
+    library = LIBRARIES[job.peer]
     if importlib.util.find_spec(library.package) is None:
         raise ToolchainError(
             f"it is not installed. Try: pip install --no-deps {library.distribution}", code="peer_absent"
@@ -166,13 +166,13 @@ def _prepare(job: Job) -> tuple[Callable[[], Generation], str]:
     config = load_config(job.path, job.layers)
     weights = unchecked_model(config, job.device, job.dtype).state_dict()
     _patching(library, config.model_type)(**library.options)
-    # Unchecked: where it does not run now, that is the library's doing and not the config's.
+    # Unchecked: a model that does not run now fails because of the library, not the config.
     model = unchecked_model(config, job.device, job.dtype)
     if not any(type(module).__module__.partition(".")[0] == library.package for module in model.modules()):
         raise ToolchainError(
             f"{library.distribution} changed no module of {type(model).__name__}.", code="peer_changed_nothing"
         )
-    model.load_state_dict(weights)  # the same bits, whatever its modules draw when they are made
+    model.load_state_dict(weights)  # the same bits, whatever the modules draw at construction
     del weights
     if job.device.startswith("cuda"):
         torch.cuda.empty_cache()
