@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.catalog.record_files import RECORD_NAME
+from tilegym_db.catalog.record_files import LIBRARY, RECORD_NAME
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
 from tilegym_db.measurement.devices.devices import MeasuringDevice
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
@@ -593,6 +593,8 @@ class SourceHistory:
         sources = {}
         for source in record.sources:
             content = self._blob(commit, f"{place}/{source.path}")
+            if content is None and source.path.startswith(f"{LIBRARY}/"):
+                content = self._blob(commit, f"solutions/{source.path}")
             if content is None:
                 raise RecordError(f"{where}: its source '{source.path}' is not in that commit.", code="source_missing")
             sources[source.path] = content
@@ -610,7 +612,9 @@ class SourceHistory:
         return None
 
     def _commits(self, solution: SolutionFiles) -> Iterator[str]:
-        places = (place for place, _ in _places(solution))
+        places = [place for place, _ in _places(solution)]
+        if any(name.startswith(f"{LIBRARY}/") for name in solution.sources):
+            places.append(f"solutions/{LIBRARY}")
         listed = self._try("log", "--all", "--full-history", "--format=%H", "--", *places)
         yield from (listed or b"").decode().split()
 

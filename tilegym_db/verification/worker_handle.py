@@ -160,7 +160,7 @@ class WorkerHandle:
             self.device,
             folder,
             environment,
-            readable=(self.solution.folder,),
+            readable=self.solution.folders,
             compile_cache=compile_cache_folder() if compiles else None,
         )
         if self.aborted:
