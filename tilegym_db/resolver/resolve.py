@@ -595,5 +595,5 @@ def _at(
     kernels = [
         lost for lost in decision.rejected if lost.candidate.role == "kernel" and lost.candidate.latency_us is not None
     ]
-    told = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
-    return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{told}"
+    detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
+    return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{detail}"
