@@ -200,8 +200,6 @@ HONEST = {
     "def f(x: torch.Tensor) -> torch.Tensor: pass\ntorch.ops.mine.f(1)",
     "fake of an own operator": "import torch\n@torch.library.custom_op('a::b', mutates_args=())\ndef f(x: int) -> None: pass\n"
     "@f.register_fake\ndef _(x): pass",
-    "autograd": "import torch\nclass F(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, g):\n"
-    "        (x,) = ctx.saved_tensors\n        return x if ctx.needs_input_grad[0] else None\nF.apply",
     "compiled": "import torch\n"
     "f = torch.compile(len, dynamic=False, fullgraph=True, mode='max-autotune-no-cudagraphs')",
     "device properties": "import torch\ntorch.cuda.get_device_properties(0).multi_processor_count",
@@ -214,10 +212,7 @@ HONEST = {
     "dataclass": "from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass Tile:\n    rows: int = 1\n"
     "    parts: list = field(default_factory=list)\nTile().rows",
     "dataclass with a text": "import dataclasses\n@dataclasses.dataclass\nclass Tile:\n    up: 'Tile | None' = None\nTile().up",
-    "named tuple": "from collections import namedtuple\nTile = namedtuple('Tile', 'rows columns')\nTile(1, 2).columns",
     "named tuple by class": "from typing import NamedTuple\nclass Tile(NamedTuple):\n    rows: int\nTile(1).rows",
-    "enumeration": "from enum import Enum, auto\nclass Mode(Enum):\n    FAST = auto()\nMode.FAST.name, Mode.FAST.value",
-    "enumeration by call": "import enum\nenum.Enum('Mode', 'FAST SLOW').FAST",
     "simple namespace": "from types import SimpleNamespace\nSimpleNamespace(rows=1).rows",
     "partial": "import functools\nf = functools.partial(max, 1)\nf(2)",
     "cache": "import functools\n@functools.lru_cache(maxsize=None)\ndef f(n): return n\nf.cache_clear()",
@@ -237,7 +232,6 @@ HONEST = {
     "def f(x: Annotated[Any, 'a (b)'], y: Literal['f()'], z: Optional['Tile']): pass",
     "future annotations": "from __future__ import annotations\nimport torch\n"
     "def f(x: torch.Tensor | None) -> tuple[int, ...]: pass",
-    "abstract class": "from abc import ABC, abstractmethod\nclass A(ABC):\n    @abstractmethod\n    def f(self): pass",
     "property": "class A:\n    def __init__(self): self._n = 1\n    @property\n    def n(self): return self._n\nA().n",
     "context manager": "import contextlib\n@contextlib.contextmanager\ndef f():\n    yield\n"
     "with contextlib.nullcontext(): pass",
@@ -246,8 +240,6 @@ HONEST = {
     "sorted by item": "import operator\nsorted([(1, 2)], key=operator.itemgetter(1))",
     "numpy": "import numpy as np\nnp.arange(4, dtype=np.float32).reshape(2, 2).tolist()",
     "version compared": "from packaging.version import Version\nVersion('1.0') >= Version('0.9')",
-    "nn module": "import torch\nclass M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-    "        self.w = torch.nn.Parameter(torch.ones(1))\n    def forward(self, x): return x * self.w",
 }  # fmt: skip
 
 

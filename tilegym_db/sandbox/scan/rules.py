@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterable
 
+from tilegym_db.sandbox.scan.grammar import CLASS_FACTORIES, check_class, check_grammar
+from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
 from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
@@ -16,7 +18,6 @@ DANGEROUS_KEYS = {
     "extern_libs": "native-extension",
 }
 TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
-TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)(\..*)?")
 
 
 class Checker(ScopedVisitor):
@@ -45,6 +46,7 @@ class Checker(ScopedVisitor):
 
     def run(self) -> None:
         """Check the whole source."""
+        check_grammar(self.context)
         self.visit_all(self.context.module.tree.body)
 
     # -- imports ------------------------------------------------------------------------------------------------------
@@ -209,11 +211,6 @@ class Checker(ScopedVisitor):
 
     visit_Yield = visit_Return
 
-    def visit_MatchClass(self, node: ast.MatchClass) -> None:  # noqa: D102
-        for name in node.kwd_attrs:  # 'case object(__globals__=g)' reads an attribute
-            self.context.check_attribute_name(node, name, resolved=False)
-        self.generic_visit(node)
-
     def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
         self.context.may_hold_class.add(node.value)
         self.generic_visit(node)
@@ -252,11 +249,7 @@ class Checker(ScopedVisitor):
         super().visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: D102
-        for path in sorted(path for base in node.bases for path in self.context.resolve(base)):
-            if TENSOR_CLASS.fullmatch(path):
-                self.report.add(node, "tensor-subclass", f"derives {node.name} from {path}")
-            elif path == "builtins.type":
-                self.report.add(node, "object-hooks", f"defines {node.name} as a metaclass")
+        check_class(self.context, node)
         super().visit_ClassDef(node)
 
 
@@ -276,9 +269,6 @@ SAFE_FLAG = re.compile(
 READS_ATTRIBUTES = re.compile(r"\{[^{}:!]*[.\[]")
 """A field of ``str.format`` that reads an attribute or item: ``{0.__globals__}``."""
 
-CLASS_MAKERS = words(
-    "collections.namedtuple enum.Enum enum.IntEnum enum.StrEnum enum.Flag enum.IntFlag typing.NamedTuple typing.TypedDict"
-)
 HARMLESS_VARIABLES = frozenset({"TRITON_INTERPRET"})
 """Properties that a kernel may query: they do not differ between a worker with its scrubbed environment and a model."""
 
@@ -305,8 +295,8 @@ def check_call(context: Context, node: ast.Call) -> None:
             context.plain_formats.add(node.func)
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
-    if paths & CLASS_MAKERS and any(keyword.arg in (None, "module", "qualname") for keyword in node.keywords):
-        context.report.add(node, "class-factory", "gives a class another module")
+    if paths & CLASS_FACTORIES:
+        context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
     if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
