@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
+from tilegym_db.loop.architecture import definition_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.promotions import claim_of, record_promotions
@@ -24,6 +24,7 @@ from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.loop import journaled, promotion_rows, read_patterns
+from tilegym_db.store.patterns import pattern_findings
 
 MakeTrace = Callable[..., Trace]
 

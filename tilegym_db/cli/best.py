@@ -56,13 +56,13 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add import normalise_language
     from tilegym_db.cli.kit.options import parse_axes
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
+    from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    sizes, spoken = parse_axes("--axes", axes), normalise_language(language)
+    sizes, spoken = parse_axes("--axes", axes), None if language is None else normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
     check_op_type(op_type, name)

@@ -96,9 +96,10 @@ def new_solution(
 ) -> None:
     """Write the draft of a kernel with the operator's signature, or add its stock code."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add import login_name, normalise_language
     from tilegym_db.errors import UsageError
+    from tilegym_db.records.solution import normalise_language
     from tilegym_db.scaffold import draft_solution, stock_solution_files
+    from tilegym_db.scaffold.solution_draft import login_name
 
     if name is not None:
         check_name(name, "--name")
@@ -121,8 +122,8 @@ def new_solution(
         )
         note(f"added solution '{record.name}' for {definition}. Next: tilegym-db new solution {definition} -l triton")
         return
+    assert language is not None
     chosen = normalise_language(language)
-    assert chosen is not None
     called = name or free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
     target = folder or Path(called)
     write_new(target, draft_solution(operator, chosen, called, login_name()))
