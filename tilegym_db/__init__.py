@@ -52,6 +52,7 @@ _HOMES = {
     "benchmark": "tilegym_db.measurement.benchmark",
     "benchmark_function": "tilegym_db.measurement.benchmark",
     "check": "tilegym_db.verification.check",
+    "explain": "tilegym_db.resolver.explain",
     "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "ops": "tilegym_db.ops",

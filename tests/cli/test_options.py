@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.cli.commands import COMMANDS, every_command, load_command
-from tilegym_db.cli.explain import next_step
+from tilegym_db.resolver.explain import next_step
 from tilegym_db.cli.kit.options import (
     complete_definition,
     complete_gpu,

@@ -11,9 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+import tilegym_db
 from tilegym_db.cli import explain
 from tilegym_db.cli.kit import options
-from tilegym_db.errors import TilegymDBError
+from tilegym_db.errors import TilegymDBError, UsageError
 
 POINT = ["scale_rows", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu"]
 
@@ -65,6 +66,22 @@ def test_no_verified_solution_exits_3_and_names_what_runs(shop: Any, stock: Any,
     assert result.exit_code == 3
     assert "stock (scale_rows_stock)" in result.stdout
     assert "nothing is published for cpu" in result.stdout
+
+
+def test_python_gets_the_decision_with_its_reasons(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    found = tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, gpu="cpu")
+    assert (found.solution, found.stock, found.evidence.source) == ("scale_rows_kernel", "scale_rows_stock", "exact")
+    assert [row["picked"] for row in found.candidates()] == [True, False]
+    assert str(found).splitlines()[0].startswith("picked scale_rows_kernel: fastest verified")
+    assert found.to_dict() == json.loads(run(*POINT, "--json").stdout)
+
+
+def test_python_gets_an_answer_without_stock_code_too(shop: Any, kernel: Any) -> None:
+    found = tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, gpu="cpu")
+    assert (found.solution, found.stock) == (None, None)
+    with pytest.raises(UsageError, match="mode must be"):
+        tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, mode="serving")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_shared_tables
-from tilegym_db.cli.explain import shared_tables
+from tilegym_db.resolver.explain import shared_tables
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.installation import signed_line
 from tilegym_db.published.shared_place import SharedPlace

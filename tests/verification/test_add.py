@@ -46,7 +46,7 @@ def test_workloads_are_added_and_known_ones_counted(row_scale, write):
     assert (second.workloads, second.known_workloads) == ((), first.workloads)
 
 
-def test_a_new_version_of_a_definition_is_added_after_its_reference_ran(row_scale, write):
+def test_a_new_version_is_added_after_its_reference_ran(row_scale, write):
     path = row_scale / "definitions" / "elementwise" / "row_scale.json"
     record = {**json.loads(path.read_text()), "version": "1.1.0", "constraints": ["N >= 2"]}
     added = tilegym_db.add(write("row_scale.json", json.dumps(record)))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file
 from tilegym_db.cli.kit.output import note, print_json, print_line
-
-if TYPE_CHECKING:
-    from tilegym_db.verification.add import Added
 
 
 def add_definition_command(
