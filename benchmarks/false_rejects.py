@@ -34,7 +34,8 @@ from typing import TextIO
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement import plan
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
+from tilegym_db.measurement.machine import devices_of_options
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, Workload
 
@@ -205,10 +206,9 @@ def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Ta
                 print(f"no time for repeat {number}: the longest took {longest:.0f} s", file=sys.stderr)
                 return
             with tempfile.TemporaryDirectory() as folder:
-                report = promote(
+                report = verify(
                     repeat.names,
-                    gpu=options.gpu,
-                    gpus=options.gpus,
+                    devices=devices_of_options(options.gpu, options.gpus),
                     workload=repeat.workloads,
                     quick=not options.all_workloads,
                     again=True,  # also what was published

@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import divide
-from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.machine import cpu_machine, devices_of_options
 from tilegym_db.measurement.plan import BenchReport, Options, make_plan
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import shipped_root
@@ -170,9 +170,9 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
         if peaks is not None:
             shutil.copytree(peaks, home, dirs_exist_ok=True)
         watch = Watch(run.kill_after)
-        tier = promote if options.tier == "promotion" else benchmark
+        tier = verify if options.tier == "promotion" else bench
         report = tier(
-            tuple(options.names), gpu=devices[0].gpu, language=options.language, gpus=devices, catalog=catalog,
+            tuple(options.names), devices=devices, language=options.language, catalog=catalog,
             store_home=home, observer=watch.observer(),
         )  # fmt: skip
         return record(report, run, watch)
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit, only)
         if options.dry_run:
             return print_division(options, catalog)
-        devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")
+        devices = cpu_slots(options.slots) if options.slots else devices_of(devices_of_options("auto", options.gpus))
         peaks = calibrated(Path(folder) / "home") if options.calibrated and not options.slots else None
         with contextlib.suppress(KeyboardInterrupt):
             for run in plan(devices, options.runs):

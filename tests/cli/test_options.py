@@ -8,7 +8,6 @@ import pytest
 from raising import raises
 
 from tilegym_db.cli.commands import COMMANDS, every_command, load_command
-from tilegym_db.resolver.explain import next_step
 from tilegym_db.cli.kit.options import (
     complete_definition,
     complete_gpu,
@@ -19,6 +18,7 @@ from tilegym_db.cli.kit.options import (
     parse_scalars,
 )
 from tilegym_db.errors import UsageError
+from tilegym_db.resolver.explain import next_step
 from tilegym_db.store.asking import INTERNAL_VIEWS, public_views
 
 READERS = ("list", "show", "best", "leaderboard", "compare", "explain", "sql", "doctor", "version", "task status")

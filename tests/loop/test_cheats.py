@@ -34,8 +34,8 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> None:
         raise AssertionError("a candidate was run")
 
-    monkeypatch.setattr(submit_module, "benchmark", run)
-    monkeypatch.setattr(submit_module, "promote", run)
+    monkeypatch.setattr(submit_module, "bench", run)
+    monkeypatch.setattr(submit_module, "verify", run)
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,8 @@ def test_a_promotion_that_was_killed_is_ended_without_a_second_measurement(
             shutil.rmtree(place)
             shutil.copytree(left / moment / name, place)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(submit_module, "benchmark", measured)
-            patch.setattr(submit_module, "promote", measured)
+            patch.setattr(submit_module, "bench", measured)
+            patch.setattr(submit_module, "verify", measured)
             attempt = submit(task, folder)
         found = (attempt.number, attempt.verdict, attempt.stage)
         assert found == (1, "promoted", "promoted"), f"killed after {moment}: {attempt.reason}"

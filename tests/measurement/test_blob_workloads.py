@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Trace, Workload
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 
@@ -98,7 +98,7 @@ def test_where_files_hold_everything_there_is_one_set_and_what_is_fresh_is_drawn
 
 
 def measured(catalog: Catalog, home: Path, **options: Any) -> list[Trace]:
-    return benchmark(gpu="cpu", catalog=catalog, store_home=home, **options).traces
+    return bench(devices="cpu", catalog=catalog, store_home=home, **options).traces
 
 
 def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(

@@ -40,7 +40,7 @@ root, home, wheel, names = Path(sys.argv[1]), Path(os.environ["TILEGYM_DB_HOME"]
 from tilegym_db.paths import use_root
 stack = contextlib.ExitStack()
 stack.enter_context(use_root(root))
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.devices.devices import cpu_slots
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
@@ -55,8 +55,8 @@ from tilegym_db.sandbox.worker import best_level
 catalog, said = Catalog((root, wheel / "overlay")), {}
 said["level"], said["doctor"] = best_level("cpu").level, [check.state for check in check_sandbox()]
 try:
-    slots = cpu_slots(2) if "TWO_SLOTS" in os.environ else None
-    report = promote(tuple(names), gpu="cpu", gpus=slots, quick=True, catalog=catalog)
+    slots = cpu_slots(2) if "TWO_SLOTS" in os.environ else "cpu"
+    report = verify(tuple(names), devices=slots, quick=True, catalog=catalog)
     said["traces"] = {trace.solution: (trace.status, trace.sandbox_level) for trace in report.traces}
     said["skipped"] = {item.solution: item.reason for item in report.plan.skipped}
     said["notes"], said["promoted"] = report.notes, [one.solution for one in report.promotions]

@@ -209,10 +209,10 @@ def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, hom
 
 
 def test_what_was_captured_can_be_measured(kernels: Catalog, config: Path) -> None:
-    from tilegym_db import benchmark
+    from tilegym_db import bench
 
     invoke(models.verify_model_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
-    report = benchmark(("rope_neox_cpu",), gpu="cpu", workload="captured", quick=True)
+    report = bench(("rope_neox_cpu",), devices="cpu", workload="captured", quick=True)
     passed = [trace for trace in report.traces if trace.solution == "rope_neox_cpu"]
     assert {(trace.axes["S"], trace.status) for trace in passed} == {(7, "PASSED"), (1, "PASSED")}
 

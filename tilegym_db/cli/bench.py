@@ -42,24 +42,22 @@ def bench_command(
     kept, and the next run continues.
     """
     from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus, executor)
+    devices = devices_of_options(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import benchmark
+    from tilegym_db.measurement.benchmark import bench
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = benchmark(
+        report = bench(
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             language=language,
             workload=workload,
             quick=quick,
             again=again,
-            promote=promote,
+            verify=promote,
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
@@ -148,19 +146,17 @@ def promote_command(
     that belongs to the solution's own kernels, and a time that the harness's own clock confirms.
     """
     from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus, executor)
+    devices = devices_of_options(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import promote
+    from tilegym_db.measurement.benchmark import verify
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = promote(
+        report = verify(
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             language=language,
             workload=workload,
             quick=quick,
@@ -199,9 +195,9 @@ def tune_command(
     configs are not tried again. Exit status 1 if a declared config gives a wrong result.
     """
     from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus, executor)
+    devices = devices_of_options(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.cli.kit.output import note, print_json
@@ -210,9 +206,7 @@ def tune_command(
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = tune(
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             language=language,
             workload=workload,
             budget_s=budget,
@@ -302,9 +296,9 @@ def regress_command(
     control, one source timed against itself, shows that the times are not reliable. Nothing is stored.
     """
     from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus, executor)
+    devices = devices_of_options(gpu, gpus, executor)
     refuse_unknown_names(names or ())
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.measurement.regress import regress
@@ -313,9 +307,7 @@ def regress_command(
         report = regress(
             against,
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             workload=workload,
             quick=quick,
             observer=progress.observer(),

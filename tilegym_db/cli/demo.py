@@ -134,7 +134,7 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.bench import print_summary
     from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import benchmark
+    from tilegym_db.measurement.benchmark import bench
     from tilegym_db.sandbox.worker import best_level
     from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
@@ -161,8 +161,8 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     if not promote:
         say(f"There is no promotion, so nothing will count as verified: {'; '.join(sandbox.reasons)}")
     with heartbeat("verifying and timing"), Progress() as progress:
-        report = benchmark(
-            names, gpu=machine.gpu, workload=workload, quick=machine.is_gpu, again=True, promote=promote,
+        report = bench(
+            names, devices=machine.gpu, workload=workload, quick=machine.is_gpu, again=True, verify=promote,
             catalog=Catalog.default(), observer=progress.observer(),
         )  # fmt: skip
     print_summary(report)

@@ -44,16 +44,16 @@ def fit_command(
     Nothing is downloaded. Every result is stored at once, so you can interrupt and run it again to continue. A second run
     measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
     """
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus)
+    devices = devices_of_options(gpu, gpus)
     batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
-    options = FitOptions(batches, prompts, new, dtype, layers, rounds, gpus)
+    options = FitOptions(batches, prompts, new, dtype, layers, rounds)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = fit_config(config, gpu, options, progress.observer(), progress.round_done)
+        report = fit_config(config, devices, options, progress.observer(), progress.round_done)
     if as_json:
         print_json(content_of(report))
     else:

@@ -23,7 +23,7 @@ from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, U
 from tilegym_db.files import hold_lock, read_bytes
 from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.measurement.promotions import BASELINES, record_promotions
 from tilegym_db.measurement.run_setup import Observer
@@ -236,15 +236,20 @@ def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
     uuids = tuple(item.uuid for item in task.workloads)
     found = _stored(submission, candidate, own, tiers)
     if unmeasured(task, found):
-        options: dict[str, Any] = {"gpu": task.gpu, "workload": uuids, "catalog": own, "store_home": submission.home}
+        options: dict[str, Any] = {
+            "devices": task.gpu,
+            "workload": uuids,
+            "catalog": own,
+            "store_home": submission.home,
+        }
         if "promotion" in tiers:
             # All baselines run in the same rounds, because any of them may be the fastest.
             baselines = tuple(
                 one.name for one in own.solutions_for(task.definition) if one.record.spec.role == "baseline"
             )
-            report = promote((candidate.name, *baselines), again=True, observer=submission.observer, **options)
+            report = verify((candidate.name, *baselines), again=True, observer=submission.observer, **options)
         else:
-            report = benchmark((candidate.name,), observer=submission.observer, **options)
+            report = bench((candidate.name,), observer=submission.observer, **options)
         if report.interrupted:
             raise KeyboardInterrupt
         found = _stored(submission, candidate, own, tiers)

@@ -63,7 +63,7 @@ def reproduce(
         seed: seed of the inputs. The same seed gives other numbers on another kind of device.
         offset: number of elements by which every tensor is moved off its alignment.
         config: a value per tunable.
-        gpu: as for :func:`tilegym_db.benchmark`.
+        gpu: as for :func:`tilegym_db.bench`.
         catalog: the records.
 
     Raises:

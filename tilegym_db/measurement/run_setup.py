@@ -1,4 +1,4 @@
-"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer.
+"""Setup of a run for ``bench``, ``verify``, ``tune`` and ``regress``: machine, records, store and observer.
 
 The second part builds Traces.
 """
