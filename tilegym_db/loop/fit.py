@@ -25,7 +25,7 @@ from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
 from tilegym_db.models.capture import random_prompt
-from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import home
@@ -205,7 +205,7 @@ def _fit(
     """Run every step except timing the model."""
     captured: list[Workload] = []
     for ids in prompts:
-        handle = patch_what_fits(model, verify=True, inputs=ids)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=ids))
         handle.unpatch()
         captured += handle.workloads
     report = FitReport(tag, machine, kept_calls(captured, tag))

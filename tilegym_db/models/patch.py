@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +30,24 @@ from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
-MODES = ("inference",)
-POLICIES = ("verified",)
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """The choices of a patch, as :func:`patch` describes them."""
+
+    ops: Collection[str] | None = None
+    dry_run: bool = False
+    verify: bool = False
+    inputs: ModelInputs | None = None
+    quantise: str | None = None
+    catalog: Catalog | None = None
+    trust: bool = False
 
 
 def patch(
     model: torch.nn.Module,
     *,
-    mode: str = "inference",
     ops: Collection[str] | None = None,
-    policy: str = "verified",
     dry_run: bool = False,
     verify: bool = False,
     inputs: ModelInputs | None = None,
@@ -53,12 +61,12 @@ def patch(
     not verified or not faster runs the model's own code; ``handle.report()`` says why. A call site that nothing published could
     serve, on the device and in the dtype that the model has, is not touched; one whose calls ask in vain leaves the model again.
 
+    What trains (a module in training mode, a tensor that needs a gradient) is served if a kernel for the backward is verified as
+    well, and otherwise runs the model's own code.
+
     Args:
         model: any ``torch.nn.Module`` with a call site; they are found by structure, at whatever depth.
-        mode: ``inference``, the only one. What trains (a module in training mode, a tensor that needs a gradient) is
-            served where a kernel for the backward is verified as well, and runs the model's own code elsewhere.
         ops: only these Definitions; None means all that are known.
-        policy: ``verified``, the only one.
         dry_run: find and probe, but change nothing.
         verify: prove the patch on the model itself before it serves anything. The model runs two batches of prompts and
             decodes two positions of each on its own code; on what each call site was given there, the kernel is compared with
@@ -74,10 +82,8 @@ def patch(
         UsageError: the model is no module, has nothing that a Definition describes or is patched already, an argument is none of
             its choices, ``verify`` cannot run the model (training mode, no vocabulary, a dry run), or ``quantise`` is refused.
     """
-    handle = patch_what_fits(
-        model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs, quantise=quantise,
-        catalog=catalog, trust=trust,
-    )  # fmt: skip
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust)
+    handle = patch_what_fits(model, options)
     if not handle.report().sites:
         raise UsageError(
             f"nothing in this {type(model).__name__} is a part that can be served ({', '.join(sorted(PARTS))}). "
@@ -87,78 +93,52 @@ def patch(
     return handle
 
 
-def patch_what_fits(
-    model: torch.nn.Module,
-    *,
-    mode: str = "inference",
-    ops: Collection[str] | None = None,
-    policy: str = "verified",
-    dry_run: bool = False,
-    verify: bool = False,
-    inputs: ModelInputs | None = None,
-    quantise: str | None = None,
-    catalog: Catalog | None = None,
-    trust: bool = False,
-) -> Handle:
-    """As :func:`patch`, also of a model that has nothing to patch."""
+def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None) -> Handle:
+    """Patch as :func:`patch` does, but accept a model that has nothing to patch."""
+    options = options or PatchOptions()
     _check_model(model)
-    if mode not in MODES or policy not in POLICIES:
-        raise UsageError(
-            f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.",
-            code="mode_unknown",
-        )
-    if dry_run and (verify or quantise):
-        option = "verify" if verify else "quantise"
+    if options.dry_run and (options.verify or options.quantise):
+        option = "verify" if options.verify else "quantise"
         raise UsageError(
             f"a dry run patches nothing that could be proved; leave out dry_run or {option}.", code="options_clash"
         )
-    if inputs is not None and not (verify or quantise):
+    if options.inputs is not None and not (options.verify or options.quantise):
         raise UsageError("inputs are what verify=True runs; give both or none.", code="options_clash")
-    check_kind(ops if ops is not None else (), Iterable, "ops are names of definitions")
-    ops = (ops,) if isinstance(ops, str) else ops
-    records = (catalog or current_catalog()).trusting(trust)
+    check_kind(options.ops if options.ops is not None else (), Iterable, "ops are names of definitions")
+    ops = (options.ops,) if isinstance(options.ops, str) else options.ops
+    records = (options.catalog or current_catalog()).trusting(options.trust)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
         raise UsageError(
             f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list", code="definition_unknown"
         )
-    if quantise is not None:
+    options = replace(options, ops=ops)
+    if options.quantise is not None:
         return quantise_and_patch(
             model,
-            quantise,
-            inputs,
-            lambda final: _found_and_patched(model, records, _Choice(ops, False, verify and final), inputs),
+            options.quantise,
+            options.inputs,
+            lambda final: _found_and_patched(model, records, replace(options, verify=options.verify and final)),
         )
-    return _found_and_patched(model, records, _Choice(ops, dry_run, verify), inputs)
+    return _found_and_patched(model, records, options)
 
 
-class _Choice:
-    """Which of what was found is to be patched."""
-
-    def __init__(self, ops: Collection[str] | None, dry_run: bool, verify: bool) -> None:
-        self.ops = ops
-        self.dry_run = dry_run
-        self.verify = verify
-
-
-def _found_and_patched(model: torch.nn.Module, records: Catalog, choice: _Choice, inputs: ModelInputs | None) -> Handle:
+def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchOptions) -> Handle:
     found = discover(model, records)
-    if choice.verify and not found:
+    if options.verify and not found:
         return Handle()  # nothing to prove
-    return _patch(model, found, records, choice, inputs)
+    return _patch(model, found, records, options)
 
 
-def _patch(
-    model: torch.nn.Module, found: Sequence[Found], records: Catalog, choice: _Choice, inputs: ModelInputs | None
-) -> Handle:
+def _patch(model: torch.nn.Module, found: Sequence[Found], records: Catalog, options: PatchOptions) -> Handle:
     served = Served(records)
     handle = Handle()
     try:
         for group in _sharing_a_forward(found):
-            handle.add([(part, _why_not(part, choice, served)) for part in group], records)
-        if choice.verify:
+            handle.add([(part, _why_not(part, options, served)) for part in group], records)
+        if options.verify:
             # What nothing could serve was put in all the same: its calls are wanted as Workloads.
-            handle.prove(model, inputs)
+            handle.prove(model, options.inputs)
             never = {(part.kind, part.module_class.__name__, part.definition): served.why_never(part) for part in found}
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
     except BaseException:
@@ -189,20 +169,23 @@ def _sharing_a_forward(found: Sequence[Found]) -> list[list[Found]]:
     return list(groups.values())
 
 
-def _why_not(found: Found, choice: _Choice, served: Served) -> str:
+def _why_not(found: Found, options: PatchOptions, served: Served) -> str:
     """Return why a group stays stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
-    if choice.ops is not None and found.definition not in choice.ops:
+    if options.ops is not None and found.definition not in options.ops:
         return "not among the ops asked for"
-    if choice.dry_run:
+    if options.dry_run:
         return "dry run"
-    return "" if choice.verify else served.why_never(found)
+    return "" if options.verify else served.why_never(found)
 
 
 @contextlib.contextmanager
 def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
-    """:func:`patch` for the length of a ``with`` block; the model is itself again afterwards, also after an exception."""
+    """Patch a model for the length of a ``with`` block, and take the patch away also after an exception.
+
+    ``options`` are the arguments of :func:`patch`.
+    """
     handle = patch(model, **options)
     try:
         yield handle
@@ -219,11 +202,12 @@ def patched_init(**options: Any) -> Iterator[list[Handle]]:
     """Patch every transformers model that this thread builds inside the ``with`` block, as the block ends.
 
     The models are built stock and stay patched after the block. Yields the list of their handles, which is empty until the
-    block ends; where one cannot be patched, none is.
+    block ends. If one cannot be patched, none is. ``options`` are the arguments of :func:`patch`.
 
     To hear of new models, ``PreTrainedModel.__init__`` is wrapped while any thread is inside such a block. Models that other
     threads build meanwhile are built as ever.
     """
+    chosen = PatchOptions(**options)
     handles: list[Handle] = []
     with _constructed_models() as built:
         yield handles
@@ -232,7 +216,7 @@ def patched_init(**options: Any) -> Iterator[list[Handle]]:
     try:
         for model in models:
             if id(model) not in inner:
-                handles.append(patch_what_fits(model, **options))
+                handles.append(patch_what_fits(model, chosen))
     except BaseException:
         while handles:
             handles.pop().unpatch()
