@@ -63,7 +63,7 @@ def add(
 ) -> Added:
     """Add what a file or folder contains: a Definition, a Solution or Workloads.
 
-    All of it is added, or nothing. The checks are those of the command line.
+    The checks are those of the command line. If one fails, nothing is added.
 
     Args:
         path: a ``.py`` file that defines ``run``, the folder or the ``.json`` of a record, the folder of a draft, or Workloads
