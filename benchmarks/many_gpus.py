@@ -129,7 +129,7 @@ def supervisors() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"bench.devices.supervisor" in (entry / "cmdline").read_bytes():
+            if parent == os.getpid() and b"measurement.devices.supervisor" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return sorted(found)
 

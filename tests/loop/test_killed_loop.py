@@ -138,7 +138,7 @@ def test_a_loop_that_was_killed_goes_on_and_repeats_only_what_was_not_journaled(
     assert (tmp_path / "done").read_text().splitlines() == done
 
 
-MOMENTS = ("promote", "record_promotions", "leave", "append")
+MOMENTS = ("verify", "record_promotions", "leave", "append")
 """After which a submission that is measured is killed; the last is what journals its end."""
 
 

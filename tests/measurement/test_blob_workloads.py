@@ -152,11 +152,11 @@ def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_chea
     catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = catalog(in_file(tmp_path / "catalog", "all", x=x_of(7), weight=torch.ones(N)))
-    (trace,) = [item for item in measured(records, tmp_path / "home", promote=True) if item.tier == "promotion"]
+    (trace,) = [item for item in measured(records, tmp_path / "home", verify=True) if item.tier == "promotion"]
     assert trace.status == "PASSED", trace.reason
     monkeypatch.setattr("tilegym_db.measurement.audit.check_latency", lambda *_, **__: "claims 1 us, took 9")
     monkeypatch.setattr("tilegym_db.measurement.audit._machine_reason", lambda *_: "")
-    again = measured(records, tmp_path / "home", promote=True, again=True)
+    again = measured(records, tmp_path / "home", verify=True, again=True)
     (refuted,) = [item for item in again if item.tier == "promotion"]
     assert refuted.status == "UNSUPPORTED"
     assert (
