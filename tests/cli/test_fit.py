@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from raising import raises
 from write_checked_records import judged
 
@@ -155,6 +156,16 @@ def test_a_model_that_cannot_be_run_is_refused_before_anything_is_built(
     path.write_text(json.dumps(content))
     with raises(UsageError, code, fact):
         fit_config(path, "cpu", OPTIONS)
+
+
+def test_fit_measures_on_the_models_device_and_on_no_cluster(config: Path) -> None:
+    model, ids = torch.nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.int64)
+    with raises(UsageError, "fit_on_cluster", "'ray'"):
+        fit(model, ids, devices="ray")
+    with raises(UsageError, "fit_on_cluster", "'ray:head:6379'"):
+        fit_config(config, "ray:head:6379", OPTIONS)
+    with raises(HardwareError, "gpu_other", "devices='h200'"):
+        fit(model, ids, devices="h200")
 
 
 @pytest.mark.parametrize("text", ["0", "1,,8", "x", "-1", "1.5", ""])
