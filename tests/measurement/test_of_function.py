@@ -76,10 +76,10 @@ def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: 
     assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
 
 
-def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_scale: Path):
+def test_a_function_is_not_verified_and_must_take_the_definitions_arguments(row_scale: Path):
     with raises(UsageError, "signature_differs", "doubled(x)"):
         tilegym_db.bench(doubled, definition="row_scale")
-    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
+    with raises(UsageError, "function_not_verified", "tilegym-db add-solution"):
         tilegym_db.bench(scaled, definition="row_scale", verify=True)
     with raises(UsageError, "definition_missing", "definition="):
         tilegym_db.bench(scaled)

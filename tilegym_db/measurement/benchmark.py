@@ -168,15 +168,15 @@ def run_tiers(
             refuse_omitting(setup.catalog, options.names)
         report = _run(setup, options, watch, pool, limits, confined=confined)
         if then_verify and not report.interrupted:
-            promotion = replace(options, tier="promotion")
-            report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
+            final = replace(options, tier="promotion")
+            report = report.followed_by(_run(setup, final, watch, pool, limits, confined=confined))
     if limits is not None:
         report.notes.append(sandbox_note(setup.machine, limits))
     return report
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
-    """Return the Solutions that may not be promoted here because workers cannot be confined, with reasons; None if they can
+    """Return the Solutions that may not be verified here because workers cannot be confined, with reasons; None if they can
     be.
 
     Supervisors check the sandbox themselves and refuse their work if it fails. Only a kernel without Landlock is known in
@@ -312,7 +312,7 @@ def run_plan(
 
 
 # ---- cross check ----------------------------------------------------------------------------------
-# Compare the two clocks of a promotion: CUDA events, which decide, and CUPTI.
+# Compare the two clocks of the promotion tier: CUDA events, which decide, and CUPTI.
 #
 # Events include the launch: a call of one kernel takes longer by the time of an empty kernel, 3 to 4 us, depending on the
 # host (``docs/decisions/timing.md``, 0022). Calls that launch several kernels are not compared, since events also count the gaps
@@ -347,7 +347,7 @@ class TwoClocks:
 
 
 def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
-    """Compare the time of each promoted call of one kernel by CUDA events with its time by CUPTI.
+    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI.
 
     Args:
         traces: those of one run.
@@ -370,7 +370,9 @@ def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
 # Screen a function as a temporary Solution.
 
 FILE = "kernel.py"
-ONLY_SCREENED = "a function can only be screened; promotion needs a named Solution. Try: tilegym-db add-solution FILE"
+ONLY_SCREENED = (
+    "a function can only be screened; verification needs a named Solution. Try: tilegym-db add-solution FILE"
+)
 
 
 def _bench_function(
@@ -390,7 +392,7 @@ def _bench_function(
             code="definition_missing",
         )
     if verify:
-        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
+        raise UsageError(ONLY_SCREENED, code="function_not_verified")
     with catalog_with_function(function, definition, catalog, dtypes, layouts) as (name, records):
         return run((name,), records)
 
