@@ -34,7 +34,7 @@ from typing import TextIO
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement import plan
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, Workload
 
@@ -152,7 +152,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=float, default=math.inf, help="end the run after these, in whatever repeat it is"
     )
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
-    parser.add_argument("--dry-run", action="store_true", help="with --turns: say what the repeats would promote")
+    parser.add_argument("--dry-run", action="store_true", help="with --turns: say what the repeats would verify")
     options = parser.parse_args(arguments)
     if options.dry_run and not options.turns:
         parser.error("--dry-run goes with --turns")
@@ -205,13 +205,13 @@ def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Ta
                 print(f"no time for repeat {number}: the longest took {longest:.0f} s", file=sys.stderr)
                 return
             with tempfile.TemporaryDirectory() as folder:
-                report = promote(
+                report = verify(
                     repeat.names,
                     gpu=options.gpu,
                     gpus=options.gpus,
                     workload=repeat.workloads,
                     quick=not options.all_workloads,
-                    again=True,  # also what was published
+                    force=True,  # also what was published
                     # In turns a kernel comes at another workload each time, and one store is calibrated once.
                     store_home=Path(shared if options.turns else folder),
                     observer=Observer(traced=tally.add),

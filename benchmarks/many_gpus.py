@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import benchmark, verify
 from tilegym_db.measurement.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import divide
 from tilegym_db.measurement.machine import cpu_machine
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
         if peaks is not None:
             shutil.copytree(peaks, home, dirs_exist_ok=True)
         watch = Watch(run.kill_after)
-        tier = promote if options.tier == "promotion" else benchmark
+        tier = verify if options.tier == "promotion" else benchmark
         report = tier(
             tuple(options.names), gpu=devices[0].gpu, language=options.language, gpus=devices, catalog=catalog,
             store_home=home, observer=watch.observer(),
@@ -191,7 +191,7 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
 
 def calibrated(folder: Path) -> Path:
     """A home folder with the peaks of this host's GPUs, which are of one kind."""
-    command = [sys.executable, "-m", "tilegym_db", "calibrate"]
+    command = [sys.executable, "-m", "tilegym_db", "doctor", "calibrate"]
     subprocess.run(command, env={**os.environ, "TILEGYM_DB_HOME": str(folder)}, check=True, stdout=sys.stderr)
     return folder
 

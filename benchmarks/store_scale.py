@@ -189,7 +189,7 @@ def _failure(workload: Workload) -> dict[str, Any]:
             "expected": "1.5",
             "got": "0",
             "worst_row": 0,
-            "command": "tilegym-db reproduce op00_triton_1 --gpu h200 --contents outliers --seed 1234567890123456789",
+            "command": "tilegym-db debug reproduce op00_triton_1 --gpu h200 --distribution outliers --seed 1234567890123456789",
         },
     }
 

@@ -76,13 +76,13 @@ def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: 
     assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
 
 
-def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_scale: Path):
-    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
-        tilegym_db.benchmark_function(scaled, "row_scale", promote=True)
+def test_a_function_is_not_verified_and_must_take_the_definitions_arguments(row_scale: Path):
+    with raises(UsageError, "function_not_verified", "tilegym-db add-solution"):
+        tilegym_db.benchmark_function(scaled, "row_scale", verify=True)
     with raises(UsageError, "signature_differs", "doubled(x)"):
         tilegym_db.benchmark_function(doubled, "row_scale")
-    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
-        tilegym_db.benchmark(scaled, definition="row_scale", promote=True)
+    with raises(UsageError, "function_not_verified", "tilegym-db add-solution"):
+        tilegym_db.benchmark(scaled, definition="row_scale", verify=True)
     with raises(UsageError, "definition_missing", "definition="):
         tilegym_db.benchmark(scaled)
     with raises(UsageError, "definition_without_function", "definition="):

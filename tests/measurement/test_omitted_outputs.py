@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import benchmark, verify
 from tilegym_db.measurement.instruments.calls import arguments_of
 from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.records import Trace
@@ -98,9 +98,9 @@ def test_promotion_refuses_it_by_name_and_leaves_it_out_of_the_rest(
 ) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     with raises(UsageError, "solution_not_timed", "row_peak_part omits peak"):
-        promote(("row_peak_part",), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True)
+        verify(("row_peak_part",), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True)
     screened(records, home)
-    report = promote((), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True, quick=True)
+    report = verify((), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True, quick=True)
     assert {trace.solution for trace in report.traces} == {"row_peak_stock", "row_peak_whole"}
     assert any("omits peak" in skipped.reason for skipped in report.plan.skipped if skipped.solution == "row_peak_part")
 

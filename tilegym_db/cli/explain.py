@@ -196,7 +196,7 @@ def candidate_records(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _note_next(definition: str, gpu: str) -> None:
-    """Print how many passes await promotion, and the next step on this machine."""
+    """Print how many passes await verification, and the next step on this machine."""
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.errors import StoreError
     from tilegym_db.resolver.device import default_gpu
@@ -238,7 +238,7 @@ def next_step(
         asked: a slug or a family.
         here: the slug of this machine; ``cpu`` without a GPU.
         measured: GPUs with verified traces of the definition.
-        waiting: screen passes on ``asked`` that await promotion.
+        waiting: screen passes on ``asked`` that await verification.
         can_bench: True if PyTorch is installed, which every measurement needs.
     """
     from tilegym_db.records.hardware import CPU, same_gpu
@@ -247,9 +247,9 @@ def next_step(
         if not can_bench:
             return "Measurements need PyTorch, which is not installed here. Next: pip install 'tilegym-db[torch]'"
         if waiting:
-            return f"Next, on this {here}: tilegym-db promote {definition}, then tilegym-db publish --gpu {here}."
+            return f"Next, on this {here}: tilegym-db verify {definition}, then tilegym-db publish --gpu {here}."
         return (
-            f"Next, on this {here}: tilegym-db bench {definition} --gpu {here} --promote, "
+            f"Next, on this {here}: tilegym-db bench {definition} --gpu {here} --verify, "
             f"then tilegym-db publish --gpu {here}."
         )
     others = [gpu for gpu in measured if not same_gpu(asked, gpu)]

@@ -222,7 +222,7 @@ def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Mach
 def _measure(report: FitReport, kernels: Sequence[str], gpus: str | None, observer: Observer | None) -> None:
     uuids = tuple(dict.fromkeys(call.uuid for call in report.calls))
     measured = benchmark(
-        tuple(kernels), gpu=report.machine.gpu, workload=uuids, promote=True, gpus=gpus, observer=observer
+        tuple(kernels), gpu=report.machine.gpu, workload=uuids, verify=True, gpus=gpus, observer=observer
     )
     report.notes += [*measured.notes, *measured.unfinished]
     report.measured = measured if measured.traces or measured.interrupted else None

@@ -75,7 +75,7 @@ def regress(
     watch = observer or Observer()
     with open_pool(executor, gpus, gpu, watch.starting) as pool:
         setup = RunSetup.on(pool, gpu, catalog, store_home)
-        options = Options(workload=workload, quick=quick, again=True, tier="promotion")
+        options = Options(workload=workload, quick=quick, force=True, tier="promotion")
         return _regress(setup, against, names, options, bars, watch, pool)
 
 

@@ -14,7 +14,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import benchmark, verify
 from tilegym_db.measurement.devices.places import RemoteProcess, _Cluster
 from tilegym_db.measurement.devices.pool import JOINED
 from tilegym_db.measurement.run_setup import Observer
@@ -116,7 +116,7 @@ def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_is_taken_in(
             cluster.add_node(**NODE)
             wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work meanwhile
 
-    report = promote(
+    report = verify(
         ("row_scale",),
         gpu="cpu",
         catalog=catalog,

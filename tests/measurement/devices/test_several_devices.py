@@ -15,7 +15,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import benchmark, verify
 from tilegym_db.measurement.devices.devices import cpu_slots
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import TuneObserver, tune
@@ -72,7 +72,7 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
             os.kill(killed[0], signal.SIGKILL)
 
     observer = Observer(traced=kill_one, at_work=lambda device, what: at_work.append((device, what)))
-    report = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
+    report = verify(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
 
     status = {"row_scale_stock": "PASSED", "row_scale_wrong": "INCORRECT_NUMERICAL"}
     uuids = [workload.uuid for workload in catalog.workloads_for("row_scale")]

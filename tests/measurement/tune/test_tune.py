@@ -16,7 +16,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.plan import BenchReport, DefinitionPlan
 from tilegym_db.measurement.tune.search import ConfigCandidate
@@ -140,7 +140,7 @@ def test_a_second_run_tries_nothing_and_gives_the_same_answer(first, catalog, fo
 
 @pytest.fixture(scope="module")
 def promoted(first, catalog, folder) -> BenchReport:
-    return promote(("row_scale_blocked",), gpu="cpu", catalog=catalog, store_home=folder / "home")
+    return verify(("row_scale_blocked",), gpu="cpu", catalog=catalog, store_home=folder / "home")
 
 
 def test_promotion_takes_the_tuned_config_beside_the_defaults(promoted, catalog, folder):
