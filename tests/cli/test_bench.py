@@ -8,6 +8,7 @@ from tilegym_db.measurement import machine
 from tilegym_db.verification import admission
 
 WRONG = 'def run(x, weight, factor, out):\n    raise ValueError("[/red] is no colour")\n'
+CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--scalar", "factor=1")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_a_reference_that_does_not_return_is_a_finding_and_ends_nothing(body, me
         ["bench", "row_scale", "--gpu", "cpu"],
         ["bench", "--gpu", "cpu"],
         ["tune", "row_scale", "--gpu", "cpu"],
-        ["debug", "reproduce", "row_scale_stock", "--axes", "M=4,N=8", "--dtype", "T=float32", "--scalar", "factor=1", "--gpu", "cpu"],
+        ["debug", "reproduce", "row_scale_stock", *CALL, "--gpu", "cpu"],
     ):  # fmt: skip
         result = cli(*arguments)
         assert result.code == 1

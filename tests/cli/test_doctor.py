@@ -93,7 +93,7 @@ def test_doctor_says_when_and_how_the_gpu_was_calibrated_or_how_to_do_it(cli, ro
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
     save_peaks(PEAKS.model_copy(update={"driver": "570.1"}), home)
     (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"]
-    assert (check["state"], check["fix"][:20]) == ("missing", "tilegym-db doctor calibrate")
+    assert (check["state"], check["fix"][:27]) == ("missing", "tilegym-db doctor calibrate")
     assert "not calibrated with driver 580.159.04; known: 2026-11-21, NVIDIA H200, driver 570.1" in check["detail"]
     save_peaks(PEAKS, home)
     result = cli("doctor")

@@ -1,4 +1,4 @@
-"""What becomes of a kernel with an award that an experiment discards: it stays with whoever handed it in, and is not published."""
+"""What becomes of a kernel with an award that an experiment discards: it stays in the catalog, and is not published."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.awards import claim_of, record_awards
+from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import Award
 from tilegym_db.store.connection import open_store
@@ -48,7 +48,7 @@ def test_every_shipped_pass_that_earns_an_award_has_one_and_no_other_has(store: 
         assert (claim.baseline is None) == (row is None), (trace.solution, trace.axes, claim.reason)
         if claim.baseline is not None and row is not None:
             record = Award.from_json(row["record"])
-            assert record.prefix == awards._prefix(trace)
+            assert record.prefix == _prefix(trace)
             assert (row["baseline"], row["ci_low"]) == (claim.baseline.other, claim.baseline.ci_low)
             assert (record.trace_id, record.solution_digest) == (trace.trace_id, trace.solution_digest)
             assert row["status"] == "standing"
@@ -65,6 +65,6 @@ def test_what_ships_with_an_award_gets_no_second_one_and_another_source_gets_the
     assert journaled(Award, home) == []
     other = Trace.from_dict(trace.to_dict() | {"solution_digest": "0" * 64, "trace_id": "of another source"})
     (one,), _ = record_awards(store, [other], home)
-    assert one.prefix == awards._prefix(trace)
+    assert one.prefix == _prefix(trace)
     taken = [number for number in shipped.values() if number.rpartition("_v")[0] == one.prefix]
     assert one.id == f"{one.prefix}_v{len(taken) + 1}"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from raising import raises
-from tilegym_db.cli.debug import print_kernels
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.cli.debug import print_kernels
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError
 from tilegym_db.measurement.instruments.calls import arguments_of
 from tilegym_db.measurement.instruments.profile import CallProfile, parse_profile, profile_path, profiler_command

@@ -499,8 +499,8 @@ def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: 
 def test_stock_takes_part_with_each_implementation_of_its_experts(new: int, kernels: Catalog, moe_config: Path) -> None:
     asked = [one for name in ("eager", "batched_mm", "grouped_mm") for one in ("--experts", name)]
     found = invoke(
-        models.bench_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--batch", 2, "--prompt-tokens", 9, "--max-new-tokens", new,
-        "--rounds", 8, *asked, "--json",
+        models.bench_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--batch", 2, "--prompt-tokens", 9,
+        "--max-new-tokens", new, "--rounds", 8, *asked, "--json",
     )  # fmt: skip
     assert found.exit_code == 0, found.output
     run = ModelRun.from_dict(json.loads(found.stdout), "the output")
