@@ -76,7 +76,7 @@ def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., Any]
     assert (row["origin"], row["definition"], row["is_foreign"]) == ("flashinfer-trace:theirs", "rms_norm", True)
     assert row["latency_us"] == pytest.approx(1e-3)
     (shipped,) = cli("sql", "SELECT op_type, version FROM definitions WHERE name = 'rms_norm'", "--json").json()
-    assert shipped["doctor", "versions"] != ""
+    assert shipped["version"] != ""
     compared = cli("data", "compare", "theirs", "--json").json()
     assert compared["summary"] == {"not judged here": 1}
     assert compared["pairs"][0]["foreign"] is True
