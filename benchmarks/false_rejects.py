@@ -1,4 +1,4 @@
-"""How often the promotion tier refuses what is honest: every Solution of the catalog, promoted again and again.
+"""How often the promotion tier refuses what is honest: every Solution of the catalog, verified again and again.
 
     python benchmarks/false_rejects.py --repeats 100 --gpu cpu
     python -m benchmarks.false_rejects --turns --gpus 2,3 --seconds 300 --out verdicts.jsonl
@@ -72,7 +72,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What one repeat promotes: names, and the workloads that it is limited to."""
+    """What one repeat verifies: names, and the workloads that it is limited to."""
 
     names: tuple[str, ...]
     workloads: str | tuple[str, ...] | None
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with workloads_each(options.workloads):
             repeat_all(options, islice(repeats, options.repeats), tally)
-    except (KeyboardInterrupt, RuntimeError) as error:  # between two promotions; DuckDB raises the other one for it
+    except (KeyboardInterrupt, RuntimeError) as error:  # between two runs; DuckDB raises the other one for it
         if isinstance(error, RuntimeError) and not due.is_set():
             raise
         print("ended", file=sys.stderr)
@@ -196,7 +196,7 @@ def workloads_each(count: int | None) -> Iterator[None]:
 
 
 def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Tally) -> None:
-    """One promotion after the other, until there is no time for one more."""
+    """One run after the other, until there is no time for one more."""
     start, longest = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as shared:
         for number, repeat in enumerate(repeats, 1):
