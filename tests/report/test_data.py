@@ -77,8 +77,9 @@ def test_every_solution_has_its_sources_and_every_case_a_command(shipped_report:
         shown = {path: shipped_report.sources[digest].encode() for path, digest in files}
         assert shown == dict(catalog.solution(name).sources)
     for row in shipped_report.evidence:
-        assert shlex.split(row["command"])[:5] == [
+        assert shlex.split(row["command"])[:6] == [
             "tilegym-db",
+            "debug",
             "reproduce",
             row["solution"],
             "--axes",
