@@ -191,7 +191,7 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
 
 def calibrated(folder: Path) -> Path:
     """A home folder with the peaks of this host's GPUs, which are of one kind."""
-    command = [sys.executable, "-m", "tilegym_db", "calibrate"]
+    command = [sys.executable, "-m", "tilegym_db", "doctor", "calibrate"]
     subprocess.run(command, env={**os.environ, "TILEGYM_DB_HOME": str(folder)}, check=True, stdout=sys.stderr)
     return folder
 

@@ -110,7 +110,20 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
         assert store.rows("SELECT count(*) AS traces FROM traces") == [before]
     assert {path: path.read_bytes() for path in files} == files
 
-    asked = ("fit", str(config), "--gpu", "cpu", "--prompt", "64", "--new", "2", "--dtype", "float32", "--rounds", "2")
+    asked = (
+        "fit",
+        str(config),
+        "--gpu",
+        "cpu",
+        "--prompt-tokens",
+        "64",
+        "--max-new-tokens",
+        "2",
+        "--dtype",
+        "float32",
+        "--rounds",
+        "2",
+    )
     told = cli(*asked, "--json").json()
     assert (told["measured"], told["new_runs"], len(told["calls"])) == ({}, 0, len(found.calls))
     shown = cli(*asked)

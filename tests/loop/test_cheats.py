@@ -83,7 +83,7 @@ def test_another_language_or_gpu_than_was_asked_for_is_refused(task: Task, hand_
         submit(task, hand_in(GOOD), gpu="h200")
 
 
-def test_a_bar_below_that_of_promotions_is_refused(operator: Path) -> None:
+def test_a_bar_below_that_of_awards_is_refused(operator: Path) -> None:
     with raises(UsageError, "bar_too_low", "1.10"):
         create_task("row_scale", language="python", gpu="cpu", min_speedup=1.0)
 

@@ -138,13 +138,13 @@ def test_the_seed_is_secret_until_the_traces_state_it(first):
 def test_a_second_run_measures_nothing_and_says_why(first, catalog, folder):
     again = bench(devices="cpu", catalog=catalog, store_home=folder / "home")
     assert again.traces == []
-    assert [item.reason for item in again.plan.skipped] == ["already measured (--again repeats it)"] * 5
+    assert [item.reason for item in again.plan.skipped] == ["already measured (--force repeats it)"] * 5
     assert len(list((folder / "home" / "runs").iterdir())) == 1  # no empty journal
 
 
 def test_again_measures_anew_and_keeps_what_was_there(first, catalog, folder):
     before = stored_ids(folder, catalog)
-    report = bench(("row_add",), devices="cpu", again=True, catalog=catalog, store_home=folder / "home")
+    report = bench(("row_add",), devices="cpu", force=True, catalog=catalog, store_home=folder / "home")
     assert [trace.solution for trace in report.traces] == ["row_add_stock"]
     assert stored_ids(folder, catalog) == before | {only(report, "row_add_stock").trace_id}
     assert only(report, "row_add_stock").envelope.seed != only(first, "row_add_stock").envelope.seed
@@ -188,7 +188,7 @@ def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
 
 def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):
     weak = SimpleNamespace(level=1, description="", reasons=("this kernel has no Landlock",))
-    monkeypatch.setattr("tilegym_db.measurement.promotions.best_level", lambda device: weak)
+    monkeypatch.setattr("tilegym_db.measurement.awards.best_level", lambda device: weak)
     with raises(HardwareError, "sandbox_too_weak", "this kernel has no Landlock", "--allow-unsandboxed"):
         verify(devices="cpu", catalog=catalog, store_home=tmp_path)
 

@@ -117,7 +117,7 @@ def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(
     assert f"x={held['x']['sha256'][:12]}" in failed.reason
     assert failed.failure is not None
     assert failed.failure.contents == "normal, and x as its file has it"
-    words = ["bench", "row_scale_knows", "--gpu", "cpu", "--workload", workload.uuid, "--again"]
+    words = ["bench", "row_scale_knows", "--gpu", "cpu", "--workload", workload.uuid, "--force"]
     assert shlex.split(failed.failure.command) == ["tilegym-db", *words]
 
 
@@ -156,7 +156,7 @@ def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_chea
     assert trace.status == "PASSED", trace.reason
     monkeypatch.setattr("tilegym_db.measurement.audit.check_latency", lambda *_, **__: "claims 1 us, took 9")
     monkeypatch.setattr("tilegym_db.measurement.audit._machine_reason", lambda *_: "")
-    again = measured(records, tmp_path / "home", verify=True, again=True)
+    again = measured(records, tmp_path / "home", verify=True, force=True)
     (refuted,) = [item for item in again if item.tier == "promotion"]
     assert refuted.status == "UNSUPPORTED"
     assert (

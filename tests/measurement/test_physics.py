@@ -91,7 +91,7 @@ def test_a_definition_without_a_cost_has_no_speed_of_light(make_catalog, tmp_pat
 
 def run(catalog, home, peaks: GpuPeaks | None) -> BenchReport:
     machine = cpu_machine()
-    plan = make_plan(catalog, machine, Options(again=True), ())
+    plan = make_plan(catalog, machine, Options(force=True), ())
     return run_plan(plan, machine, home, TimingBudget.quick(), SCREEN, Observer(), peaks)
 
 

@@ -54,7 +54,7 @@ def test_the_fastest_verified_solution_at_the_exact_axes_is_picked(shop: Any, ke
     ("changes", "reason"),
     [
         ({"solution_digest": "0" * 64}, "digest differs from the catalog's source: verified 000000000000"),
-        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement; promote it (tilegym-db promote scale"),
+        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement; verify it (tilegym-db verify scale"),
         ({"tier": None}, "tier unknown: not a verified measurement"),
         ({"sandbox_level": 1}, "sandbox level 1: its worker could have reached what judged it"),
         ({"sandbox_level": None}, "sandbox level 0: its worker could have reached what judged it"),

@@ -118,7 +118,7 @@ def screened(shop: Any, kernel: Any) -> None:
 def test_where_stock_runs_what_waits_for_its_promotion_is_named(shop: Any, stock: Any, screened: None) -> None:
     result = run(*POINT)
     assert result.exit_code == 3
-    assert "1 screen pass is not verified yet: run tilegym-db promote scale_rows" in result.stderr
+    assert "1 screen pass is not verified yet: run tilegym-db verify scale_rows" in result.stderr
 
 
 def test_a_store_that_cannot_be_read_takes_nothing_from_the_answer(shop: Any, stock: Any, kernel: Any) -> None:

@@ -157,12 +157,12 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
         names, workload = ("rms_norm_demo",), "stage:demo"
     with heartbeat("testing the sandbox of this machine"):
         sandbox = best_level(machine.device)
-        promote = sandbox.level >= MIN_SANDBOX_LEVEL
-    if not promote:
-        say(f"There is no promotion, so nothing will count as verified: {'; '.join(sandbox.reasons)}")
+        verify = sandbox.level >= MIN_SANDBOX_LEVEL
+    if not verify:
+        say(f"Nothing will count as verified: {'; '.join(sandbox.reasons)}")
     with heartbeat("verifying and timing"), Progress() as progress:
         report = bench(
-            names, devices=machine.gpu, workload=workload, quick=machine.is_gpu, again=True, verify=promote,
+            names, devices=machine.gpu, workload=workload, quick=machine.is_gpu, force=True, verify=verify,
             catalog=Catalog.default(), observer=progress.observer(),
         )  # fmt: skip
     print_summary(report)

@@ -111,7 +111,7 @@ def _print(explanation: Explanation, wide: bool) -> None:
 
 
 def _note_next(definition: str, gpu: str) -> None:
-    """Print how many passes await promotion, and the next step on this machine."""
+    """Print how many passes await verification, and the next step on this machine."""
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.errors import StoreError
     from tilegym_db.resolver.device import default_gpu

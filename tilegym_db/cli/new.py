@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilegym_db.cli.kit.formats import AsJson, file_name
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
     from tilegym_db.scaffold import MappedWorkloads
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Write a draft of a definition, a solution or workloads, with the next command.",
-)
+app = command_group("Write a draft of a definition, a solution or workloads, with the next command.")
 
 
 @app.command("definition")

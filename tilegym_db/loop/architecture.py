@@ -64,7 +64,7 @@ def definition_findings(
     old = set(traced) - {definition.digest}
     if old and definition.digest not in traced:
         found.append(
-            f"{name}: every trace belongs to an older version. Measure again: tilegym-db bench {name} --promote"
+            f"{name}: every trace belongs to an older version. Measure again: tilegym-db bench {name} --verify"
         )
     for item in solutions:
         spec = item.record.spec

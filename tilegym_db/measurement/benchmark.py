@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import UsageError
+from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here
 from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Peaks, Session
@@ -25,7 +26,6 @@ from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
 from tilegym_db.measurement.plan import BenchReport, Options, Plan, names_of, refuse_omitting
-from tilegym_db.measurement.promotions import may_lack_confinement, record_promotions, sandbox_note, unpromotable_here
 from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
@@ -52,7 +52,7 @@ def bench(
     language: str | None = None,
     workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
-    again: bool = False,
+    force: bool = False,
     verify: bool = False,
     allow_unsandboxed: bool = False,
     catalog: Catalog | None = None,
@@ -78,7 +78,7 @@ def bench(
         workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several globs, of which one
             must match.
         quick: few workloads and few samples.
-        again: also measure pairs that already have a trace.
+        force: also measure pairs that already have a trace.
         verify: then verify what passed, as :func:`verify` does; the report contains its traces. Not for a function.
         allow_unsandboxed: verify every source even if this machine cannot confine a worker; such traces are marked and
             never published. Without it, such a machine verifies only sources that the package ships, for its own user.
@@ -99,7 +99,7 @@ def bench(
     asked = parse_devices(devices)
 
     def run(candidates: tuple[str, ...], records: Catalog | None) -> BenchReport:
-        options = Options(candidates, language, workload, quick, again)
+        options = Options(candidates, language, workload, quick, force)
         confined = not allow_unsandboxed
         return run_tiers(options, asked, records, store_home, observer, confined=confined, then_verify=verify)
 
@@ -121,7 +121,7 @@ def verify(
     language: str | None = None,
     workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
-    again: bool = False,
+    force: bool = False,
     allow_unsandboxed: bool = False,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
@@ -133,7 +133,7 @@ def verify(
     screen failed are left out. Verified Solutions that are nearly the fastest are measured again together with new ones, so
     that the ranking comes from the same rounds. Arguments and errors are those of :func:`bench`.
     """
-    options = Options(names_of(names), language, workload, quick, again, "promotion")
+    options = Options(names_of(names), language, workload, quick, force, "promotion")
     asked = parse_devices(devices)
     return run_tiers(options, asked, catalog, store_home, observer, confined=not allow_unsandboxed)
 
@@ -184,7 +184,7 @@ def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[
     """
     if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
-    return unpromotable_here(setup.machine, setup.catalog, options.names)
+    return unverifiable_here(setup.machine, setup.catalog, options.names)
 
 
 def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
@@ -211,7 +211,7 @@ def _run(
         if policy is SCREEN:
             done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
         known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
-        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.again else {}
+        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
         tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
@@ -234,7 +234,7 @@ def _run(
             report.notes.append(problem)
     with setup.store() as store:
         if policy is PROMOTION:
-            report.promotions, _ = record_promotions(store, report.traces, setup.home)
+            report.awards, _ = record_awards(store, report.traces, setup.home)
     return report
 
 
@@ -342,7 +342,7 @@ class TwoClocks:
         return (
             f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within "
             f"{MAX_DIFFERENCE_US:g} us or {MAX_DIFFERENCE_SHARE:.0%}, less the {self.launch_us:.3g} us of an empty kernel), so "
-            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
+            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db doctor calibrate"
         )
 
 

@@ -73,7 +73,7 @@ def regress(
     asked = parse_devices(devices)
     with open_pool(asked, watch.starting) as pool:
         setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
-        options = Options(workload=workload, quick=quick, again=True, tier="promotion")
+        options = Options(workload=workload, quick=quick, force=True, tier="promotion")
         return _regress(setup, against, names, options, bars, watch, pool)
 
 

@@ -374,11 +374,11 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
 
 
 def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
-    """Return the reason why a Solution is not timed, and so neither promoted nor ranked; None if it is timed."""
+    """Return the reason why a Solution is not timed, and so never ranked; None if it is timed."""
     if not omits:
         return None
     return (
-        f"{name} omits {', '.join(omits)}: it is verified without a time, and not promoted, published or resolved, "
+        f"{name} omits {', '.join(omits)}: it is verified without a time, and not ranked, published or resolved, "
         "since there is nothing yet that its times could be compared with"
     )
 

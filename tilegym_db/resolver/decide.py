@@ -284,7 +284,7 @@ def _not_verified(candidate: Candidate) -> str | None:
     """
     if candidate.tier not in VERIFIED_TIERS:
         return (
-            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; verify it (tilegym-db verify "
             f"{candidate.solution}) and publish again"
         )
     if candidate.tier != "promotion":

@@ -165,16 +165,16 @@ def next_step(
         asked: a slug or a family.
         here: the slug of this machine; ``cpu`` without a GPU.
         measured: GPUs with verified traces of the definition.
-        waiting: screen passes on ``asked`` that await promotion.
+        waiting: screen passes on ``asked`` that await verification.
         can_bench: True if PyTorch is installed, which every measurement needs.
     """
     if asked == here or same_gpu(asked, here):
         if not can_bench:
             return "Measurements need PyTorch, which is not installed here. Next: pip install 'tilegym-db[torch]'"
         if waiting:
-            return f"Next, on this {here}: tilegym-db promote {definition}, then tilegym-db publish --gpu {here}."
+            return f"Next, on this {here}: tilegym-db verify {definition}, then tilegym-db publish --gpu {here}."
         return (
-            f"Next, on this {here}: tilegym-db bench {definition} --gpu {here} --promote, "
+            f"Next, on this {here}: tilegym-db bench {definition} --gpu {here} --verify, "
             f"then tilegym-db publish --gpu {here}."
         )
     others = [gpu for gpu in measured if not same_gpu(asked, gpu)]

@@ -61,7 +61,7 @@ def _why_gone(text: str, here: Cited) -> str:
     if "/" in name:
         known = here.cases.get(name)
         if known is None:
-            return "is no GPU/SOLUTION/AXES that passed a promotion (AXES as `best` prints them: M=1,N=4096)"
+            return "is no GPU/SOLUTION/AXES that was verified (AXES as `best` prints them: M=1,N=4096)"
         return "" if known else "was taken back by a later failure, or its source changed"
     row = here.traces[name]
     if not row["is_here"]:

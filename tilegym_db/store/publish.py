@@ -1,6 +1,6 @@
 """Publishes the snapshot of a GPU: the resolver's input, which also ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl`` is a trace set with the best promoted trace per solution and shape.
+``traces/<gpu>/<op_type>/<definition>.jsonl`` is a trace set with the best verified trace per solution and shape.
 ``<definition>.tuning.jsonl`` beside it has the search steps that found its configs, or found no better ones.
 ``traces/<gpu>/peaks.json`` has the calibrated peaks behind the speed-of-light ratios.
 ``traces/<gpu>/<model>.models.jsonl`` has the newest runs of a model.
@@ -65,7 +65,7 @@ class PublishReport:
     entries: int
     traces: int
     revocations: int
-    """Number of published failures that revoked earlier promotions."""
+    """Number of published failures that revoked earlier passes."""
     model_runs: int
     """Number of published model runs; 0 for the user's own folder, whose home has them."""
     left_out: dict[str, int]
@@ -218,7 +218,7 @@ def _top_files(folder: Path) -> list[Path]:
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """Return the shipped sources of Definitions promoted here by unconfined workers. Usually there are none."""
+    """Return the shipped sources of Definitions verified here by unconfined workers. Usually there are none."""
     return shipped_keys(queries.unconfined_definitions(store, gpu))
 
 
@@ -230,7 +230,7 @@ def _left_out(store: Store, gpu: str, shipped: Collection[str]) -> dict[str, int
         f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})": kept["unconfined"],
         "measured on contents of files, which say nothing of a call on others": kept["of_files"],
         "it omits an output, so its times are compared with nothing": kept["omitting"],
-        "passed a screen only (tilegym-db promote)": queries.count_unverified(store, gpu=gpu),
+        "passed a screen only (tilegym-db verify)": queries.count_unverified(store, gpu=gpu),
     }
     return {reason: count for reason, count in counts.items() if count}
 
@@ -246,7 +246,7 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     measured = ", ".join(queries.measured_gpus(store)) or "none"
     return NotFoundError(
         f"no verified trace on '{gpu}' (GPUs with one: {measured}). "
-        "Measure first, on that GPU: tilegym-db bench --promote",
+        "Measure first, on that GPU: tilegym-db bench --verify",
         code="traces_missing",
     )
 

@@ -60,7 +60,7 @@ def free_port() -> int:
 def test_an_address_that_does_not_answer_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()
-    command = [sys.executable, "-m", "tilegym_db", "promote", "rms_norm", "--gpu", "cpu"]
+    command = [sys.executable, "-m", "tilegym_db", "verify", "rms_norm", "--gpu", "cpu"]
     command += ["--executor", f"ray:127.0.0.1:{free_port()}"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 2

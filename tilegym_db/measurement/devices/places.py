@@ -640,7 +640,7 @@ def trace_problem(trace: Trace, order: Order, machine: Machine) -> str | None:
         if stated != known:
             return f"its {name} is {stated!r}, but the device of the order has {known!r}"
     if session.confined and trace.status == "PASSED" and trace.sandbox_level < MIN_SANDBOX_LEVEL:
-        return f"its worker was confined at level {trace.sandbox_level}, but a promotion needs {MIN_SANDBOX_LEVEL}"
+        return f"its worker was confined at level {trace.sandbox_level}, but verification needs {MIN_SANDBOX_LEVEL}"
     planned = _planned(trace, order)
     if planned is None:
         return f"the order has no {trace.solution} on workload {trace.workload_uuid}"

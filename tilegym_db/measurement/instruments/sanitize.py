@@ -185,7 +185,7 @@ def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace
     found = [result for result in results if result.errors and result.chosen.in_catalog]
     if not found:
         return []
-    context = setup.context(command="sanitize")
+    context = setup.context(command="debug sanitize")
     traces = []
     with Journal(context.run_id, setup.home) as journal:
         for result in found:

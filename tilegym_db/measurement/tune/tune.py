@@ -70,7 +70,7 @@ def tune(
     workload: str | tuple[str, ...] | None = None,
     budget_s: float | None = None,
     quick: bool = False,
-    again: bool = False,
+    force: bool = False,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
@@ -89,7 +89,7 @@ def tune(
         budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
             completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
-        again: ignore what earlier runs tried.
+        force: ignore what earlier runs tried.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
         observer: callbacks for progress.
@@ -105,12 +105,12 @@ def tune(
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
     # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
-    options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
+    options = Options(names_of(names), language, workload, quick, force=True, tier="promotion")
     watch = observer or TuneObserver()
     asked = parse_devices(devices)
     with open_pool(asked, watch.starting) as pool:
         setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
-        return _search_all(setup, options, KnownResults.read(setup, again=again), budget_s, watch, pool)
+        return _search_all(setup, options, KnownResults.read(setup, force=force), budget_s, watch, pool)
 
 
 def _search_all(

@@ -340,7 +340,7 @@ class Entries:
         for name, model in self._models.items() if asked else ():
             if self._new < 2:
                 self.absent[f"{name}_static_cache"] = (
-                    "what is compiled is decoding, and --new 0 or 1 has no step of it."
+                    "what is compiled is decoding, and --max-new-tokens 0 or 1 has no step of it."
                 )
                 continue
             try:
@@ -353,7 +353,8 @@ class Entries:
         for name, model in self._models.items() if asked else ():
             if self._new:
                 self.absent[f"{name}_compiled"] = (
-                    "a forward that is compiled for the prompt is for the prefill alone: --new 0. For decoding: --static-cache."
+                    "a forward that is compiled for the prompt is for the prefill alone: --max-new-tokens 0. "
+                    "For decoding: --static-cache."
                 )
             else:
                 self._add_compiled(f"{name}_compiled", prefill(model, self._ids, self._backend))

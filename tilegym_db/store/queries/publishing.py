@@ -44,7 +44,7 @@ PUBLISHABLE = f"""
     {_BY_POINT}
 """
 
-# Counts of the solutions, configs and shapes promoted on a GPU with today's sources: revoked by a later failure, with
+# Counts of the solutions, configs and shapes verified on a GPU with today's sources: revoked by a later failure, with
 # impossible figures, and verified only by an unconfined worker. The last count is passes that omit an output.
 KEPT_BACK = f"""
     SELECT
@@ -130,9 +130,9 @@ def verified_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
 
 
 def publishable_rows(store: Store, gpu: str, shipped: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return :func:`verified_rows` that may leave this machine: promoted by a confined worker.
+    """Return :func:`verified_rows` that may leave this machine: verified by a confined worker.
 
-    With the keys of ``shipped`` sources also return those that may serve only this user: promoted here by any worker.
+    With the keys of ``shipped`` sources also return those that may serve only this user: verified here by any worker.
     """
     return parsed(store.rows(PUBLISHABLE, {"gpu": gpu, "shipped": sorted(shipped)}))
 
@@ -176,16 +176,16 @@ def unconfined_definitions(store: Store, gpu: str) -> list[str]:
 
 
 def kept_back(store: Store, gpu: str, shipped: Collection[str] = ()) -> dict[str, int]:
-    """Return reason -> number of promoted solutions, configs and shapes of a GPU that are not publishable.
+    """Return reason -> number of verified solutions, configs and shapes of a GPU that are not publishable.
 
     The reasons are ``revoked`` (a later failure), ``doubted`` (figures that cannot be true), ``unconfined`` (below the
     sandbox level of published traces) and ``of_files`` (measured on contents of files). ``omitting`` counts passes that
-    omit an output, which are never promoted. ``shipped`` is as for :func:`publishable_rows`.
+    omit an output, which are never verified for good. ``shipped`` is as for :func:`publishable_rows`.
     """
     (counts,) = store.rows(KEPT_BACK, {"gpu": gpu, "shipped": sorted(shipped)})
     return counts
 
 
 def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """Return the newest failures that revoked promotions of today's sources on a GPU, by shape: ids and target files."""
+    """Return the newest failures that revoked passes of today's sources on a GPU, by shape: ids and target files."""
     return store.rows(REVOKING, {"gpu": gpu})
