@@ -47,6 +47,21 @@ def test_a_new_name_is_a_command(name, cli):
         assert cli(*words, last, "--help").code == 0
 
 
+@pytest.mark.parametrize("words", [("data", "imprt"), ("doctor", "calibrat"), ("task", "sumbit"), ("debug", "profil")])
+def test_an_unknown_command_of_a_group_names_the_nearest(words, cli):
+    result = cli(*words)
+    assert (result.code, result.cause) == (2, "command_unknown")
+    assert "Did you mean" in result.err
+    assert f"Try: tilegym-db {words[0]} --help" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("words", [("doctor", "--json", "versions"), ("report", "--trust", "weekly")])
+def test_an_option_before_the_command_of_a_group_is_refused(words, cli):
+    result = cli(*words)
+    assert (result.code, result.cause, result.out) == (2, "option_misplaced", "")
+    assert words[1] in result.err
+
+
 def test_an_unknown_command_is_wrong_usage(cli):
     result = cli("lsit")
     assert result.code == 2

@@ -168,12 +168,11 @@ def test_reference_of_commands_has_the_help_of_each():
     from docs_site.command_page import reference_text
 
     text = reference_text()
-    for panel, commands in COMMANDS.items():
-        assert f"\n## {panel}\n" in text
-        for name in commands:
-            _, _, section = text.partition(f"\n### {name}\n\n```text\n")
-            assert section.startswith(f"Usage: tilegym-db {name}")
-            assert "--help" in section.partition("\n```\n")[0]
+    assert all(f"\n## {panel}\n" in text for panel in COMMANDS)
+    for name in {*every_command(), *(name for panel in COMMANDS.values() for name in panel)}:
+        _, _, section = text.partition(f"\n### {name}\n\n```text\n")
+        assert section.startswith(f"Usage: tilegym-db {name}")
+        assert "--help" in section.partition("\n```\n")[0]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import shlex
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from tilegym_db.cli.kit.groups import SETTINGS
+from tilegym_db.cli.kit.groups import SETTINGS, CommandGroup
 
 COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
@@ -124,8 +123,8 @@ def every_command() -> dict[str, Any]:
     return found
 
 
-class CommandTable(TyperGroup):
-    """The Typer group of :data:`COMMANDS`."""
+class CommandTable(CommandGroup):
+    """The group of :data:`COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return every name, in the order of the help."""
@@ -136,18 +135,13 @@ class CommandTable(TyperGroup):
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Resolve a command like Typer, but answer an old name with the new one, and suggest the nearest for an unknown one."""
-        from tilegym_db.errors import UsageError, did_you_mean
+        """Resolve a command as a group does, but answer an old name with the new one."""
+        from tilegym_db.errors import UsageError
 
-        known = self.list_commands(ctx)
         if args and args[0] in OLD_NAMES:
             new = OLD_NAMES[args[0]]
             command = " ".join(["tilegym-db", new, *map(shlex.quote, args[1:])])
             raise UsageError(f"'{args[0]}' is now '{new}'. Try: {command}", code="command_renamed")
-        if args and args[0] not in known and not args[0].startswith("-"):
-            raise UsageError(
-                f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: tilegym-db --help", code="command_unknown"
-            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
