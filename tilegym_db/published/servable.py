@@ -117,7 +117,7 @@ def why_not_trusted(candidate: Candidate, *, audience: Audience) -> Refusal | No
     if candidate.tier not in VERIFIED_TIERS:
         return Refusal(
             "unverified",
-            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; verify it (tilegym-db verify "
             f"{candidate.solution}) and publish again",
         )
     if candidate.of_files:

@@ -29,7 +29,7 @@ from tilegym_db.verification.verifier import Failure, call_again, not_set_up, on
 # ---- tier policy ----------------------------------------------------------------------------------
 
 MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
-"""Minimum sandbox level of a promotion; below it, a Solution could have changed its verifier."""
+"""Minimum sandbox level of the promotion tier; below it, a Solution could have changed its verifier."""
 
 
 @dataclass(frozen=True)

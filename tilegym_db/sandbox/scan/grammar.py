@@ -85,7 +85,10 @@ def _defined(node: ast.AST) -> Iterator[str]:
 
 
 def check_class(context: Context, node: ast.ClassDef) -> None:
-    """Report a class that is more than a record: a ``NamedTuple``, a dataclass, or a class without base and decorator. ``context.scope`` is the scope around it."""
+    """Report a class that is more than a record: a ``NamedTuple``, a dataclass, or a class without base and decorator.
+
+    ``context.scope`` is the scope around it.
+    """
     bases, makers = (
         [_paths(context, base) for base in node.bases],
         [_paths(context, one) for one in node.decorator_list],
