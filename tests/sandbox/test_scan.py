@@ -56,12 +56,12 @@ CASES = {
     "unparsable-source": Case("def run(x:\n", "def run(x): pass"),
     "hidden-text": Case('x = "a\u202eb"', 'x = "a\u00e9b"'),
     "imports-introspection": Case("import inspect", "import itertools"),
-    "imports-native-code": Case("import ctypes", "import cmath"),
+    "imports-native-code": Case("import ctypes", "import math"),
     "imports-concurrency": Case("import threading", "import typing"),
     "imports-network": Case("from urllib import request", "from math import inf"),
-    "imports-files": Case("from pathlib import Path", "from enum import Enum"),
+    "imports-files": Case("from pathlib import Path", "from dataclasses import dataclass"),
     "imports-loader": Case("import importlib", "import functools"),
-    "imports-serialisation": Case("import pickle", "import json"),
+    "imports-serialisation": Case("import pickle", "import itertools"),
     "imports-clock": Case("import time", "import math"),
     "imports-unknown": Case("import flash_attn", "import torch"),
     "star-import": Case("from torch import *", "from torch import float32"),
@@ -76,7 +76,7 @@ CASES = {
         "import torch\ntorch.equal = lambda a, b: True", "class A:\n    def f(self): self.equal = 1"
     ),
     "private-member": Case("import torch\ntorch._tensor_str", "import torch\ntorch._check(True)"),
-    "unlisted-member": Case("import enum\nenum.bltns", "import enum\nenum.auto"),
+    "unlisted-member": Case("import functools\nfunctools.RLock", "import functools\nfunctools.partial"),
     "class-factory": Case(
         "C = type('C', (), {})", "def f(x, y): return type(x) is type(y) or f'{type(x)}' or type(x).__name__"
     ),
@@ -99,6 +99,7 @@ CASES = {
         "import torch\n@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x: torch.Tensor) -> None: pass",
     ),
     "tensor-subclass": Case("import torch\ntorch.Tensor._make_subclass(int, 1)", "import torch\ntorch.empty_like"),
+    "unchecked-memory": Case("import torch\ntorch.frombuffer(b'1')", "import torch\ntorch.empty(1)"),
     "outside-language": Case(
         "class A(dict): pass", "from typing import NamedTuple\nclass Tile(NamedTuple):\n    rows: int = 1"
     ),
@@ -390,7 +391,7 @@ DISGUISED = {
     "private module": ("private-member", "import collections\ncollections._sys.modules"),
     "stdout": ("namespace-access", "import contextlib\ncontextlib.redirect_stdout(None)"),
     "generator's frame": ("frame-access", "def f(g): return g.gi_frame"),
-    "code object": ("frame-access", "from types import FunctionType"),
+    "code object": ("imports-unknown", "from types import FunctionType"),
     "file through torch": ("reads-files", "import torch\ntorch.load('x')"),
     "subclass of an alias": ("outside-language", "from torch import Tensor as T\nclass A(T): pass"),
     "parameter": ("outside-language", "import torch\nclass A(torch.nn.Parameter): pass"),
@@ -429,6 +430,9 @@ DISGUISED = {
     "decorated method": ("outside-language", "class A:\n    @f\n    def g(self): pass"),
     "statement in a class": ("outside-language", "class A:\n    for x in (1,): pass"),
     "coroutine": ("outside-language", "async def f(): pass"),
+    "storage replaced": ("unchecked-memory", "def run(x, y): x.set_(y)"),
+    "storage grown": ("unchecked-memory", "def run(x): x.resize_(9)"),
+    "indices without a check": ("unchecked-memory", "import torch\ntorch.sparse_csr_tensor([0], [9], [1.0])"),
     "attribute of the module": ("object-hooks", "def __getattr__(name): pass"),
     "profiler": ("process-state", "import torch\ntorch.profiler.profile()"),
     "tf32 for everyone": ("process-state", "import torch\ntorch.set_float32_matmul_precision('high')"),
@@ -656,6 +660,15 @@ DOORS = {
     "host function": ("tilelang", "T.call_packed('runtime.ModuleLoadFromFile', 'a.so')"),
     "C library": ("tilelang", "T.call_extern('int32', 'system', 'true')"),
     "C library in disguise": ("tilelang", "T.call_extern('int32', '__libc_system', 'true')"),
+    "function that looks like an intrinsic": ("tilelang", "T.call_extern('int32', '__mine', 1)"),
+    "call in assembler": (
+        "triton",
+        "import triton.language as tl\ntl.inline_asm_elementwise('call vprintf, (a, b);', '=r', [])",
+    ),
+    "memory that outlives a launch": (
+        "triton",
+        "import triton.language as tl\ntl.inline_asm_elementwise('} .global .u32 seen; {', '=r', [])",
+    ),
     "TVM": ("tilelang", "from tilelang import tvm"),
     "foreign binary": ("cutile", "from cuda.tile import compilation"),
 }

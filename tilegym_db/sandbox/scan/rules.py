@@ -257,8 +257,6 @@ class Checker(ScopedVisitor):
 # Rules for calls: computed attributes, the environment, raw device code, operators, compiler flags.
 
 EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.call_pure_extern"})
-DEVICE_INTRINSIC = re.compile(r"__(?!libc|xpg|nss|gconv)[a-z][a-z0-9_]*")
-"""Names that ``T.call_extern`` accepts: intrinsics of CUDA. Other names could be functions of the C library."""
 
 
 FLAG_ARGUMENTS = ("compile_flags", "nvcc_flags")
@@ -302,7 +300,9 @@ def check_call(context: Context, node: ast.Call) -> None:
     if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
         context.report.add(node, "dynamic-attribute", "gives SimpleNamespace names that cannot be known")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
-        context.report.add(node, "native-extension", "gives T.call_extern a name that is no intrinsic of CUDA")
+        context.report.add(
+            node, "native-extension", "gives T.call_extern a name that is not a listed intrinsic of CUDA"
+        )
     if paths & OPERATOR_MAKERS and _is_torch_operator(context, node):
         context.report.add(node, "dispatch-override", "registers an operator whose name is computed or torch's own")
     if paths & {"os.getenv", "os.environ.get"}:
@@ -358,7 +358,7 @@ def _check_getattr(context: Context, node: ast.Call, *, reads: bool) -> None:
 
 def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:
     text = context.text(node.args[1]) if len(node.args) > 1 else None
-    return text is not None and DEVICE_INTRINSIC.fullmatch(text) is not None
+    return text is not None and text in WORDS["device-intrinsics"]
 
 
 def _is_torch_operator(context: Context, node: ast.Call) -> bool:
@@ -533,15 +533,23 @@ def _names_a_type(text: str) -> bool:
 
 
 # ---- texts ----------------------------------------------------------------------------------------
-# All texts of a source together must not contain assembler that reads clocks or counts launches.
+# All texts of a source together must not contain assembler that reads clocks, counts launches, or leaves the kernel.
 
 CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
 """PTX special registers that tell a kernel the time or the number of its launch."""
+OUTSIDE_THE_KERNEL = re.compile(
+    r"(?:^|[;{}\s])(?:call(?:\.uni)?\s|\.(?:extern|func|entry|global|const|visible|weak|common|alias|file|section|pragma)\b"
+    r"|nanosleep\b|brkpt\b|pmevent\b|trap\b|exit\b)"
+)
+"""PTX that calls a function, defines one, defines memory that outlives a launch, or ends the launch."""
 LONGEST = 16
 
 
 def check_assembler(tree: ast.AST, report: ScanReport) -> None:
-    """Refuse texts that name such a register, including names joined from consecutive parts."""
+    """Refuse texts with such PTX, including names joined from consecutive parts."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    has_assembler = any(name.startswith("inline_asm") for name in attributes | imported)
     before = ""
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):
@@ -549,4 +557,6 @@ def check_assembler(tree: ast.AST, report: ScanReport) -> None:
         found = CLOCK_REGISTER.search(joined)
         if found:
             report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        if has_assembler and ";" in str(node.value) and OUTSIDE_THE_KERNEL.search(str(node.value)):
+            report.add(node, "native-extension", "has assembler that calls, defines or ends more than its own block")
         before = "" if found else joined[-LONGEST:]
