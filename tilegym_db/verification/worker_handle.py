@@ -245,7 +245,7 @@ class WorkerHandle:
         )
 
     def detach(self) -> None:
-        """Unmap that memory in a live worker."""
+        """Unmap the memory of :meth:`attach`, if the worker is alive."""
         if self.worker is not None and self.worker.alive:
             self.order("detach", self.limits.call_s)
 
