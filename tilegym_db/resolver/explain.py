@@ -56,7 +56,7 @@ class Explanation:
 
     @property
     def left_to_compilers(self) -> str | None:
-        """The reason why a kernel that serves eager calls does not serve compiled code; None if it does, or if no kernel serves."""
+        """The reason why a kernel for eager calls does not serve compiled code; None if it does, or if no kernel serves."""
         return not_in_compiled_code(self.decision) if self.decision.solution else None
 
     def to_dict(self) -> dict[str, Any]:
