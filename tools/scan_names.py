@@ -39,14 +39,15 @@ SHORT: dict[str, str] = {
     "Optional ParamSpec Protocol Self Sequence Set Tuple Type TypeAlias TypeVar Union TYPE_CHECKING assert_never cast overload",
     "warnings": "warn",
     "numpy": "errstate array asarray arange zeros ones empty full zeros_like ones_like empty_like full_like linspace eye "
-    "identity ndarray dtype generic float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ intp "
-    "complex64 complex128 floating integer signedinteger unsignedinteger number finfo iinfo inf nan pi e newaxis abs add "
-    "subtract multiply divide floor_divide power mod sqrt exp exp2 log log2 log10 sin cos tan tanh ceil floor rint round sign square minimum "
-    "maximum clip where prod sum mean var std median max min amax amin argmax argmin argsort sort cumsum cumprod dot matmul "
-    "einsum outer tensordot concatenate stack vstack hstack split reshape ravel transpose swapaxes moveaxis expand_dims "
-    "squeeze broadcast_to tile repeat pad roll flip unique nonzero any all isnan isinf isfinite isclose allclose array_equal "
-    "ascontiguousarray ceil bitwise_and bitwise_or bitwise_xor left_shift right_shift logical_and logical_or logical_not diag "
-    "triu tril meshgrid log1p expm1 gcd lcm ndim shape size isscalar issubdtype result_type promote_types can_cast",
+    "identity ndarray dtype generic float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ "
+    "intp complex64 complex128 floating integer signedinteger unsignedinteger number finfo iinfo inf nan pi e newaxis "
+    "abs add subtract multiply divide floor_divide power mod sqrt exp exp2 log log2 log10 sin cos tan tanh ceil floor "
+    "rint round sign square minimum maximum clip where prod sum mean var std median max min amax amin argmax argmin "
+    "argsort sort cumsum cumprod dot matmul einsum outer tensordot concatenate stack vstack hstack split reshape "
+    "ravel transpose swapaxes moveaxis expand_dims squeeze broadcast_to tile repeat pad roll flip unique nonzero any "
+    "all isnan isinf isfinite isclose allclose array_equal ascontiguousarray ceil bitwise_and bitwise_or bitwise_xor "
+    "left_shift right_shift logical_and logical_or logical_not diag triu tril meshgrid log1p expm1 gcd lcm ndim shape "
+    "size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
     "torch.ops.aten": "silu_backward gelu_backward native_layer_norm native_layer_norm_backward native_group_norm",
     "torch.cuda": "current_stream current_device device device_of device_count get_device_properties get_device_capability "
