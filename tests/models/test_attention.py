@@ -110,7 +110,7 @@ def test_a_window_is_served_while_it_holds_the_whole_sequence(
     assert reasons(handle) == {part.MASKED}
 
 
-def test_layers_with_a_window_and_layers_without_are_told_apart(
+def test_layers_with_and_without_a_window_are_distinguished(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build("gemma3"), prompt(2)

@@ -269,7 +269,7 @@ def test_machine_unable_to_run_stock_code_serves_nothing(kernels: Catalog, monke
 
 
 @pytest.mark.parametrize("error", [PermissionError("no cache"), CorruptedCacheException("bad"), HTTPError("no route")])
-def test_a_hub_that_gives_no_kernel_is_told_of(
+def test_hub_that_gives_no_kernel_is_reported(
     error: Exception, kernels: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> None:

@@ -314,7 +314,7 @@ WAYS_TO_CALL: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] =
 
 @pytest.mark.parametrize("sub_layer", SUB_LAYERS)
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_memory_is_owned_where_nobody_else_has_it(holder: str, sub_layer: str) -> None:
+def test_memory_is_owned_if_no_other_tensor_has_it(holder: str, sub_layer: str) -> None:
     is_view = SUB_LAYERS[sub_layer](torch.ones(2, 3, 8), torch.ones(8, 8))._is_view()
     nobody = holder == "nobody" or (holder == "its base" and not is_view)
     assert owned(SUB_LAYERS[sub_layer], HOLDERS[holder]) == nobody

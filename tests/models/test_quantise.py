@@ -142,7 +142,7 @@ def test_a_twin_that_shares_the_weights_is_not_touched(model: Any, catalog: Cata
     before.check(twin, lambda: logits(twin, prompt()))
 
 
-def test_weights_that_nobody_else_has_are_freed_and_made_anew(model: Any, catalog: Catalog) -> None:
+def test_weights_with_no_other_owner_are_freed_and_made_anew(model: Any, catalog: Catalog) -> None:
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.requires_grad_(False).note = "an attribute"
     own, weight = layer.weight.detach().clone(), weakref.ref(layer.weight)

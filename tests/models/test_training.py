@@ -131,7 +131,7 @@ def test_frozen_norms_get_no_gradient_and_pass_one_on(training_kernels: Catalog,
     assert "rms_norm_backward" not in hits
 
 
-def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
+def test_gradient_without_its_own_measurement_is_left_to_stock(
     training_kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build().requires_grad_(False), prompt()
@@ -145,7 +145,7 @@ def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_who_wants_no_gradients_is_told_how_to_say_so(
+def test_call_without_gradients_is_shown_how_to_say_so(
     training: bool, kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model = build().train(training)
