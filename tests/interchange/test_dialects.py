@@ -163,7 +163,7 @@ def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: P
     }
 
 
-def test_each_dialect_is_told_from_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
+def test_each_dialect_is_recognised_by_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
     told = [recognise(item.root).name for item in (tree, dumps, problems)]
     assert told == ["flashinfer-trace", "fi-trace", "sol-execbench"]
 
