@@ -40,7 +40,7 @@ def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float,
 
 @pytest.mark.parametrize("person", SEEN)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_any_two_languages_can_be_told_apart(scheme: str, person: str):
+def test_any_two_languages_are_distinguishable(scheme: str, person: str):
     style = Path(page.__file__).with_name("page.css").read_text()
     part = style.split("@media (prefers-color-scheme: dark)")[scheme == "dark"]
     colours = {name: colour for name, colour in re.findall(r"--(\w+): (#\w{6})", part) if name in LANGUAGES}

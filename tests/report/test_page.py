@@ -52,7 +52,7 @@ def checked(text: str) -> Checked:
     return parser
 
 
-def test_the_page_of_the_shipped_data_is_whole_small_and_asks_no_network(shipped_report: ReportData):
+def test_page_of_the_shipped_data_is_whole_small_and_offline(shipped_report: ReportData):
     text = page(shipped_report, version="0.2.0")
     assert len(text.encode()) < 3_000_000
     found = checked(text)
@@ -95,7 +95,7 @@ def test_an_empty_database_makes_a_page(shipped_report: ReportData):
     assert "newest measurement never" in page(report, version="0.2.0")
 
 
-def test_the_page_carries_the_library_of_its_plots_with_versions_and_licence(shipped_report: ReportData):
+def test_page_has_its_plot_library_with_versions_and_licence(shipped_report: ReportData):
     library = checked(page(shipped_report, version="0")).scripts[1]
     locked = json.loads((ROOT / "tools" / "d3" / "package-lock.json").read_text())["packages"]
     licence = (ROOT / "tilegym_db" / "report" / "vendor" / "d3.LICENSE").read_text()
