@@ -1,4 +1,4 @@
-"""The clock audit on a GPU of stock code whose time depends on contents: refuted, but not called a lie; a kernel would be."""
+"""The clock audit on a GPU of stock code whose time depends on contents: rejected, but not as a lie, unlike a kernel."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_memory_is_left_for_the_measuring_process_itself():
 
 
 def test_solution_whose_workers_had_no_memory_is_tried_again(plans, tmp_path, monkeypatch):
-    """Three workers in a row do not even start: as many deaths of its own making would end it."""
+    """Let three workers in a row fail to start: as many deaths by the solution itself would end it."""
     refused, start = [], WorkerHandle.start
 
     def crowded(self: WorkerHandle) -> WorkerProcess:

@@ -170,7 +170,7 @@ def test_a_promotion_says_what_it_looked_into(promoted, first):
     assert trace.sandbox_level >= MIN_SANDBOX_LEVEL
     assert trace.audit is not None
     assert trace.audit.wall_us is not None
-    assert trace.audit.owned_share is None  # nobody owns a processor's time
+    assert trace.audit.owned_share is None  # a processor's time has no owner
     assert trace.envelope is not None
     assert trace.envelope.seed not in {t.envelope.seed for t in first.traces if t.envelope}
 

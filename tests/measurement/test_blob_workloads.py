@@ -1,4 +1,4 @@
-"""Workloads whose inputs a file holds: timed on it, verified on drawn contents beside it, and told apart from all others."""
+"""Workloads whose inputs a file holds: timed on it, verified on drawn contents beside it, and kept apart from all others."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_file_is_in_all_timed_sets_and_in_no_set_only_verified(catalog: Callable
     assert len(weights) == len(CONTENT_SETS)
     assert contents.other is not None
     assert not any(torch.equal(expected.inputs["x"], x_of(7)) for expected in (*contents.unusual, contents.other))
-    # What the clock is checked on: the file as it is, and everything else as nobody has seen it.
+    # What the clock is checked on: the file as it is, and everything else freshly drawn.
     fresh = contents.fresh(0, 3)
     assert all(torch.equal(expected.inputs["x"], x_of(7)) for expected in fresh)
     assert not weights & {tuple(expected.inputs["weight"].tolist()) for expected in fresh}

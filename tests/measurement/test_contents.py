@@ -52,7 +52,7 @@ def test_every_timed_set_spreads_its_rows_as_a_model_does() -> None:
     contents = grouped_gemm(seed=7)
     assert len(contents.sets) == len(CONTENT_SETS)
     for expected in contents.sets:
-        assert sum(lengths(expected.inputs["offs"])) == ROWS  # no tail that belongs to nobody
+        assert sum(lengths(expected.inputs["offs"])) == ROWS  # no tail without a group
         assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
 
 

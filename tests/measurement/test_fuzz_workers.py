@@ -74,7 +74,7 @@ def test_processors_go_to_runners_first_then_equally_to_helpers():
     processors = Processors(8, runners=8)
     assert not processors.take(1)
     for _ in range(5):
-        processors.done()  # three are left: five processors for helpers, of which nobody gets more than two
+        processors.done()  # three are left: five processors for helpers, of which no runner gets more than two
     assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
     assert [processors.take(workers) for workers in (1, 2, 1, 1)] == [True, True, True, False]
     processors.give_back()

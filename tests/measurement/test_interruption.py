@@ -27,7 +27,7 @@ HANGS = """def run(x, weight, factor, out):
 """
 TWO_SIZES = ({"axes": {"M": 40, "N": 32}}, {"axes": {"M": 24, "N": 48}})
 
-# Imports once what every run imports, then makes each run of the command line a process of its own.
+# Imports once what every run imports, then makes each run of the command line a separate process.
 LAUNCHER = """import os, sys
 import tilegym_db.measurement.benchmark, tilegym_db.cli.kit.bench_progress
 from tilegym_db.cli.app import main

@@ -1,4 +1,4 @@
-"""``benchmarks/kernel_race.py``: who may start, what the ratio says, and a tiny race on this machine's processor."""
+"""``benchmarks/kernel_race.py``: the admission, the ratio, and a tiny race on this machine's processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of a notebook or a script, written into a file of its own and measured as any other Solution."""
+"""A function of a notebook or a script, written into a separate file and measured as any other Solution."""
 
 from __future__ import annotations
 

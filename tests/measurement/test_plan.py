@@ -241,7 +241,7 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
 
 @pytest.fixture
 def held_by(catalog) -> Callable[..., dict]:
-    """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and who comes close."""
+    """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and those that come close."""
     workload = catalog.workloads_for("row_scale")[2]
 
     def hold(*likely_fastest: str | tuple[str, dict]) -> dict:

@@ -1,4 +1,4 @@
-"""``benchmarks/pressure.py``: a kernel that is right alone and wrong beside others is told, an honest one beside it is not."""
+"""``benchmarks/pressure.py``: a kernel that is right alone and wrong beside others is reported, an honest one is not."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SEED = 20_261_122
 
 @pytest.fixture
 def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Any]:
-    """A verification of a source, in a worker of its own."""
+    """Return a verification of a source, in a separate worker."""
     with ExitStack() as stack:
 
         def verification(name: str, source: str, **spec: Any) -> Verification:

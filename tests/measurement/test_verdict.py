@@ -55,7 +55,7 @@ def test_the_median_is_covered_when_a_coarse_clock_makes_ties(scale, count, seed
 
 
 def rounds(generator: random.Random, speedup: float, count: int) -> tuple[list[float], list[float]]:
-    """Times of this and of the other in interleaved rounds: 2% of drift that both see, heavy-tailed noise of their own."""
+    """Return times of both in interleaved rounds: 2% of drift that both see, and separate heavy-tailed noise."""
     this, other, level = [], [], 0.0
     for _ in range(count):
         level += generator.gauss(0, 0.02 / math.sqrt(count))

@@ -1,4 +1,4 @@
-"""What a driver asks of a trace from another host before it is taken for one of its own."""
+"""The checks of a driver on a trace from another host before it counts as one measured here."""
 
 from __future__ import annotations
 

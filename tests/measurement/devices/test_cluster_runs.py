@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster: several nodes on this machine, each with processes of its own, whose CPUs are measured."""
+"""Runs on a real Ray cluster: several nodes on this machine, each with separate processes, whose CPUs are measured."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_killed_node_loses_nothing_and_a_new_node_is_taken_in(cluster, make_cata
 
     def change_the_cluster(device: str, what: str) -> None:
         at_work.setdefault(device, []).append(what)
-        if what == JOINED:  # nobody gets work meanwhile
+        if what == JOINED:  # no node gets work until then
             wait_for(lambda: started[-1].is_ready)
         if what.startswith("row_scale") and sum(map(len, at_work.values())) == 2:  # both are in the middle of something
             kill_node(lost)
             cluster.add_node(**NODE)
-            wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work meanwhile
+            wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work until then
 
     report = verify(
         ("row_scale",),
@@ -164,7 +164,7 @@ def test_cluster_without_gpu_or_with_a_silent_gpu_is_refused(cluster, catalog, h
     arguments = {"catalog": catalog, "store_home": home, "devices": f"ray:{cluster.address}"}
     with raises(HardwareError, "cluster_device_absent", "'--gpu cpu'"):
         bench(("row_scale",), **arguments)
-    cluster.add_node(**NODE, num_gpus=1)  # Ray believes what it is told
+    cluster.add_node(**NODE, num_gpus=1)  # Ray believes this number
     with raises(HardwareError, "devices_lost", "GPU 0", "PyTorch"):
         bench(("row_scale",), **arguments)
 

@@ -1,4 +1,4 @@
-"""Who stays in the race and who wins it, from times that are known. Pure."""
+"""The configs that stay in the race and the one that wins it, from times that are known. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENCIES = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.floa
 
 
 def rounds(latencies: dict[str, float], count: int = 16, noise: float = 0.0, seed: int = 0) -> dict[str, list[float]]:
-    """Paired times under a clock that slows down by a third, each with noise of its own."""
+    """Return paired times under a clock that slows down by a third, each with separate noise."""
     generator = random.Random(seed)
     drift = [1 + round / (3 * count) for round in range(count)]
     return {

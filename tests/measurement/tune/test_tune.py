@@ -97,7 +97,7 @@ def test_config_right_only_at_one_shape_leads_until_its_screen(first):
     assert [step.outcome for step in of_trick] == ["leads", "failed"]
     assert of_trick[-1].reason.startswith("its screen says INCORRECT_NUMERICAL: out: ")
     assert of_trick[-1].status == "INCORRECT_NUMERICAL"
-    # What had lost to it, or could not be told from it on a busy machine, was tried again, and nothing else.
+    # What had lost to it, or could not be distinguished from it on a busy machine, was tried again, and nothing else.
     before, after = outcomes(first.steps)[48]
     assert (before in ("slower", "tie"), after) == (True, "leads")
 
@@ -123,7 +123,7 @@ def test_verdicts_are_traces_of_their_config_at_the_screen_tier(first):
     assert {trace.tier for trace in first.traces} == {"screen"}
     winner = next(trace for trace in first.traces if trace.config == {"ROWS": 48})
     assert winner.envelope is not None
-    assert winner.envelope.cases > 4  # fuzzed as that config, beside the four content sets of its own shape
+    assert winner.envelope.cases > 4  # fuzzed as that config, beside the four content sets of the workload's shape
     assert winner.performance.comparisons[0].provides == "stock"
 
 
