@@ -1,4 +1,4 @@
-"""A call in a process of its own: what it prints, and how much of it."""
+"""A call in a separate process: what it prints, and how much of it."""
 
 from __future__ import annotations
 

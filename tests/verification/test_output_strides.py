@@ -1,4 +1,4 @@
-"""Outputs whose strides a Workload or a Definition says: gaps between elements belong to nobody, and nobody writes there."""
+"""Outputs whose strides a Workload or a Definition says: gaps between elements have no owner and stay unwritten."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_gaps_are_not_compared_and_a_write_into_one_is_refused(by_columns):
         written = read_outputs(buffers, 0, by_columns)["out"]
         assert written.is_contiguous()
         assert torch.equal(written, torch.zeros(5, 3))
-        out.as_strided((8, 3), (1, 8))[5:, 0] = 0.0  # the rest of the first column, which belongs to nobody
+        out.as_strided((8, 3), (1, 8))[5:, 0] = 0.0  # the rest of the first column, which has no owner
         failure = check_memory(buffers, 0, before, by_columns, case)
         assert failure is not None
         assert failure.gate == "memory"

@@ -90,7 +90,7 @@ def from_the_last(inputs: Inputs) -> torch.Tensor:
 
 
 def by_exponential_race(inputs: Inputs) -> torch.Tensor:
-    """Random bits of its own from the number of the row, as a kernel with a generator would make them."""
+    """Derive separate random bits from the number of the row, as a kernel with a generator would make them."""
     bits = (inputs["uniform"].double() * 2**24).long()[:, None] * 0x9E3779B9 + torch.arange(inputs["probs"].shape[-1])
     for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
@@ -98,7 +98,7 @@ def by_exponential_race(inputs: Inputs) -> torch.Tensor:
 
 
 def in_reverse(inputs: Inputs) -> torch.Tensor:
-    """Each row has a number of its own still, if not the one at its place."""
+    """Give each row a separate number still, if not the one at its place."""
     return pick(kept_by_rank(inputs), inputs["uniform"].flip(0))
 
 

@@ -69,9 +69,7 @@ def test_processor_that_others_used_in_between_is_no_proof():
     [
         contended(250.0),
         contended(250.0, processor_us=0.0, queued_us=0.0),  # it slept
-        contended(
-            250.0, processor_us=24 * 500.0, queued_us=1e9
-        ),  # threads of its own that only kept each other waiting
+        contended(250.0, processor_us=24 * 500.0, queued_us=1e9),  # its threads, which only kept each other waiting
     ],
 )
 def test_false_clock_is_rejected_on_a_busy_machine_too(lie):
