@@ -126,7 +126,7 @@ def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None
     ]
 
 
-# -- who vouches for a run ---------------------------------------------------------------------------------------------
+# -- trust in runs -----------------------------------------------------------------------------------------------------
 
 ORIGINS = "SELECT run_id, origin, trusted FROM model_runs ORDER BY run_id"
 

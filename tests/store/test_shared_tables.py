@@ -69,7 +69,7 @@ class Team:
     def served(
         self, who: str, *, trust: bool = False, gpu: str = GPU, definition: str = "scale"
     ) -> dict[int, list[str]]:
-        """M -> the candidates that an installation may serve, by latency, with who vouches for them."""
+        """Return M -> the candidates that an installation may serve, by latency, with the signer of each."""
         self.at(who)
         table: ResolverTable | None = load_table(gpu, trust=trust)
         if table is None:
@@ -104,7 +104,7 @@ def files_of(team: Team, part: str) -> list[Path]:
 
 
 def rewritten(team: Team, change: Callable[[dict[str, Any]], None]) -> None:
-    """Replace the only lock by an edited one under the name that its content has, as somebody with access could."""
+    """Replace the only lock by an edited one under the name that its content has, as anyone with access could."""
     (path,) = files_of(team, "/by=")
     lock = json.loads(path.read_text())
     change(lock)
@@ -324,7 +324,7 @@ def test_a_set_with_a_wrong_type_is_named(team, on):
 
 
 def test_edited_table_is_foreign_and_its_figures_are_judged(team, root, trace):
-    """With every digest made to fit: times below the physics floor of an H200, whose peaks ship, serve nobody."""
+    """Make every digest fit: times below the physics floor of an H200, whose peaks ship, are not served."""
     path = root / "definitions" / "norm" / "scale.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": {"flops": "M*N", "bytes": "4*M*N"}}))
     team.share(
@@ -374,7 +374,7 @@ def test_trust_is_in_one_lock_of_one_installation(team, on):
     assert [one.standing for one in tables_in(team.home("carl"))] == ["foreign"]
 
 
-# -- what the user is told --------------------------------------------------------------------------------------------
+# -- messages for the user ---------------------------------------------------------------------------------------------
 
 
 def test_explain_and_doctor_say_what_is_used_and_why_not(team, on):

@@ -28,7 +28,7 @@ from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_s
 
 BATCHES, ROWS = 16, 20
 
-# Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
+# Makes each line of its input a separate process, forked after pyarrow is imported but nothing of it has begun.
 WRITER = """import json, os, sys
 import pyarrow, pyarrow.parquet, pyarrow.dataset
 from tilegym_db.store.sharing import SharedDataSet, Row
@@ -279,7 +279,7 @@ ALL = sorted(f"{batch}-{n}" for batch in range(BATCHES) for n in range(ROWS))
 
 
 def as_it_lies(uri: str) -> tuple[set[str], list[str]]:
-    """Files of a data set and what they hold; again, where a request that a killed writer had sent was carried out meanwhile."""
+    """Return files of a data set and their content; again, if a request of a killed writer was carried out in between."""
     while True:
         files = {file.name for file in SharedDataSet(uri).files()}
         found = held(SharedDataSet(uri))

@@ -1,4 +1,4 @@
-"""Who vouches for a trace: signatures, locks, and figures that cannot be true."""
+"""Trust in traces: signatures, locks, and figures that cannot be true."""
 
 from __future__ import annotations
 
