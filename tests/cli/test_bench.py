@@ -56,7 +56,7 @@ def test_failure_is_shown_with_its_reason_in_any_characters(cli, wrong):
 
 @pytest.fixture
 def spoil(row_scale, monkeypatch):
-    """Change the operator's reference by hand, as nobody who adds it through a command can."""
+    """Change the operator's reference by hand, which no command for adding one allows."""
     monkeypatch.setattr(admission, "TRIAL_LIMIT_S", 1.0)
 
     def change(body):

@@ -205,4 +205,4 @@ def test_unreadable_loop_journal_stops_only_commands_of_the_loop(cli, row_scale,
     assert cli("sql", "SELECT count(*) FROM traces").code == 0
     assert cli("task", "create", "row_scale", "--gpu", "h200", "--language", "python").code == 0
     with pytest.raises(StoreError, match=r"attempts\.jsonl.*FIFO"):
-        journaled(Attempt, home)  # who numbers attempts must know all of them
+        journaled(Attempt, home)  # numbering attempts needs all of them

@@ -1,4 +1,4 @@
-"""Two solutions side by side: who is faster, where that is known, and how often."""
+"""Two solutions side by side: the faster one if that is known, and how often it is faster."""
 
 from __future__ import annotations
 
