@@ -1,4 +1,4 @@
-"""Attention: a kernel serves exactly the calls that a Definition describes, all others run stock, and nobody can tell.
+"""Attention: a kernel serves exactly the calls that a Definition describes, all others run stock, with unchanged results.
 
 The kernels here give the bits of stock for their own Definition, causal or one position, so that a call served by mistake
 (with a mask, a window, other lengths) changes the result.
@@ -232,7 +232,7 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 
 
 def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=OPS)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -175,7 +175,7 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 
 
 def test_a_layer_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=(CAST, PRODUCT))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

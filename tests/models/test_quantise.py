@@ -255,7 +255,7 @@ def test_layer_inexact_or_not_called_keeps_its_weight(catalog: Catalog) -> None:
 
 
 class Reading(Layers):
-    """Code that reads the weight of ``first`` in one way, besides calling it."""
+    """Return code that reads the weight of ``first`` in one way and also calls it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

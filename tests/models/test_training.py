@@ -272,7 +272,7 @@ print(json.dumps({"errors": errors, "hits": handle.report().hits()}))
 
 @pytest.mark.nightly
 def test_a_model_trains_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=("rms_norm", "swiglu", "rope_neox", *BACKWARDS))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
