@@ -80,7 +80,7 @@ def test_constraints_pin_every_name_of_the_extras_by_version():
         *(text for texts in project["optional-dependencies"].values() for text in texts),
     ]
     assert {normalised(text) for text in required} - {"tilegym-db"} <= pinned
-    # Each build of PyTorch pins a CUDA toolkit of its own: what it pins here would exclude all builds but one.
+    # Each build of PyTorch pins its own CUDA toolkit: what it pins here would exclude all builds but one.
     assert not pinned & {"cuda-toolkit", "cuda-bindings", "nvidia-cublas", "nvidia-cuda-runtime", "nvidia-nccl-cu13"}
     assert {"nvidia-cuda-tileiras", "nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-crt"} <= pinned
     releases = {line.partition("==")[2] for line in lines if line.startswith(("nvidia-cuda-tile", "nvidia-nvvm"))}

@@ -74,7 +74,7 @@ def check_whole(place: Place) -> None:
         assert exported == set(told["definitions"])
         assert exported
     shared_traces(place)
-    # Who numbers attempts reads and appends under one lock: no number is given twice.
+    # The numbering of attempts reads and appends under one lock: no number is given twice.
     numbered = {(one.task, one.number, one.solution_digest) for one in journaled(Attempt, place.home)}
     assert len({(task, number) for task, number, _ in numbered}) == len(numbered)
 

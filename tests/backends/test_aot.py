@@ -29,7 +29,7 @@ MakeWorkload = Callable[..., Workload]
 def children() -> set[int]:
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found.update(map(int, (task / "children").read_text().split()))
     return found
 

@@ -316,7 +316,7 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
 
 @pytest.mark.slow
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
-    """A gather out of its table by a drawn id would not, and a cuTile kernel, which is told as Python, runs as one of cuTile."""
+    """Check that ids of a file stay inside the table; drawn ids would not. A cuTile kernel marked as Python runs as cuTile."""
     from tilegym_db.judging.judging import judge_data_set
     from tilegym_db.measurement.machine import select_machine
 

@@ -72,7 +72,7 @@ def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path)
 
 @pytest.fixture
 def problems(new_tree: NewTree) -> Tree:
-    """SOL-ExecBench: two folders with one problem, an expression of axes, custom inputs, a tolerance of its own."""
+    """SOL-ExecBench: two folders with one problem, an expression of axes, custom inputs, and a separate tolerance."""
     record = definition(name="sol", op_type=None, hf_id="a/b")
     record["axes"]["R"] = {"type": "expr", "expression": "M * 2"}
     record["inputs"]["y"] = {"shape": ["R"], "dtype": "float32"}

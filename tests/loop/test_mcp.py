@@ -63,7 +63,7 @@ def content(result: Any) -> Any:
     text = "".join(part.text for part in result.content)
     if getattr(result, "is_error", False):
         return {"error": text}
-    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a text of its own beside it
+    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a separate text beside it
         return result.structured_content["result"]
     try:
         return json.loads(text)

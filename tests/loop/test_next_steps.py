@@ -1,4 +1,4 @@
-"""What an author is told to do next: every id that is shown is one that the commands take."""
+"""The next steps that an author gets: every id that is shown is one that the commands take."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ SERIOUS = ("serious", "critical")
 
 
 def serious_findings(tab: Any) -> list[str]:
-    """What axe-core finds on the page that keeps somebody from using it."""
+    """Return what axe-core finds on the page that keeps people from using it."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(tab).response

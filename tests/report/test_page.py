@@ -99,7 +99,7 @@ def test_page_has_its_plot_library_with_versions_and_licence(shipped_report: Rep
     library = checked(page(shipped_report, version="0")).scripts[1]
     locked = json.loads((ROOT / "tools" / "d3" / "package-lock.json").read_text())["packages"]
     licence = (ROOT / "tilegym_db" / "report" / "vendor" / "d3.LICENSE").read_text()
-    assert licence in library  # who sends the page to somebody sends the licence along
+    assert licence in library  # the licence is sent along with the page
     assert "Permission to use, copy, modify, and/or distribute" in licence
     named = re.findall(r"(d3-[a-z]+|internmap) (\d+\.\d+\.\d+)", licence)
     assert {"d3-array", "d3-axis", "d3-format", "d3-scale", "d3-selection", "d3-shape"} <= {name for name, _ in named}

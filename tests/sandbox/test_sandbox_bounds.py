@@ -150,7 +150,7 @@ line, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 1)
 request = json.loads(line)
 os.set_inheritable(descriptors[0], True)
 """
-# A process that forks and ends, over and over, as fast as a machine can: whoever looks for it by its number comes too late.
+# A process that forks and ends, over and over, as fast as a machine can: a search for it by its number comes too late.
 HOPPING = """
 import subprocess
 with open("hop.c", "w") as file:

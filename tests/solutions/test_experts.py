@@ -1,4 +1,4 @@
-"""What routers rarely give the kernels of the experts, in Triton's interpreter, in a process of its own.
+"""Rare inputs from routers to the kernels of the experts, in Triton's interpreter, in a separate process.
 
 Run as a program with the name of a kernel, this file prints the relative error of its every case against the reference.
 """

@@ -1,4 +1,4 @@
-"""What a model that has gone wrong gives routers, in Triton's interpreter, in a process of its own.
+"""Inputs from a model that has gone wrong to routers, in Triton's interpreter, in a separate process.
 
 Run as a program, this file prints for every router what a row with a NaN gives.
 """
