@@ -335,7 +335,7 @@ def test_a_toolchain_that_does_not_import_is_reported_as_such(
 
 
 @pytest.mark.slow
-def test_results_reach_the_calling_thread_and_ctrl_c_ends_others(
+def test_results_reach_the_main_thread_and_ctrl_c_ends_workers(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
 ) -> None:
     waits = "import time\ndef run(x, factor, out):\n    time.sleep(60)\n"

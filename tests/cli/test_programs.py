@@ -26,7 +26,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_missing_program_exits_with_the_status_of_a_package(words, cli, row_scale, nowhere):
+def test_missing_program_exits_like_a_missing_package(words, cli, row_scale, nowhere):
     result = cli(*words)
     assert (result.code, result.cause) == (2, "program_absent")
     assert "Fix:" in result.err

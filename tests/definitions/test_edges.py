@@ -275,7 +275,7 @@ def test_what_is_normalised_is_the_rounded_sum(name: str, agree: Agree) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", SUMS)
-def test_cancelling_residual_gives_zeros_and_nan_keeps_its_row(name: str, dtype: torch.dtype, agree: Agree) -> None:
+def test_cancelled_residual_gives_zeros_and_nan_stays_in_place(name: str, dtype: torch.dtype, agree: Agree) -> None:
     x = random(3, 37, dtype=dtype)
     residual = -x
     residual[1, 5] = torch.nan

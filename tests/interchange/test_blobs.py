@@ -224,7 +224,7 @@ def test_the_side_file_has_the_digest_and_the_seed_of_every_blob(family: Path) -
         assert item["workload"] in path
 
 
-def test_definition_that_cannot_be_drawn_omits_only_its_own(
+def test_definition_that_cannot_be_drawn_omits_its_workloads(
     shipped: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tilegym_db.verification import inputs

@@ -122,7 +122,7 @@ def test_discard_removes_what_the_loop_added_to_the_catalog(
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_solution_of_task_submit_stays_and_is_never_published(
+def test_submitted_solution_stays_unpublished_by_later_trials(
     installed: bool,
     loop: Callable[..., tuple[list[Experiment], list[str]]],
     published: list[set[str]],
@@ -169,7 +169,7 @@ def test_handing_in_what_the_loop_removed_puts_it_back(
 
 
 @pytest.mark.parametrize("by_himself", [None, "for the user", "into the checkout"])
-def test_trial_keeps_published_what_the_user_published_after_it(
+def test_trial_keeps_what_the_user_published_after_the_discard(
     by_himself: str | None, row_scale: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = (trace_of(None, "run", attempt) for attempt in (0, 1))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def result(digest: str, tool: str, said: str) -> dict:
     return {"kernel": "k", "language": "triton", "digest": digest, "tool": tool, "result": said, "shapes": ["a", "b"]}
 
 
-def test_record_adds_clean_kernels_and_drops_later_findings(order: ModuleType) -> None:
+def test_record_adds_clean_kernels_and_drops_those_found_later(order: ModuleType) -> None:
     first = [
         MACHINE,
         result("d1", "memcheck", "clean"),

@@ -60,7 +60,7 @@ def test_the_share_of_the_speed_of_light_is_a_geometric_mean_too():
     assert stock.sol_ratio is None
 
 
-def test_first_failure_gives_the_note_and_exclusions_none():
+def test_first_failure_gives_the_note_and_exclusions_are_ignored():
     traces = [
         trace("kernel", "UNSUPPORTED", "N <= 8"),
         trace("kernel", "TIMEOUT", "too slow"),

@@ -138,7 +138,7 @@ def test_ranges_are_what_their_names_say(contents, holds, operator):
         assert holds(draw_inputs(operator(), case(contents, seed), "cpu")["x"])
 
 
-def test_one_input_of_a_call_at_most_is_loud_and_noise_counts(operator):
+def test_at_most_one_input_is_loud_and_noise_takes_part(operator):
     tensor = {"shape": ["M", "N"], "dtype": "T"}
     generators = {"y": {"kind": "normal"}}
     definition = operator(
