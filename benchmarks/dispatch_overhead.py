@@ -44,7 +44,7 @@ SIZES = {"M": 4, "N": 64}
 
 
 def define(name: str, inputs: dict[str, list[str] | None]) -> Definition:
-    """A Definition with these inputs and one output."""
+    """Return a Definition with these inputs and one output."""
     reference = f"# Source: https://example.org\ndef run({', '.join(inputs)}):\n    return {next(iter(inputs))}\n"
     return Definition.from_dict(
         {
@@ -60,12 +60,12 @@ def define(name: str, inputs: dict[str, list[str] | None]) -> Definition:
 
 
 def kernel_source(definition: Definition) -> str:
-    """A kernel that takes its arguments and does nothing."""
+    """Return a kernel that takes its arguments and does nothing."""
     return f"def run({', '.join((*definition.inputs, *definition.written_outputs))}):\n    pass\n"
 
 
 def write_solution(definition: Definition, folder: Path) -> SolutionFiles:
-    """The kernel as a Solution on disk."""
+    """Write the kernel as a Solution on disk."""
     folder.mkdir(parents=True)
     (folder / "kernel.py").write_text(kernel_source(definition))
     record = {
@@ -80,14 +80,14 @@ def write_solution(definition: Definition, folder: Path) -> SolutionFiles:
 
 
 def make_site(definition: Definition, solution: SolutionFiles) -> Dispatcher:
-    """A call site that is always decided in favour of the kernel."""
+    """Return a call site that is always decided in favour of the kernel."""
     candidate = Candidate(solution.name, solution.digest, "python", "kernel")
     decision = Decision(solution, {}, Evidence("exact", "benchmark", "cpu", candidate=candidate), ())
     return Dispatcher(definition, lambda binding, device, serving: decision)
 
 
 def flashinfer_apply(definition: Definition, folder: Path) -> Callable[..., Any] | None:
-    """The same call through flashinfer-bench's ``apply``, or None where it is not installed."""
+    """Return the same call through flashinfer-bench's ``apply``, or None if it is not installed."""
     if importlib.util.find_spec("flashinfer_bench") is None:
         return None
     os.environ["FIB_CACHE_PATH"] = str(folder / "cache")
@@ -135,7 +135,7 @@ def flashinfer_apply(definition: Definition, folder: Path) -> Callable[..., Any]
 
 
 def tilegym_dispatch(definition: Definition, launcher: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The launcher behind TileGym's ``dispatch``, or None where it is not installed."""
+    """Return the launcher behind TileGym's ``dispatch``, or None if it is not installed."""
     spec = importlib.util.find_spec("tilegym")
     if spec is None or spec.submodule_search_locations is None:
         return None

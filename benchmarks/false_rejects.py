@@ -3,7 +3,7 @@
     python benchmarks/false_rejects.py --repeats 100 --gpu cpu
     python -m benchmarks.false_rejects --turns --gpus 2,3 --seconds 300 --out verdicts.jsonl
 
-Every repeat has fresh processes and fresh secret seeds. The traces go to a store of their own that is thrown away, so that a
+Every repeat has fresh processes and fresh secret seeds. The traces go to a separate store that is thrown away, so that a
 false reject revokes nothing. A Solution that declares a shape, dtype or device unsupported is counted apart: nothing was judged.
 
 ``--turns`` is for a GPU, where all of it would take hours: a repeat takes one kernel of each Definition, in another language
@@ -73,14 +73,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What one repeat verifies: names, and the workloads that it is limited to."""
+    """Work of one repeat: names, and the workloads that it is limited to."""
 
     names: tuple[str, ...]
     workloads: str | tuple[str, ...] | None
 
 
 def in_turns(catalog: Catalog, names: Sequence[str]) -> Iterator[Repeat]:
-    """One kernel of each Definition at one workload, and so on without end; every kernel at a workload before its next one."""
+    """Yield one kernel of each Definition at one workload without end; every kernel has its turn before its next workload."""
     kernels = {
         name: sorted(
             (
@@ -109,7 +109,7 @@ def in_turns(catalog: Catalog, names: Sequence[str]) -> Iterator[Repeat]:
 
 
 def by_size(definition: Definition, workloads: Sequence[Workload]) -> list[Workload]:
-    """From the smallest that is worth a call on; those that are not come last."""
+    """Sort workloads from the smallest that is worth a call on; those that are not come last."""
 
     def key(workload: Workload) -> tuple[bool, float]:
         axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
@@ -136,7 +136,7 @@ def interrupt_after(seconds: float) -> threading.Event:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="definitions or solutions; all by default")
     parser.add_argument("--repeats", type=int, default=20)
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def workloads_each(count: int | None) -> Iterator[None]:
-    """So many workloads of each kind in a quick run, and as many as before afterwards."""
+    """Take so many workloads of each kind in a quick run, and as many as before afterwards."""
     before = plan.QUICK_WORKLOADS
     plan.QUICK_WORKLOADS = count or before
     try:
@@ -197,7 +197,7 @@ def workloads_each(count: int | None) -> Iterator[None]:
 
 
 def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Tally) -> None:
-    """One run after the other, until there is no time for one more."""
+    """Make one run after the other, until there is no time for one more."""
     start, longest = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as shared:
         for number, repeat in enumerate(repeats, 1):
@@ -225,7 +225,7 @@ def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Ta
 
 
 def show(tally: Tally) -> None:
-    """One line a Solution, and the total."""
+    """Print one line per Solution, and the total."""
     width = max((len(name) for name in tally.by_solution), default=0)
     for name, statuses in sorted(tally.by_solution.items()):
         print(f"{name:{width}}  {', '.join(f'{count} {status}' for status, count in statuses.most_common())}")

@@ -67,7 +67,7 @@ LAYOUTS = {"rope_neox": {"q": QUERIES, "q_out": QUERIES, "k": KEYS, "k_out": KEY
 
 
 def rope(batch: int, positions: int, heads: int = 32) -> dict[str, int]:
-    """Sizes of a rotation of Llama-3.1-8B's heads, or of fewer."""
+    """Return sizes of a rotation of Llama-3.1-8B's heads, or of fewer."""
     return {"B": batch, "Hq": heads, "Hkv": heads // 4, "S": positions, "D": 4 * heads, "Bc": 1}
 
 
@@ -92,7 +92,7 @@ TINY: dict[str, list[dict[str, int]]] = {
 
 @dataclass
 class Slot:
-    """One set of contents at addresses of its own. ``pristine`` has what somebody overwrites, as it was drawn."""
+    """One set of contents at separate addresses. ``pristine`` has what a call overwrites, as it was drawn."""
 
     given: Arguments
     pristine: dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ def make_slot(definition: Definition, case: Case, device: str, overwritten: Sequ
 
 
 def outputs_of(definition: Definition, given: Arguments, returned: Any) -> dict[str, torch.Tensor]:
-    """Every output by name, whoever wrote or returned it."""
+    """Return every output by name, both written and returned ones."""
     if returned is None:
         returned = tuple(given[name] for name in definition.written_outputs)
     return name_outputs(definition, returned, given, definition.name)
@@ -143,7 +143,7 @@ def error_of(definition: Definition, case: Case, racer: Racer, slot: Slot) -> tu
 
 
 def admit(definition: Definition, case: Case, racers: Sequence[Racer], slot: Slot, absent: Absent) -> list[Racer]:
-    """Those that run and are right."""
+    """Return the racers that run and are right."""
     started = []
     for racer in racers:
         try:
@@ -187,7 +187,7 @@ def race(
 def run_shape(
     catalog: Catalog, machine: Machine, definition: Definition, axes: dict[str, int], options: Any
 ) -> Arguments:
-    """One operator at one shape: admit, race, and what came out, ready for JSON."""
+    """Admit and race the solutions of one operator at one shape; return what came out, ready for JSON."""
     dtypes = definition.bind_dtypes({name: options.dtype for name in definition.dtypes})
     scalars: dict[str, Scalar] = {name: 1e-5 for name, spec in definition.inputs.items() if spec.is_scalar}
     case = Case(
@@ -213,7 +213,7 @@ def run_shape(
 
 
 def summary(racers: Sequence[Racer]) -> Arguments:
-    """Times per racer, and the best of ours against the best of the others where both started."""
+    """Return times per racer, and the best of ours against the best of the others if both started."""
     times: dict[str, Arguments] = {}
     for racer in racers:
         interval = median_interval(racer.rounds)
@@ -239,7 +239,7 @@ def summary(racers: Sequence[Racer]) -> Arguments:
 
 
 def line(result: Mapping[str, Any]) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     cells = []
     for column in COLUMNS:
         found = result["times"].get(column)

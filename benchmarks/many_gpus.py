@@ -106,7 +106,7 @@ class Watch:
         self._kill_after, self._pairs, self._seen = kill_after, 0, 0
 
     def observer(self) -> Observer:
-        """Callbacks for the run."""
+        """Return callbacks for the run."""
         return Observer(planned=self._planned, at_work=self._at_work, traced=self._traced)
 
     def _planned(self, plan: Any, machine: Any) -> None:
@@ -137,7 +137,7 @@ def supervisors() -> list[int]:
 def limited_catalog(
     root: Path, names: Sequence[str], pattern_tag: str | None, limit: int, only: frozenset[str] | None = None
 ) -> Catalog:
-    """The shipped records, with so many workloads of each Definition at most, spread over its list; ``only`` these where given.
+    """Return the shipped records, with at most so many workloads of each Definition, spread over its list, or ``only`` these.
 
     ``names`` are of Definitions or of Solutions.
     """
@@ -158,7 +158,7 @@ def limited_catalog(
 
 
 def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, run: Run) -> dict[str, Any]:
-    """One run in a store of its own, with empty caches; it stays where ``--homes`` asks for it."""
+    """Make one run in a separate store, with empty caches; the store stays if ``--homes`` asks for it."""
     devices = run.devices
     with tempfile.TemporaryDirectory() as scratch, on_processors(run.processors):
         if not options.warm:
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
 
 @contextlib.contextmanager
 def on_processors(processors: Sequence[int]) -> Iterator[None]:
-    """Whatever is started meanwhile has these."""
+    """Give these processors to everything that is started inside the block."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processors)
     try:
@@ -190,14 +190,14 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
 
 
 def calibrated(folder: Path) -> Path:
-    """A home folder with the peaks of this host's GPUs, which are of one kind."""
+    """Return a home folder with the peaks of this host's GPUs, which are of one kind."""
     command = [sys.executable, "-m", "tilegym_db", "doctor", "calibrate"]
     subprocess.run(command, env={**os.environ, "TILEGYM_DB_HOME": str(folder)}, check=True, stdout=sys.stderr)
     return folder
 
 
 def record(report: BenchReport, run: Run, watch: Watch) -> dict[str, Any]:
-    """What is kept of one run. ``working_pairs_a_minute`` counts from when the first device began with its work."""
+    """Return what is kept of one run. ``working_pairs_a_minute`` counts from when the first device began with its work."""
     seconds, devices = time.perf_counter() - watch.begun, run.devices
     working = seconds - min(watch.first_work_s.values(), default=0.0)
     pairs = Counter(key(trace) for trace in report.traces)
@@ -232,7 +232,7 @@ def key(trace: Trace) -> str:
 
 
 def judge(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """What differs from the first run, which is on one device, and what is missing or there twice."""
+    """Return what differs from the first run, which is on one device, and what is missing or there twice."""
     problems = []
     one = next(iter(runs.values()))["verdicts"]
     for name, run in runs.items():
@@ -248,14 +248,14 @@ def judge(runs: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="Definitions; some by default")
     parser.add_argument("--several", action="store_true", help=f"{len(SEVERAL)} Definitions in place of {len(NAMES)}")
     parser.add_argument("--gpus", default="all")
     parser.add_argument("--slots", type=int, help="so many slots of the CPU in place of GPUs")
     parser.add_argument("--tier", choices=("screen", "promotion"), default="screen")
-    parser.add_argument("--language", default="triton", help="besides stock code; '' for all")
+    parser.add_argument("--language", default="triton", help="in addition to stock code; '' for all")
     parser.add_argument("--workload", help="only workloads with this tag")
     parser.add_argument("--limit", type=int, default=3, help="workloads of each Definition")
     parser.add_argument("--only", type=Path, help="a file of workload UUIDs, one a line; no others, and no --limit")
@@ -280,7 +280,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 where something is wrong."""
+    """Run the benchmark and return 1 if something is wrong."""
     options = parsed(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts programs of its background without it
     runs: dict[str, dict[str, Any]] = {}
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(devices: list[MeasuringDevice], asked: Sequence[str]) -> list[Run]:
-    """The runs that are asked for, those on one device first."""
+    """Return the runs that are asked for, those on one device first."""
     processors, count = tuple(sorted(os.sched_getaffinity(0))), str(len(devices))
     runs = {
         "one": Run("one", devices[:1], processors),
@@ -320,7 +320,7 @@ def plan(devices: list[MeasuringDevice], asked: Sequence[str]) -> list[Run]:
 
 
 def print_division(options: argparse.Namespace, catalog: Catalog) -> int:
-    """Pairs of the plan, and the pieces that it makes for so many devices as ``--gpus`` says."""
+    """Print pairs of the plan, and the pieces that it makes for so many devices as ``--gpus`` says."""
     machine = replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0")
     asked = Options(tuple(options.names), options.language, None, False, False, options.tier)
     made = make_plan(catalog, machine, asked, set())
@@ -346,7 +346,7 @@ def save(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def print_table(runs: dict[str, dict[str, Any]], problems: list[str]) -> None:
-    """One row a run, then what is wrong."""
+    """Print one row per run, then what is wrong."""
     base = next(iter(runs.values()))
     print(
         f"{'devices':<14} {'pairs':>6} {'seconds':>8} {'pairs/min':>10} {'of one':>7} {'at work':>8} {'of one':>7}  "
@@ -364,7 +364,7 @@ def print_table(runs: dict[str, dict[str, Any]], problems: list[str]) -> None:
 
 
 def print_phases(runs: dict[str, dict[str, Any]]) -> None:
-    """Where the time of each supervisor went; ``busy`` is the share of its processors that it used while at work."""
+    """Print the time of each supervisor by phase; ``busy`` is the share of its processors that it used while at work."""
     columns = (START, IDLE, AT_WORK, PREPARE, VERIFY, WAIT, TIME, *SIDE_BY_SIDE)
     print("\nseconds of each supervisor; those after 'time' are sums over the threads of 'verify'")
     print("  ".join((f"{'':<24}", *columns, "processors", "busy")))

@@ -64,12 +64,12 @@ ERROR_FACTOR = 1.25
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def build(sizes: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
-    """A model with random weights, in eval mode."""
+    """Return a model with random weights, in eval mode."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def build(sizes: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
 
 
 def twin_of(model: Any) -> Any:
-    """A second instance that shares every weight and buffer with the first."""
+    """Return a second instance that shares every weight and buffer with the first."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -128,7 +128,7 @@ class Hits:
 
 
 def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of ``want``, sequence by sequence to save memory."""
+    """Return the Frobenius norm of the difference over that of ``want``, sequence by sequence to save memory."""
     difference = total = 0.0
     for got, true in zip(found, want, strict=True):
         difference += float((got.double() - true.double()).square().sum())
@@ -137,7 +137,7 @@ def relative_error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def prefill(stock: Any, patched: Any, precise: Any, ids: torch.Tensor, hits: Hits) -> dict[str, Any]:
-    """Logits of one prompt on all three models, and the time of stock and patched."""
+    """Return logits of one prompt on all three models, and the time of stock and patched."""
     with torch.inference_mode():
         want, true = stock(ids).logits, precise(ids).logits
         hits.take()
@@ -199,7 +199,7 @@ def decode(
 
 
 def measure(sizes: Mapping[str, Any], device: str, dtype: torch.dtype, length: int, tokens: int) -> dict[str, Any]:
-    """Every prefill and every decode; prints the handle's report."""
+    """Measure every prefill and every decode; print the handle's report."""
     say(f"building {sizes['num_hidden_layers']} layers of {sizes['hidden_size']} in {dtype} on {device}")
     stock = build(sizes, device, dtype)
     patched, precise = twin_of(stock), copy.deepcopy(stock).float()
@@ -225,7 +225,7 @@ def measure(sizes: Mapping[str, Any], device: str, dtype: torch.dtype, length: i
 
 
 def findings(results: Mapping[str, Any]) -> list[str]:
-    """What is not as it should be; empty where all is well."""
+    """Return what is not as it should be; empty if all is well."""
     found = [f"a kernel failed: {failure}" for failure in results["failures"]]
     for phase in ("prefill", "decode"):
         for name, result in results[phase].items():
@@ -236,7 +236,7 @@ def findings(results: Mapping[str, Any]) -> list[str]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Versions, and the device's name."""
+    """Return versions, and the device's name."""
     import transformers
 
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"

@@ -46,7 +46,7 @@ _BY_ERROR = ("RUNTIME_ERROR", "COMPILE_ERROR", "TIMEOUT")
 
 
 def chosen(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:
-    """At most so many: kind by kind in turn, in an order that differs from source to source, and of a kind at random."""
+    """Return at most so many: kind by kind in turn, in an order that differs by source, and of a kind at random."""
     drawn = random.Random(seed)
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
@@ -61,7 +61,7 @@ def chosen(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:
 
 
 def reason_why_equivalent(target: Target, mutant: Mutant) -> str | None:
-    """What the list says about a survivor."""
+    """Return what the list says about a survivor."""
     for entry in tomllib.loads(EXPLAINED.read_text())["equivalent"]:
         names = (f"{target.definition.name}/{target.name}", mutant.kind, mutant.place)
         patterns = (entry["solution"], entry.get("kind", "*"), entry["line"].replace("[", "[[]"))
@@ -74,7 +74,7 @@ class Deadline:
     """When a whole run ends. Verdicts that are not there by then are none: their workers are ended."""
 
     def __init__(self, seconds: float) -> None:
-        """Counts from now."""
+        """Count from now."""
         self.passed = False
         self._judges: list[Judge] = []
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class Deadline:
 
 
 class Score:
-    """What became of the mutants of each Definition."""
+    """Fate of the mutants of each Definition."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         """Nothing yet; ``out`` gets a line for each mutant."""
@@ -132,7 +132,7 @@ class Score:
         return self.survivors[-1]
 
     def table(self, counts: dict[str, Counter[str]], head: str) -> str:
-        """One row per source, or per kind."""
+        """Return one row per source, or per kind."""
         rows = [f"| {head} | mutants | not reached | equivalent | caught | of these by an error | share |"]
         rows.append("|---" * (rows[0].count("|") - 1) + "|")
         for name, found in [
@@ -157,7 +157,7 @@ def score_target(
     seconds: float,
     deadline: Deadline,
 ) -> None:
-    """Every chosen mutant of one source to a verdict, as far as the seconds go."""
+    """Bring every chosen mutant of one source to a verdict, as far as the seconds go."""
     if deadline.passed:
         return
     anchors = tuple(catalog.workloads_for(target.definition.name))
@@ -200,7 +200,7 @@ def score_target(
 
 
 def sources(catalog: Catalog, names: Sequence[str], *, references: bool, kernels: bool) -> list[Target]:
-    """What is mutated: references, kernels in Triton, or both, of these Definitions or of all."""
+    """Return what is mutated: references, kernels in Triton, or both, of these Definitions or of all."""
     return [
         target
         for name in (names or sorted(catalog.definitions))
@@ -225,7 +225,7 @@ def run(
     skipped: frozenset[tuple[str, str]] = frozenset(),
     out: TextIO | None = None,
 ) -> Score:
-    """The score of these Definitions, or of all; of sources in a random order where there is a deadline.
+    """Return the score of these Definitions, or of all; with a deadline, sources come in a random order.
 
     ``part`` is the number of a part, from 0 on, and of how many; ``skipped`` has sources by Definition and name.
     """
@@ -246,7 +246,7 @@ def run(
 
 
 def judged_in(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """The verdicts of files that ``--out`` wrote."""
+    """Return the verdicts of files that ``--out`` wrote."""
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
@@ -290,7 +290,7 @@ def main() -> None:
 
 
 def run_as(options: argparse.Namespace) -> Score:
-    """The score that the options ask for."""
+    """Return the score that the options ask for."""
     if options.device == "cpu":
         torch.set_num_threads(1)
     catalog = Catalog.default()

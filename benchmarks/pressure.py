@@ -16,7 +16,7 @@ is cold: it first runs among the others, so that it is compiled by several threa
 Kernels of a round share one worker process, confined as those of verification are. A round compiles most of what it calls, one
 after the other, so that a device is given many operators in little time only by several workers (``--workers``). Solutions take
 turns over all workers: one of each operator first. A worker that dies takes its round with it; its jobs then run once more one by
-one, to tell who it was. Exit status 1 after a mismatch or an error, or where nothing ran.
+one, to find the cause. Exit status 1 after a mismatch or an error, or if nothing ran.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Device:
         self._ended = False
 
     def round(self, jobs: Sequence[Job], seed: int) -> list[dict[str, Any]]:
-        """What came of each job. Where the worker dies or raises, every job is run alone, and that is told."""
+        """Return the answer of each job. If the worker dies or raises, every job is run alone, and that is reported."""
         answers = self._asked(jobs, seed)
         if isinstance(answers, list):
             return answers
@@ -140,7 +140,7 @@ def end_all(devices: Sequence[Device]) -> None:
 
 
 def failed(why: str) -> dict[str, Any]:
-    """The answer for a job that gave none."""
+    """Return the answer for a job that gave none."""
     return {"calls": 0, "excused": "", "mismatches": 0, "errors": 1, "told": [why]}
 
 
@@ -163,7 +163,7 @@ def press(device: Device, turns: Turns, options: argparse.Namespace, record: Rec
 
 
 def rounds(until: float) -> Iterator[int]:
-    """Numbers from 0, until a time of the monotonic clock has come; one at least."""
+    """Yield numbers from 0, until a time of the monotonic clock has come; one at least."""
     number = 0
     while number == 0 or time.monotonic() < until:
         yield number
@@ -171,13 +171,13 @@ def rounds(until: float) -> Iterator[int]:
 
 
 def run(device: Device, jobs: Sequence[Job], seed: int, load: Load, record: Record) -> None:
-    """One round into the record."""
+    """Add one round to the record."""
     for job, answer in zip(jobs, device.round(jobs, seed), strict=True):
         record.add(device.device, job, answer, seed, load)
 
 
 def again(device: Device, file: Path, options: argparse.Namespace, record: Record) -> None:
-    """The rounds of a log in which something went wrong, under the load that is asked for now."""
+    """Repeat the rounds of a log in which something went wrong, under the load that is asked for now."""
     lines = lines_of(file)
     wrong = dict.fromkeys(line["round"] for line in lines if line.get("mismatches") or line.get("errors"))
     try:
@@ -190,12 +190,12 @@ def again(device: Device, file: Path, options: argparse.Namespace, record: Recor
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """Of a log."""
+    """Return the lines of a log."""
     return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines() if text.strip()]
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """As the options say."""
+    """Return the load that the options ask for."""
     return Load(options.threads, options.streams, options.repeats, options.timeout)
 
 
@@ -215,13 +215,13 @@ def devices(asked: str) -> list[tuple[str, str]]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="operators; all that have kernels by default")
     parser.add_argument("--gpu", default="auto", help="auto, cpu, all, or indices: 0,1")
     parser.add_argument("--seconds", type=float, default=600.0, help="a round that has begun by then is finished")
     parser.add_argument("--end", type=float, default=math.inf, help="seconds; a round still running then is given up")
-    parser.add_argument("--workers", type=int, default=1, help="processes of each device, with rounds of their own")
+    parser.add_argument("--workers", type=int, default=1, help="processes of each device, each with separate rounds")
     parser.add_argument("--threads", type=int, default=4, help="that call kernels at once")
     parser.add_argument("--streams", type=int, default=3, help="of each thread, on a GPU")
     parser.add_argument("--repeats", type=int, default=4, help="calls of each thread of one Solution in a round")

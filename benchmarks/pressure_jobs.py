@@ -31,7 +31,7 @@ SUMMED = ("calls", "compared", "bytes", "mismatches", "errors")
 
 
 def rows_on(sm: str) -> int:
-    """Rows of the largest tensor on a device, ``sm_XX`` or ``cpu``."""
+    """Return the rows of the largest tensor on a device, ``sm_XX`` or ``cpu``."""
     return CPU_ROWS if sm == CPU else MAX_ROWS
 
 
@@ -50,7 +50,7 @@ class Candidate:
         return self.definition.name, self.files.name
 
     def next_case(self, catalog: Catalog, most: int, rows: int, draw: random.Random) -> tuple[Case, bool] | None:
-        """A case and whether it is new, of which there are ``most``; None where the Solution accepts none."""
+        """Return one of ``most`` cases and whether it is new, or None if the Solution accepts none."""
         if not self.waiting and len(self.cases) < most:
             self.waiting = self._drawn(catalog, rows, draw)
         if self.waiting:
@@ -79,7 +79,7 @@ class Candidate:
 
 
 def candidates(catalog: Catalog, sm: str, names: Sequence[str], languages: Sequence[str]) -> list[Candidate]:
-    """Every Solution to be run on a device, ``sm_XX`` or ``cpu``, of the operators that have kernels.
+    """Return every Solution to be run on a device, ``sm_XX`` or ``cpu``, of the operators that have kernels.
 
     On a GPU these are the kernels that run there; on a CPU, stock code, kernels in Python, and what the interpreter can run.
     """
@@ -99,7 +99,7 @@ def candidates(catalog: Catalog, sm: str, names: Sequence[str], languages: Seque
 
 
 def runs_here(files: SolutionFiles, sm: str) -> bool:
-    """Whether a Solution is one to run on a device."""
+    """Return whether a Solution is one to run on a device."""
     spec = files.record.spec
     if sm == CPU:
         in_python = spec.language == "python" and not files.uses_torch_compile and spec.runs_on(CPU)
@@ -109,7 +109,7 @@ def runs_here(files: SolutionFiles, sm: str) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """One Solution at one case, as the worker is told of it."""
+    """One Solution at one case, as it is sent to the worker."""
 
     definition: str
     solution: str
@@ -123,7 +123,7 @@ class Job:
 
     @classmethod
     def of_log(cls, line: Mapping[str, Any]) -> Job:
-        """From a line of a log."""
+        """Read a job from a line of a log."""
         return cls(
             line["definition"],
             line["solution"],
@@ -134,13 +134,13 @@ class Job:
 
 
 def case_to_json(case: Case) -> dict[str, Any]:
-    """A case that was drawn: its contents come from no file and have no scale."""
+    """Return a case that was drawn as JSON: its contents come from no file and have no scale."""
     kept = dataclasses.asdict(case)
     return {name: value for name, value in kept.items() if name not in ("files", "scales")}
 
 
 def in_turns(found: Sequence[Candidate], draw: random.Random) -> Iterator[Candidate]:
-    """One Solution of each operator, in random order; then of each its next one, and so on without end."""
+    """Yield one Solution of each operator, in random order; then of each its next one, and so on without end."""
     operators: dict[str, list[Candidate]] = {}
     for candidate in draw.sample(found, len(found)):
         operators.setdefault(candidate.definition.name, []).append(candidate)
@@ -150,7 +150,7 @@ def in_turns(found: Sequence[Candidate], draw: random.Random) -> Iterator[Candid
 
 
 class Turns:
-    """What workers are to run next. They share one, so that none repeats what another has had before all had their turn."""
+    """Shared order of the workers' next Solutions. None repeats what another has had before all had their turn."""
 
     def __init__(self, catalog: Catalog, found: Sequence[Candidate], sm: str, shapes: int, seed: int) -> None:
         """``shapes`` is how many different ones are drawn for each Solution."""
@@ -159,7 +159,7 @@ class Turns:
         self._order, self._lock = in_turns(found, self._draw), threading.Lock()
 
     def next_jobs(self, count: int) -> tuple[list[Job], int]:
-        """Jobs of so many Solutions, fewer where some accept no size that is drawn, and the seed of their round."""
+        """Return jobs of so many Solutions, fewer if some accept no size that is drawn, and the seed of their round."""
         with self._lock:
             made = [self._job(candidate) for candidate in itertools.islice(self._order, count)]
             return [job for job in made if job is not None], self._draw.getrandbits(62)
@@ -174,7 +174,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Load:
-    """How much runs at once."""
+    """Load of one run: how much runs at once."""
 
     threads: int
     streams: int
@@ -183,7 +183,7 @@ class Load:
 
 
 class Record:
-    """Figures of all devices, the log, and what is told at once. Safe to use from several threads."""
+    """Figures of all devices, the log, and what is printed at once. Safe to use from several threads."""
 
     def __init__(self, log: TextIO | None) -> None:
         """Nothing has run yet."""
@@ -214,7 +214,7 @@ class Record:
             self._shapes.setdefault(key, set()).add(json.dumps(shape))
 
     def summary(self, expected: Collection[tuple[str, str]]) -> str:
-        """What of the ``expected`` had calls beside others, and how many of each thing there were."""
+        """Return what of the ``expected`` had calls beside others, and how many of each thing there were."""
         called = {key for key, counts in self.counts.items() if counts["calls"]}
         known = {*expected, *self.counts}
         figures = ", ".join(f"{self.total(name):,} {name}" for name in ("jobs", *SUMMED, "excused", "dropped"))
@@ -222,11 +222,11 @@ class Record:
         return f"{operators} and {len(called)} of {len(known)} Solutions were called beside others; {figures}"
 
     def total(self, name: str) -> int:
-        """The sum over all Solutions."""
+        """Return the sum over all Solutions."""
         return sum(counts[name] for counts in self.counts.values())
 
     def table(self, expected: Iterable[tuple[str, str]]) -> str:
-        """A row for each Solution, those that never ran included."""
+        """Return a row for each Solution, those that never ran included."""
         head = ("operator", "solution", "calls", "shapes", "mismatches", "errors", "excused", "dropped")
         rows = [head]
         for key in sorted({*self.counts, *expected}):

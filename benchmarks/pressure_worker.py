@@ -50,7 +50,7 @@ MOST_BYTES = 4 << 30
 MODES: tuple[Callable[[], Any], ...] = (torch.inference_mode, torch.no_grad, contextlib.nullcontext)
 MAX_MESSAGE = 300
 TOLD = 3
-"""Mismatches and errors of one job that are told in full."""
+"""Mismatches and errors of one job that are reported in full."""
 
 _interpreting = threading.Lock()
 """Triton's interpreter keeps the program that it runs in globals: two calls at once are more than it takes."""
@@ -60,22 +60,22 @@ class Memory:
     """Slots of the tensors of one call, as :class:`SharedBuffers` has them, of this process alone."""
 
     def __init__(self, plan: SlotPlan, slots: Sequence[torch.Tensor]) -> None:
-        """Slots of these bytes, guard bands included."""
+        """Keep slots of these bytes, guard bands included."""
         self.plan = plan
         self._slots = slots
 
     def slot(self, index: int) -> torch.Tensor:
-        """The bytes of one slot."""
+        """Return the bytes of one slot."""
         return self._slots[index]
 
     def tensor(self, index: int, name: str) -> torch.Tensor:
-        """One tensor of one slot."""
+        """Return one tensor of one slot."""
         plan = next(tensor for tensor in self.plan.tensors if tensor.name == name)
         return tensor_view(self.slot(index), plan)
 
 
 def memory_of(plan: SlotPlan, slots: Sequence[torch.Tensor]) -> SharedBuffers:
-    """For the functions of verification, which only look at slots and tensors."""
+    """Wrap slots for the functions of verification, which only look at slots and tensors."""
     return cast(SharedBuffers, Memory(plan, slots))
 
 
@@ -137,11 +137,11 @@ class Job:
         return slot.clone()
 
     def call_alone(self) -> torch.Tensor | None:
-        """What the first call leaves, with nothing beside it; None where it raises, which is noted."""
+        """Return what the first call leaves, with nothing beside it, or None if it raises, which is noted."""
         try:
             left = self.call(self.empty_slot(), 0)
             settle(self.device)
-        except Exception as error:  # a kernel may raise anything: it is told
+        except Exception as error:  # a kernel may raise anything: it is reported
             self.note_error("alone", error)
             return None
         return left
@@ -152,11 +152,11 @@ class Job:
         self.errors.append(f"{where}: {first[:MAX_MESSAGE]}")
 
     def outputs(self, content: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Every output in the bytes of a slot."""
+        """Return every output in the bytes of a slot."""
         return read_outputs(memory_of(self.plan, [content]), 0, self.definition)
 
     def failure(self, content: torch.Tensor) -> Failure | None:
-        """Why these outputs are not what the Definition asks for."""
+        """Return why these outputs are not what the Definition asks for."""
         found = judge(self.definition, self.files.record, self.expected, self.outputs(content))
         return found if isinstance(found, Failure) else None
 
@@ -164,7 +164,7 @@ class Job:
         """Judge the call that ran alone once, and hold all others against it."""
         failure = self.failure(alone)
         if failure is not None and stock is not None and fails(stock, self):
-            self.excused = failure.reason  # the case is nobody's to compute, the code that models run included
+            self.excused = failure.reason  # no code can compute the case, the code that models run included
             return
         if failure is not None:
             self.mismatches.append(f"against the reference: {failure.reason}")
@@ -192,12 +192,12 @@ class Job:
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return value.reshape(-1).view(torch.uint8)
 
 
 def fails(stock: SolutionFiles, job: Job) -> bool:
-    """Whether the code that models run is as wrong at the case of a job, or cannot compute it."""
+    """Return whether the code that models run is as wrong at the case of a job, or cannot compute it."""
     other = Job(job.definition, stock, job.expected, job.device)
     left = other.call_alone()
     return left is None or other.failure(left) is not None
@@ -207,7 +207,7 @@ def fails(stock: SolutionFiles, job: Job) -> bool:
 
 
 def loaded(files: SolutionFiles) -> Callable[..., Any]:
-    """The entry function, which is imported once."""
+    """Return the entry function, which is imported once."""
     prepare_environment(files.record.spec.language)
     return load_entry(files)
 
@@ -224,7 +224,7 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def calls_of(jobs: Sequence[Job], repeats: int, threads: int) -> int:
-    """How often each thread calls each job: ``repeats``, or fewer where they would leave more than there is room for."""
+    """Return how often each thread calls each job: ``repeats``, or fewer if the results would take too much room."""
     left = sum(job.plan.size for job in jobs) * threads
     return max(1, min(repeats, MOST_BYTES // max(left, 1)))
 
@@ -232,7 +232,7 @@ def calls_of(jobs: Sequence[Job], repeats: int, threads: int) -> int:
 def one_thread(
     jobs: Sequence[Job], number: int, streams: int, repeats: int, seed: int, begin: threading.Barrier
 ) -> None:
-    """Call every job so many times, in an order of its own, each call on one of some streams of its own."""
+    """Call every job so many times in a separate order, each call on one of this thread's streams."""
     draw, device = random.Random(seed), jobs[0].device
     try:
         if device != "cpu":
@@ -253,12 +253,12 @@ def one_thread(
         try:
             with draw.choice(MODES)(), on_stream(own[which]):
                 job.left.append(Left(where, fill, job.call(slots[index, which], fill)))
-        except Exception as error:  # a kernel may raise anything: it is told, and the others go on
+        except Exception as error:  # a kernel may raise anything: it is reported, and the others go on
             job.note_error(where, error)
 
 
 def run_round(jobs: Sequence[Job], stocks: Mapping[str, SolutionFiles | None], request: Mapping[str, Any]) -> None:
-    """Each job alone, then all of them at once, then the comparison; jobs that are cold run alone last."""
+    """Call each job alone, then all of them at once, then compare; jobs that are cold run alone last."""
     alone = {id(job): job.call_alone() for job in jobs if not job.cold}
     running = [job for job in jobs if not job.errors]
     threads, device = request["threads"], jobs[0].device
@@ -286,7 +286,7 @@ class Program:
     """Answers the harness. Records are read once; a case that the reference fails itself is dropped."""
 
     def __init__(self, device: str) -> None:
-        """For one device."""
+        """Begin for one device."""
         self.device = device
         self.catalog = Catalog(())
 
@@ -325,7 +325,7 @@ class Program:
 
 
 def reported(job: Job) -> dict[str, Any]:
-    """What came of a job."""
+    """Return the results of a job."""
     return {
         "calls": len(job.left),
         "compared": job.compared,
@@ -338,7 +338,7 @@ def reported(job: Job) -> dict[str, Any]:
 
 
 def answers_of(program: Program, channel: Channel) -> Iterator[dict[str, Any]]:
-    """An answer to each request, until the harness closes the channel."""
+    """Yield an answer to each request, until the harness closes the channel."""
     yield {"id": 0, "ok": True}
     for request in iter(channel.receive, None):
         handler = {"open": program.open, "round": program.round}[request["op"]]

@@ -1,4 +1,4 @@
-"""Who races in ``benchmarks/kernel_race.py``: our kernels, the catalog's baselines, torch.compile, Liger and TileGym."""
+"""The racers of ``benchmarks/kernel_race.py``: our kernels, the catalog's baselines, torch.compile, Liger and TileGym."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Racer:
 
 
 Absent = dict[str, str]
-"""Column -> why nobody races there."""
+"""Column -> why it has no racer."""
 
 LibraryCalls = dict[str, tuple[Call, tuple[str, ...]]]
 """Definition -> (call, inputs that it overwrites)."""
 
 
 def catalog_call(definition: Definition, files: SolutionFiles, config: Config) -> Call:
-    """The entry point of a Solution on named arguments."""
+    """Return the entry point of a Solution on named arguments."""
     entry, writes = load_entry(files), files.record.spec.destination_passing_style
     names = [*definition.inputs, *(definition.written_outputs if writes else ())]
 
@@ -66,12 +66,12 @@ def catalog_call(definition: Definition, files: SolutionFiles, config: Config) -
 
 
 def interprets() -> bool:
-    """True where Triton runs without a GPU, in its interpreter. What that takes says nothing."""
+    """Return True if Triton runs without a GPU, in its interpreter. Its times say nothing."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def layouts_of(definition: Definition, case: Case) -> dict[str, str]:
-    """The layout class of every tensor."""
+    """Return the layout class of every tensor."""
     names = (*definition.tensor_inputs, *definition.outputs)
     return {
         name: layout_class(definition.shape_of(name, case.call.axes), case.strides(definition, name)) for name in names
@@ -79,7 +79,7 @@ def layouts_of(definition: Definition, case: Case) -> dict[str, str]:
 
 
 def why_not(definition: Definition, files: SolutionFiles, case: Case, machine: Machine) -> str | None:
-    """Why a Solution cannot race here."""
+    """Return why a Solution cannot race here."""
     status = toolchain_status(files.record.spec.language)
     if not status.available:
         return f"not installed: {status.fix}"
@@ -89,7 +89,7 @@ def why_not(definition: Definition, files: SolutionFiles, case: Case, machine: M
 
 
 def published(definition: Definition, case: Case, table: ResolverTable | None, files: SolutionFiles) -> list[Candidate]:
-    """The verified measurements of exactly this source at exactly this shape, fastest first."""
+    """Return the verified measurements of exactly this source at exactly this shape, fastest first."""
     entries = () if table is None else table.entries(definition.name, case.call.dtypes)
     found = [
         candidate
@@ -145,7 +145,7 @@ def compiled_racer(catalog: Catalog, definition: Definition) -> Racer | str:
 
 
 def liger_calls(module: Any) -> LibraryCalls:
-    """What ``liger_kernel.transformers.functional`` has, and one operator of ``liger_kernel.ops`` that it leaves out."""
+    """Return calls of ``liger_kernel.transformers.functional``, and one of ``liger_kernel.ops`` that it leaves out."""
     ops = importlib.import_module("liger_kernel.ops.swiglu")
     return {
         "rms_norm": (lambda given: module.liger_rms_norm(given["x"], given["weight"], given["eps"]), ()),
@@ -164,7 +164,7 @@ def liger_calls(module: Any) -> LibraryCalls:
 
 
 def tilegym_calls(module: Any) -> LibraryCalls:
-    """What ``tilegym.ops`` has; there is no fused residual add and norm."""
+    """Return the calls of ``tilegym.ops``; there is no fused residual add and norm."""
     swiglu = module.get_swiglu()
     return {
         "rms_norm": (
@@ -190,7 +190,7 @@ LIBRARIES: dict[str, tuple[str, str, Callable[[Any], LibraryCalls]]] = {
 
 
 def library_racer(column: str, definition: Definition, machine: Machine) -> Racer | str:
-    """A public function of another library, or why there is none."""
+    """Return a public function of another library, or why there is none."""
     module, package, calls = LIBRARIES[column]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return f"not installed: pip install --no-deps {package}"

@@ -50,7 +50,7 @@ WORTH_A_CALL = 512
 
 
 def smallest(chosen: Chosen, workloads: Sequence[Workload], count: int, seed: int) -> Chosen:
-    """The Solution with the smallest of its fuzz cases in which there is something to do, of several dtypes if it has them."""
+    """Return the Solution with the smallest of its fuzz cases that have work, of several dtypes if it has them."""
     drawn = with_cases(chosen, workloads, DRAWN, seed)
     left = sorted(zip(drawn.cases, drawn.workloads, strict=True), key=lambda pair: _size_key(chosen, pair[0]))
     kept: list[tuple[Case, Workload]] = []
@@ -72,7 +72,7 @@ def _size_key(chosen: Chosen, case: Case) -> tuple[bool, int]:
 def batches_of(
     chosen: Sequence[Chosen], languages: Sequence[str], size: int, tools: Sequence[str], before: Checks = frozenset()
 ) -> list[Batch]:
-    """Batches of one language each, in turn from each language, so that a deadline cuts off as much of one as of another.
+    """Return batches of one language each, in turn by language, so that a deadline cuts off as much of one as of another.
 
     Tools that found all of a batch clean before come last in it.
     """
@@ -90,7 +90,7 @@ def batches_of(
 
 
 def planted(setup: RunSetup, cases: int) -> dict[str, Chosen]:
-    """The planted mistakes, by folder."""
+    """Return the planted mistakes, by folder."""
     found = {}
     for name in PLANTED:
         folder = shipped_root() / "tests" / "measurement" / "planted" / name
@@ -100,7 +100,7 @@ def planted(setup: RunSetup, cases: int) -> dict[str, Chosen]:
 
 
 def missed(results: Sequence[Sanitized], mistakes: dict[str, Chosen]) -> list[str]:
-    """The planted mistakes that their tools did not find, in words."""
+    """Return the planted mistakes that their tools did not find, in words."""
     names = []
     for name, (tool, begins) in PLANTED.items():
         of_it = [
@@ -115,7 +115,7 @@ def missed(results: Sequence[Sanitized], mistakes: dict[str, Chosen]) -> list[st
 
 
 def kind_of(result: Sanitized) -> str:
-    """In one word, as the table and the lines have it."""
+    """Return the kind in one word, as the table and the lines have it."""
     if result.errors:
         return "found"
     if result.problem:
@@ -124,7 +124,7 @@ def kind_of(result: Sanitized) -> str:
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
-    """The JSON line of one outcome."""
+    """Return the JSON line of one outcome."""
     result = outcome.result
     chosen = result.chosen
     record: dict[str, Any] = {
@@ -144,7 +144,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def line_of(result: Sanitized) -> str:
-    """One line: clean, or what was found first, or why nothing is known."""
+    """Return one line: clean, or what was found first, or why nothing is known."""
     name, tool = result.chosen.files.name, result.tool
     if result.errors:
         first = result.errors[0]
@@ -158,7 +158,7 @@ def line_of(result: Sanitized) -> str:
 
 
 def summary(results: Sequence[Sanitized], seconds: float) -> str:
-    """A table: of each tool and language how many were clean, and how many calls that were."""
+    """Return a table: of each tool and language how many were clean, and how many calls that were."""
     kinds = ("clean", "found", "no verdict", "not run")
     lines = [f"{'tool':<10} {'language':<9}" + "".join(f"{kind:>11}" for kind in kinds) + f"{'clean calls':>13}"]
     groups: dict[tuple[str, str], list[Sanitized]] = {}
@@ -172,7 +172,7 @@ def summary(results: Sequence[Sanitized], seconds: float) -> str:
 
 
 def versions(program: Path) -> dict[str, str]:
-    """What the first line of the results says about the machine."""
+    """Return what the first line of the results says about the machine."""
     asked = {
         "compute-sanitizer": [str(program), "--version"],
         "nvcc": ["nvcc", "--version"],
@@ -191,7 +191,7 @@ def versions(program: Path) -> dict[str, str]:
 
 
 def parsed_options() -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="solutions or definitions; every kernel by default")
     parser.add_argument("--gpu", default="auto")

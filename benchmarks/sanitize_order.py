@@ -39,17 +39,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def clean_before(record: Iterable[dict[str, Any]]) -> Checks:
-    """What was found clean, by today's and by earlier digests."""
+    """Return what was found clean, by today's and by earlier digests."""
     return frozenset((line["digest"], tool) for line in record for tool in line["tools"])
 
 
 def chain_of(item: Chosen, tools: Sequence[str], before: Checks) -> tuple[str, ...]:
-    """The tools in the order in which a kernel comes under them: those that have seen it come last."""
+    """Return the tools in the order in which a kernel comes under them: those that have seen it come last."""
     return tuple(sorted(tools, key=lambda tool: (item.files.digest, tool) in before))
 
 
 def unchecked_first(tools: Sequence[str], before: Checks) -> Callable[[Batch], tuple[int, ...]]:
-    """How urgent a batch is: the first tool for kernels it never saw, then the others for Triton, then all else that is new.
+    """Return the rank of a batch: the first tool for new kernels, then the others for Triton, then all else that is new.
 
     A run without a tool is as urgent as the tool that follows it, and waits for those that need no such run any more: then each
     result is there as early as it can be, and a deadline leaves few kernels that were compiled and not checked.
@@ -66,7 +66,7 @@ def unchecked_first(tools: Sequence[str], before: Checks) -> Callable[[Batch], t
 
 
 def merged(record: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]], day: str) -> list[dict[str, Any]]:
-    """The record with what a sweep found clean; a kernel in which something was found loses what the tool had said before.
+    """Return the record with what a sweep found clean; a kernel with a finding loses what the tool had said before.
 
     Args:
         record: lines of the record.
@@ -90,12 +90,12 @@ def merged(record: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]], 
 
 
 def shipped_kernels() -> list[Chosen]:
-    """Every kernel that a Hopper GPU can run."""
+    """Return every kernel that a Hopper GPU can run."""
     return choose_solutions(Catalog.default(), (), replace(cpu_machine(), gpu="h200", sm="sm_90", device="cuda:0"))
 
 
 def never_checked(kernels: Sequence[Chosen], before: Checks, tool: str) -> list[str]:
-    """Names of the kernels that a tool has never found clean, as they are today."""
+    """Return names of the kernels that a tool has never found clean, as they are today."""
     return [item.files.name for item in kernels if (item.files.digest, tool) not in before]
 
 

@@ -48,7 +48,7 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """What one process is given, the tool that it runs under, and the tools that come after it."""
+    """Work of one process, the tool that it runs under, and the tools that come after it."""
 
     tool: str
     solutions: Sequence[Chosen]
@@ -99,7 +99,7 @@ class Sweep:
             self._slots.put(slot)
 
     def run(self, batches: Sequence[Batch]) -> list[Outcome]:
-        """Every Solution's outcome for every tool, in the order in which they came."""
+        """Return every Solution's outcome for every tool, in the order in which they came."""
         for batch in batches:
             self._push(batch)
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -196,7 +196,7 @@ class Sweep:
             self._tell(Outcome(Sanitized(result.chosen, tool, problem=why)))
 
     def _output_of(self, batch: Batch, slot: int) -> tuple[str, str]:
-        """What a process printed, and why it was ended, if it was."""
+        """Return what a process printed, and why it was ended, if it was."""
         with tempfile.TemporaryDirectory(prefix="sanitize-") as name:
             folder = Path(name)
             request, output = folder / "request.json", folder / "output"
@@ -238,31 +238,31 @@ class Sweep:
 
 
 def device_of(slot: int, gpus: int, visible: str) -> str:
-    """The one device that the processes of a slot see; only some may be visible to begin with, as ``2,3``."""
+    """Return the one device that the processes of a slot see; only some may be visible to begin with, as ``2,3``."""
     names = [name.strip() for name in visible.split(",") if name.strip()] or [str(number) for number in range(gpus)]
     return names[slot % min(gpus, len(names))]
 
 
 def _last_word(status: int) -> str:
-    """Why a process that ended by itself proves nothing: a signal ended it. What raised has said so."""
+    """Return why a process that ended by itself proves nothing: a signal ended it. What raised has said so."""
     return f"ended by {signal.Signals(-status).name}" if status < 0 else ""
 
 
 def command_of(program: Path, tool: str, request: Path, slot: int) -> list[str]:
-    """The command line of one process, under its tool or without one."""
+    """Return the command line of one process, under its tool or without one."""
     if tool == PLAIN:
         return [sys.executable, "-m", "tilegym_db.measurement.instruments.calls", str(request)]
     return with_port(sanitizer_command(program, tool, request), slot)
 
 
 def with_port(command: Sequence[str], slot: int) -> list[str]:
-    """The command with ports of its own, so that many run side by side."""
+    """Return the command with separate ports, so that many run side by side."""
     first = 49152 + PORTS * slot
     ours = ("--port", str(first), "--max-connections", str(PORTS), "--launch-timeout", str(CONNECT_S))
     return [command[0], *ours, *command[1:]]
 
 
 def tail_of(text: str) -> str:
-    """The end of what a process printed, without its own marks: a traceback, a compiler's error, a tool's last words."""
+    """Return the end of a process's output without its own marks: a traceback, a compiler's error, a tool's last words."""
     kept = "\n".join(line for line in text.splitlines() if mark_of(line) is None)
     return kept[-SAID_CHARACTERS:]

@@ -60,7 +60,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Run:
-    """What a run and its control have in common: the machine, the model, the episodes, and whether the model is alone."""
+    """Common ground of a run and its control: the machine, the model, the episodes, and whether the model is alone."""
 
     gpu: str
     dtype: str
@@ -121,7 +121,7 @@ class Reader:
         self._cache: Any = None
 
     def __call__(self) -> torch.Tensor:
-        """The whole prompt at the first call, and one position at each of the others."""
+        """Read the whole prompt at the first call, and one position at each of the others."""
         begin, end = (0 if self._cache is None else self._next - 1), self._next
         found = self._model(
             input_ids=self._ids[:, begin:end],
@@ -143,7 +143,7 @@ DIFFERS, MARGIN, STOCK_WORST, STOCK_SQUARES, PATCHED_SQUARES, SQUARES = range(6)
 
 
 def compared(patched: torch.Tensor, stock: torch.Tensor, precise: torch.Tensor) -> torch.Tensor:
-    """One row of figures per sequence [batch, 6], on the device: nothing waits for it.
+    """Return one row of figures per sequence [batch, 6], on the device: nothing waits for it.
 
     Whether the tokens differ, stock's margin between its two best, stock's largest error, and the sums of squares of stock's
     error, of the patched error and of the precise logits.
@@ -163,7 +163,7 @@ def compared(patched: torch.Tensor, stock: torch.Tensor, precise: torch.Tensor) 
 
 
 def wrong_rows(figures: torch.Tensor, factor: float = MARGIN_FACTOR) -> torch.Tensor:
-    """Which rows have another token than stock although stock could tell [rows]; NaN never can."""
+    """Return the rows with another token than stock although stock could tell [rows]; NaN never can."""
     within_noise = figures[:, MARGIN] <= factor * figures[:, STOCK_WORST]
     return figures[:, DIFFERS].bool() & ~within_noise
 
@@ -178,7 +178,7 @@ class Sample:
 
 
 def growth_bytes(samples: Sequence[tuple[int, int]]) -> float:
-    """What (steps, bytes) grew by from the first sample to the last, along the line of least squares.
+    """Return the growth of (steps, bytes) from the first sample to the last, along the line of least squares.
 
     Raises:
         ValueError: less than three samples, through which no line says anything.
@@ -192,7 +192,7 @@ def growth_bytes(samples: Sequence[tuple[int, int]]) -> float:
 
 
 def growth_of_control(control: Mapping[str, Any], run: Run) -> float:
-    """What the host's memory grew by in a control of this run, in bytes per 1000 steps.
+    """Return the growth of the host's memory in a control of this run, in bytes per 1000 steps.
 
     Args:
         control: what a run with ``--control`` wrote.
@@ -212,7 +212,7 @@ def growth_of_control(control: Mapping[str, Any], run: Run) -> float:
 
 
 def why_not_judged(kind: str, run: Run) -> str:
-    """Why the growth of one kind of memory says nothing about a patch in this run; empty where it is judged."""
+    """Return why the growth of one kind of memory says nothing about a patch in this run; empty if it is judged."""
     if kind == "host" and run.gpu != "cpu" and not run.alone:
         return (
             "PyTorch keeps attention's plans of the patched model and of stock here; --alone judges the host's memory"
@@ -263,7 +263,7 @@ class Comparison:
             )
 
     def results(self) -> dict[str, Any]:
-        """What came of it."""
+        """Return the results of the run."""
         sums = self._totals.tolist()
         return {
             "tokens": self.rows,
@@ -277,7 +277,7 @@ class Comparison:
 
 
 def violations(results: Mapping[str, Any]) -> list[str]:
-    """What does not hold; empty where all is well."""
+    """Return what does not hold; empty if all is well."""
     found = [] if results["comparison"] is None else _unlike_stock(results["comparison"])
     for kind, growth in results["memory_growth"].items():
         if not growth["not_judged"] and not growth["bytes"] <= growth["limit"]:
@@ -309,13 +309,13 @@ def host_bytes() -> int:
 
 
 def sampled(steps: int, device: str) -> Sample:
-    """Memory in use now, with all that nobody refers to any more gone."""
+    """Return the memory in use now, after unreferenced objects are gone."""
     gc.collect()
     return Sample(steps, host_bytes(), torch.cuda.memory_allocated(device) if device != "cpu" else None)
 
 
 def run_episode(models: Sequence[Any], episode: Episode, seed: int, device: str) -> torch.Tensor | None:
-    """The prompt and every step on each model; the figures [rows, 6] of three on the CPU, None of one that is alone."""
+    """Run the prompt and every step on each model; return the figures [rows, 6] of three on the CPU, or None for one alone."""
     ids, mask = tokens_of(episode, models[0].config.vocab_size, seed, device)
     readers = [Reader(model, ids, mask, max(episode.lengths)) for model in models]
     figures = []

@@ -4,7 +4,7 @@ Pairs are drawn operator by operator, so that one with many workloads does not o
 processes, fresh secret seeds, and knows of no earlier winner. Two runs agree on a pair where the same solution was the
 fastest, or where in both of them the two winners were a tie: their ratio within the same rounds, with its 99% interval,
 is not beyond the 2% that the resolver asks for, or the 0.3 us by which processes differ. Each solution is verified at the
-pair's own shape and over one fuzzed case: what is asked here is who is the fastest.
+pair's own shape and over one fuzzed case: the question here is which one is the fastest.
 
     python benchmarks/stability.py --gpu auto --pairs 40 --runs 5
     python benchmarks/stability.py --gpu cpu --pairs 4 --runs 3 --quick
@@ -63,12 +63,12 @@ class Pair:
 
 
 def winner_of(rounds: Rounds) -> str:
-    """The solution with the lowest median."""
+    """Return the solution with the lowest median."""
     return min(sorted(rounds), key=lambda name: median(rounds[name]))
 
 
 def agreement(runs: Sequence[Rounds], noise: float = NOISE) -> Agreement:
-    """What the winners of several runs of one pair have in common; each run has a solution at least."""
+    """Return what the winners of several runs of one pair have in common; each run has a solution at least."""
     winners = sorted({winner_of(run) for run in runs})
     if len(winners) == 1:
         return "identical"
@@ -90,7 +90,7 @@ def stratified(groups: Mapping[str, Sequence[Workload]], count: int, generator: 
 
 
 def contested(plans: Sequence[DefinitionPlan]) -> dict[str, DefinitionPlan]:
-    """The operators with at least two solutions to choose from, and only those: kernels, or, without them, baselines."""
+    """Return only the operators with at least two solutions to choose from: kernels, or, without them, baselines."""
     found = {}
     for plan in plans:
         kernels = [solution for solution in plan.timed if solution.record.spec.role == "kernel"]
@@ -103,7 +103,7 @@ def contested(plans: Sequence[DefinitionPlan]) -> dict[str, DefinitionPlan]:
 def play(
     plans: Mapping[str, DefinitionPlan], pairs: Sequence[Pair], machine: Machine, budget: TimingBudget
 ) -> dict[str, Rounds]:
-    """One run from nothing: workload uuid -> rounds of every solution that passed."""
+    """Make one run from nothing: workload uuid -> rounds of every solution that passed."""
     rounds: dict[str, Rounds] = {}
 
     def keep(workload: Workload, candidates: Sequence[TimedCandidate]) -> None:
@@ -120,7 +120,7 @@ def play(
 
 
 def read_runs(path: Path | None, pairs: Sequence[Pair]) -> list[Mapping[str, Rounds]]:
-    """The finished runs that are kept in a file; none where there is no file.
+    """Return the finished runs that are kept in a file; none if there is no file.
 
     Raises:
         ValueError: they are of other pairs.

@@ -227,7 +227,7 @@ def timed(action: Callable[[], object]) -> tuple[float, float]:
 
 
 def medians(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of wall and of CPU times."""
+    """Return the medians of wall and of CPU times."""
     return statistics.median(wall for wall, _ in samples), statistics.median(cpu for _, cpu in samples)
 
 
@@ -260,7 +260,7 @@ def measure(folder: Path, traces: int, repeats: int) -> list[Measurement]:
 
 
 def write_journals(folder: Path, lines: Iterator[str]) -> list[Path]:
-    """Journals of at most :data:`LINES_A_JOURNAL` lines each."""
+    """Write journals of at most :data:`LINES_A_JOURNAL` lines each."""
     paths: list[Path] = []
     while piece := list(itertools.islice(lines, LINES_A_JOURNAL)):
         paths.append(folder / f"traces-{len(paths):04d}.jsonl")
@@ -270,7 +270,7 @@ def write_journals(folder: Path, lines: Iterator[str]) -> list[Path]:
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has had in memory so far."""
+    """Return the most bytes that this process has had in memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

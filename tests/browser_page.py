@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ,
 
 @contextmanager
 def chromium_page(**context: Any) -> Iterator[tuple[Any, list[str]]]:
-    """An empty page of a browser that is offline, and the list that its errors and requests go to."""
+    """Yield an empty page of an offline browser, and the list of its errors and requests."""
     from playwright.sync_api import sync_playwright
 
     assert CHROMIUM is not None, MISSING

@@ -1,4 +1,4 @@
-"""What every test shares: a home folder of its own, a catalog of its own where it writes, and one small operator."""
+"""The fixtures of every test: a separate home folder, a separate catalog for writing, and one small operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Tests run side by side, with workers of their own; threads of each that wait for one another would take turns all day.
+# Tests run side by side, each with its workers; threads of each that wait for one another would take turns all day.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -104,7 +104,7 @@ def nothing_stays_compiled() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder of its own for every test, not yet created."""
+    """Return a separate home folder for every test, not yet created."""
     folder = tmp_path / "home"
     monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
     return folder
@@ -164,7 +164,7 @@ def ship() -> Iterator[Callable[[Path], Path]]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, ship: Callable[[Path], Path]) -> Path:
-    """An empty, writable checkout in place of the shipped catalog."""
+    """Return an empty, writable checkout in place of the shipped catalog."""
     root = tmp_path / "checkout"
     for folder in ("definitions", "solutions", "workloads", "traces"):
         (root / folder).mkdir(parents=True)
@@ -179,7 +179,7 @@ def row_scale(
     solution_record: Callable[..., dict[str, Any]],
     workload_record: Callable[..., dict[str, Any]],
 ) -> Path:
-    """The empty checkout with the small operator in it: definition, stock solution, one workload, and the lock."""
+    """Fill the empty checkout with the small operator: definition, stock solution, one workload, and the lock."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition, Solution, Workload
 

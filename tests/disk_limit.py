@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """The kernel refuses writes past ``size`` bytes of a file, as a full disk does."""
+    """Make the kernel refuse writes past ``size`` bytes of a file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -10,7 +10,7 @@ SCALE = "import torch\n\ndef run(x, w, eps):\n    return x * w + eps\n"
 
 
 def definition(**changes: Any) -> dict[str, Any]:
-    """A Definition of ``x * w + eps``."""
+    """Return a Definition of ``x * w + eps``."""
     return {
         "name": "scale_n8",
         "op_type": "scale",
@@ -26,7 +26,7 @@ def definition(**changes: Any) -> dict[str, Any]:
 
 
 def solution(name: str = "scale_torch", content: str = SCALE, **spec: Any) -> dict[str, Any]:
-    """A Python Solution that returns its output."""
+    """Return a Python Solution that returns its output."""
     return {
         "name": name,
         "definition": "scale_n8",
@@ -43,13 +43,13 @@ def solution(name: str = "scale_torch", content: str = SCALE, **spec: Any) -> di
 
 
 def workload(uuid: str = "w-1", m: int = 4, **inputs: Any) -> dict[str, Any]:
-    """A call with M rows."""
+    """Return a call with M rows."""
     given = {"x": {"type": "random"}, "w": {"type": "random"}, "eps": {"type": "scalar", "value": 1e-06}}
     return {"axes": {"M": m}, "inputs": given | inputs, "uuid": uuid}
 
 
 def trace(name: str = "scale_torch", status: str = "PASSED", of: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A measurement of somebody else's."""
+    """Return a measurement from another project."""
     evaluation: dict[str, Any] = {
         "status": status,
         "environment": {"hardware": "NVIDIA B200", "libs": {"torch": "2.9"}},
@@ -66,7 +66,7 @@ def trace(name: str = "scale_torch", status: str = "PASSED", of: dict[str, Any] 
 
 
 def of_workload(item: dict[str, Any]) -> dict[str, Any]:
-    """A line of ``workloads/``."""
+    """Return a line of ``workloads/``."""
     return {"definition": "scale_n8", "workload": item, "solution": None, "evaluation": None}
 
 

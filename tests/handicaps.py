@@ -28,7 +28,7 @@ _OF_A_CONTAINER = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
 
 
 def keep_a_containers_capabilities() -> None:
-    """For ``preexec_fn``: what is started has no other capabilities than root has in a container. Only root can ask for it."""
+    """Drop the capabilities that root lacks in a container, for ``preexec_fn``. Only root can ask for it."""
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     for capability in set(range(last + 1)) - _OF_A_CONTAINER:
         if ctypes.CDLL(None).prctl(_DROP_FROM_BOUNDS, capability, 0, 0, 0) != 0:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def killed(work: Callable[[], Any]) -> None:
-    """Run something in a process of its own that kills itself on the way."""
+    """Run something in a separate process that kills itself on the way."""
     child = os.fork()
     if child == 0:
         try:

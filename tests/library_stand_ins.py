@@ -163,7 +163,7 @@ def softmax(logits: Tensor, temperature: Any = None, enable_pdl: Any = None) -> 
 
 
 def drawn(kept: Tensor, seed: Any, offset: Any) -> Tensor:
-    """An index of each row, by a number that its seed gives."""
+    """Draw an index of each row, by a number that its seed gives."""
     asks(seed.dtype == offset.dtype == torch.int64 and len(seed) == len(offset) == len(kept), "a seed for each row")
     asks(seed.is_contiguous(), "seeds are contiguous")
     generators = [torch.Generator().manual_seed(int(value) % 2**63) for value in seed]
@@ -179,7 +179,7 @@ def rows_of(probs: Tensor, parameter: Tensor, dtype: torch.dtype) -> None:
 
 
 def above(probs: Tensor, values: Tensor) -> Tensor:
-    """For each element, the sum of ``values`` over those that are larger."""
+    """Return, for each element, the sum of ``values`` over those that are larger."""
     return ((probs[:, None, :] > probs[:, :, None]) * values[:, None, :]).sum(-1)
 
 

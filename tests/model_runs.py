@@ -51,7 +51,7 @@ def model_run(**changes: Any) -> ModelRun:
 
 
 def without_steps(factor: float) -> dict[str, Any]:
-    """Of a prefill alone."""
+    """Return the record of a prefill alone."""
     return {**timing(factor), "tpot_ms": None, "tokens_per_s": None}
 
 

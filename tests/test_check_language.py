@@ -29,10 +29,18 @@ def test_source_that_breaks_a_rule_is_found(source: str, rule: str):
         '@property\ndef size(self):\n    """The size in bytes."""\n',
         "# for people who write kernels\n",
         "# `whoever` is a name here\n",
+        'ROWS = {"told": 1}\n',
+        'TEXT = f"{who}: {reason}"\n',
     ],
 )
 def test_source_in_plain_words_passes(source: str):
     assert check_language.check_source(source) == []
+
+
+def test_strings_of_a_test_are_data_but_docstrings_are_not():
+    source = '"""A page that nobody reads."""\nTEXT = "nobody reads it"\n# nobody reads it\n'
+    found = check_language.check_source(source, is_test=True, has_data=True)
+    assert sorted(line for line, _, _ in found) == [1, 3]
 
 
 def test_code_in_a_page_is_not_checked():

@@ -45,7 +45,7 @@ def test_a_folder_is_never_written_over(there: str, tmp_path: Path):
     assert [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))] == before
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old_and_nothing_else_is(tmp_path: Path):
+def test_only_old_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
     old, young, mine = (tmp_path / name for name in (".tilegym-db-aa.new", ".tilegym-db-bb.new", ".tilegym-db-notes"))
     for folder in (old, young, mine):
         folder.mkdir()
@@ -56,7 +56,7 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old_and_nothing_else_is
     assert sorted(path.name for path in tmp_path.iterdir()) == [young.name, mine.name, "record.json"]
 
 
-def test_a_folder_that_somebody_writes_is_refused_with_the_process(tmp_path: Path):
+def test_folder_being_written_is_refused_with_the_process(tmp_path: Path):
     with (
         writing(tmp_path),
         raises(StoreError, "store_locked", str(tmp_path), "this process"),
@@ -114,14 +114,14 @@ def test_a_writer_replaces_regular_files_only(tmp_path: Path, kind: str, make: C
     assert os.listdir(tmp_path) == ["place"]
 
 
-def test_a_lock_in_a_folder_where_no_file_can_be_made_is_refused_at_once():
+def test_lock_in_an_unwritable_folder_is_refused_at_once():
     began = time.monotonic()
     with raises(StoreError, "folder_unwritable", "/proc: ", "TILEGYM_DB_HOME"), writing(Path("/proc")):
         pass
     assert time.monotonic() - began < 5
 
 
-def test_a_new_file_appears_whole_and_one_that_exists_is_left_alone(tmp_path: Path):
+def test_new_file_appears_whole_and_an_existing_one_is_kept(tmp_path: Path):
     target = tmp_path / "sub" / "workloads.jsonl"
     write_exclusively(target, b"first")
     with raises(ConflictError, "file_exists", str(target), "--output"):
@@ -133,7 +133,7 @@ def test_a_new_file_appears_whole_and_one_that_exists_is_left_alone(tmp_path: Pa
         write_exclusively(tmp_path / "link", b"third")
 
 
-def test_a_folder_that_another_process_made_meanwhile_exists_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_made_by_another_process_first_exists_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = tmp_path / "draft"
     rename = os.rename
 

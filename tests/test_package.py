@@ -35,7 +35,7 @@ def test_importing_the_package_loads_nothing_but_the_package():
     assert loaded - sys.stdlib_module_names == {"tilegym_db"}
 
 
-def test_the_modules_that_promise_to_be_light_load_neither_torch_nor_a_compiler():
+def test_light_modules_load_neither_torch_nor_a_compiler():
     names = [
         info.name
         for info in pkgutil.walk_packages(tilegym_db.__path__, "tilegym_db.")
@@ -45,7 +45,7 @@ def test_the_modules_that_promise_to_be_light_load_neither_torch_nor_a_compiler(
     assert heavy_in(loaded_after(f"import {', '.join(names)}")) == []
 
 
-def test_the_help_of_the_command_line_loads_neither_torch_nor_the_database():
+def test_command_line_help_loads_neither_torch_nor_the_database():
     code = "from tilegym_db.cli.app import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass"
     modules = loaded_after(code)
     assert heavy_in(modules) == []
@@ -70,7 +70,7 @@ def test_the_public_names_are_listed_and_others_are_refused():
         _ = tilegym_db.pacth
 
 
-def test_constraints_pin_everything_that_the_extras_name_and_nothing_by_address():
+def test_constraints_pin_every_name_of_the_extras_by_version():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9A-Za-z.]*", line) for line in lines)
     pinned = {normalised(line) for line in lines}
@@ -80,7 +80,7 @@ def test_constraints_pin_everything_that_the_extras_name_and_nothing_by_address(
         *(text for texts in project["optional-dependencies"].values() for text in texts),
     ]
     assert {normalised(text) for text in required} - {"tilegym-db"} <= pinned
-    # Each build of PyTorch pins a CUDA toolkit of its own: what it pins here would exclude all builds but one.
+    # Each build of PyTorch pins its own CUDA toolkit: what it pins here would exclude all builds but one.
     assert not pinned & {"cuda-toolkit", "cuda-bindings", "nvidia-cublas", "nvidia-cuda-runtime", "nvidia-nccl-cu13"}
     assert {"nvidia-cuda-tileiras", "nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-crt"} <= pinned
     releases = {line.partition("==")[2] for line in lines if line.startswith(("nvidia-cuda-tile", "nvidia-nvvm"))}

@@ -92,7 +92,7 @@ def test_a_header_that_was_damaged_is_parsed_from_the_source(tmp_path: Path) -> 
         assert signatures(source) == first
 
 
-def test_nothing_is_written_where_there_is_no_home_or_it_is_no_place_for_files(tmp_path: Path) -> None:
+def test_nothing_is_written_without_a_usable_home(tmp_path: Path) -> None:
     with keeping_parsed_sources(tmp_path / "home"):
         signatures((FILLER + "def run(x): pass\n").encode())
     assert not (tmp_path / "home").exists()
@@ -102,7 +102,7 @@ def test_nothing_is_written_where_there_is_no_home_or_it_is_no_place_for_files(t
     assert (tmp_path / FILE_NAME).is_dir()
 
 
-def test_what_comes_with_the_package_is_what_parsing_finds_and_nearly_all_of_it() -> None:
+def test_packaged_sources_are_what_parsing_finds_and_nearly_all() -> None:
     content = json.loads(shipped_file().read_bytes())
     shipped = content["headers"]
     assert content["parser"] == ANY_PARSER
@@ -113,7 +113,7 @@ def test_what_comes_with_the_package_is_what_parsing_finds_and_nearly_all_of_it(
     assert len(known) > 0.75 * len(found), "run: python tools/write_parsed_sources.py"
 
 
-def test_a_new_home_parses_no_shipped_source_and_keeps_only_its_own(tmp_path: Path) -> None:
+def test_new_home_parses_no_shipped_source_and_keeps_its_own(tmp_path: Path) -> None:
     own = (FILLER + "def run(x): pass\n").encode()
     with keeping_parsed_sources(tmp_path):
         assert len(headers_of_large_sources()) == len(json.loads(shipped_file().read_bytes())["headers"])

@@ -22,7 +22,7 @@ with scratch_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_scratch_folder_is_for_this_user_alone_and_goes_with_its_content(tmp_path):
+def test_scratch_folder_is_private_and_goes_with_its_content(tmp_path):
     with scratch_folder(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "a/b").mkdir(parents=True)
@@ -36,7 +36,7 @@ def test_it_goes_when_its_user_raises(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_swept_by_the_next_and_what_a_living_one_has_is_not(tmp_path):
+def test_leftovers_of_killed_processes_are_swept_live_ones_kept(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())
@@ -48,7 +48,7 @@ def test_what_a_killed_process_left_is_swept_by_the_next_and_what_a_living_one_h
         assert [path for path in tmp_path.iterdir() if path != folder] == []
 
 
-def test_a_folder_that_nobody_has_locked_is_left_alone_until_it_is_old(tmp_path):
+def test_unlocked_folder_is_left_alone_until_it_is_old(tmp_path):
     fresh, old = tmp_path / "tilegym-db-scratch-fresh", tmp_path / "tilegym-db-scratch-old"
     fresh.mkdir()
     old.mkdir()

@@ -74,7 +74,7 @@ def check_whole(place: Place) -> None:
         assert exported == set(told["definitions"])
         assert exported
     shared_traces(place)
-    # Who numbers attempts reads and appends under one lock: no number is given twice.
+    # The numbering of attempts reads and appends under one lock: no number is given twice.
     numbered = {(one.task, one.number, one.solution_digest) for one in journaled(Attempt, place.home)}
     assert len({(task, number) for task, number, _ in numbered}) == len(numbered)
 
@@ -139,9 +139,7 @@ def landed(place: Place, name: str, key: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", STEPWISE)
-def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be_done_again(
-    name: str, place: Place, moments: list[int]
-):
+def test_killed_writer_loses_nothing_and_its_work_repeats(name: str, place: Place, moments: list[int]):
     # The first also makes folders, and the database that some of them ask.
     _, whole = (writing.run([(name, key)], place)[0] for key in ("key_0", "key_1"))
     assert whole.kind == "done"
@@ -160,9 +158,7 @@ def test_a_writer_that_is_killed_at_any_moment_loses_nothing_and_its_work_can_be
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_TIME)
-def test_a_writer_of_the_database_that_is_killed_at_any_moment_loses_nothing(
-    name: str, place: Place, moments: list[int]
-):
+def test_killed_writer_of_the_database_loses_nothing(name: str, place: Place, moments: list[int]):
     (whole,) = writing.run([("ingest", "first_1")], place)
     assert whole.kind == "done"
     (whole,) = writing.run([(name, "key_0")], place)
@@ -192,7 +188,7 @@ def test_a_writer_of_the_database_that_is_killed_at_any_moment_loses_nothing(
 @pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_writer_that_races_itself_lands_or_is_refused_with_a_reason(name: str, place: Place):
+def test_writer_that_races_itself_lands_or_is_refused_by_reason(name: str, place: Place):
     keys = ["same_1"] * 3 + ["other_2", "third_3"]
     endings = writing.run([(name, key) for key in keys], place)
     assert all(ending.kind == "done" or (ending.kind == "refused" and ending.said) for ending in endings), endings
@@ -233,7 +229,7 @@ def test_eight_processes_that_add_workloads_lose_no_line(place: Place):
     assert sorted(sizes) == [4, *range(1000, 1008)]
 
 
-def test_four_processes_that_add_one_name_leave_one_whole_solution(place: Place):
+def test_four_processes_adding_one_name_leave_one_whole_solution(place: Place):
     endings = writing.run([("add_solution", "draft_0")] * 4, place)
     assert sorted(ending.kind for ending in endings) == ["done", "refused", "refused", "refused"]
     assert all("already exists" in ending.said for ending in endings if ending.kind == "refused")

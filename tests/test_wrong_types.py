@@ -1,4 +1,4 @@
-"""What Python callers may get wrong is told in a sentence that names the argument, not by whatever fails on it first."""
+"""Mistakes of Python callers get a sentence that names the argument, before any later code fails on them."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ TRIES = 4
 
 
 def is_conclusive(trace: Trace) -> bool:
-    """False where the machine was too slow to tell a false claim from a true one, which says so and proves nothing."""
+    """Return False if the machine was too slow to judge a claim. Such a verdict says so and proves nothing."""
     return not (trace.status == "UNSUPPORTED" and MACHINE_SLOW in trace.reason)
 
 
 def conclusive(verify: Callable[[], T], trace_of: Callable[[T], Trace] = lambda outcome: outcome) -> T:
-    """What ``verify`` gives, asked for again as a verdict that is not conclusive advises; the last where all are like that."""
+    """Return what ``verify`` gives, repeated as an inconclusive verdict advises; the last one if all are inconclusive."""
     for _ in range(TRIES):
         outcome = verify()
         if is_conclusive(trace_of(outcome)):

@@ -43,7 +43,7 @@ class Place:
 
     @property
     def beside(self) -> Path:
-        """Where what is read and written outside of both lies: foreign data sets, exports, what authors hand in."""
+        """Folder of what is read and written outside of both: foreign data sets, exports, what authors hand in."""
         return self.root.parent / "beside"
 
 
@@ -239,7 +239,7 @@ SUBMITTED_BAR = 1.5
 
 
 def foreign_set(place: Place, key: str) -> None:
-    """A data set of another project; no two have a file in common, and the folders for them are there: equally many steps."""
+    """Write a data set of another project. No two have a file in common, and their folders exist: the steps are equally many."""
     for number in range(256):
         (place.home / "imported" / "objects" / f"{number:02x}").mkdir(parents=True, exist_ok=True)
     tree = foreign_sets.Tree(place.beside / "foreign" / key)
@@ -252,7 +252,7 @@ def foreign_set(place: Place, key: str) -> None:
 
 
 def others_traces(place: Place, key: str) -> None:
-    """A shared data set with four traces that another installation measured."""
+    """Write a shared data set with four traces that another installation measured."""
     from tilegym_db.store.sharing import Row, SharedDataSet
 
     rows = [Row(trace_of(place, f"others-{key}", attempt).to_json()) for attempt in range(4)]
@@ -260,7 +260,7 @@ def others_traces(place: Place, key: str) -> None:
 
 
 def handed_in(place: Place, key: str) -> None:
-    """A kernel as its author leaves it, and the task that it is for."""
+    """Write a kernel as its author leaves it, and the task that it is for."""
     from tilegym_db.loop.tasks import create_task as create
 
     create("row_scale", language="python", gpu="h200", min_speedup=SUBMITTED_BAR, home=place.home)
@@ -280,12 +280,12 @@ SOURCES: dict[str, Callable[[Place, str], None]] = {
 
 
 def bar_of(key: str) -> float:
-    """The bar of the task of a key, which tells it from those of others."""
+    """Return the bar of the task of a key, which differs from those of others."""
     return 1.1 + int(key.rpartition("_")[2]) / 1000
 
 
 def tasks_at(place: Place, bar: float) -> list[Any]:
-    """Every line of the journal that is a task with this bar."""
+    """Return every line of the journal that is a task with this bar."""
     from tilegym_db.records.loop import Task
     from tilegym_db.store.loop import journaled
 
@@ -297,7 +297,7 @@ def row_scale(place: Place) -> dict[str, Any]:
 
 
 def trace_of(place: Place, run: str, attempt: int) -> Any:
-    """A promoted pass of the stock solution on an H200."""
+    """Return a promoted pass of the stock solution on an H200."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Trace
     from tilegym_db.records.trace import new_trace_id
@@ -372,13 +372,13 @@ def _child(
         answer = "done", "", steps.count, time.monotonic() - begun
     sender.send(answer)
     sender.close()
-    os._exit(0)  # a timer that has not fired yet holds nobody up
+    os._exit(0)  # a timer that has not fired yet does not delay the exit
 
 
 def run(
     writers: Sequence[tuple[str, str]], place: Place, *, kill_at: int | None = None, kill_after_s: float | None = None
 ) -> list[Ending]:
-    """Run (writer, key) pairs, all at once, each in a process of its own, and tell how each ended."""
+    """Run (writer, key) pairs, all at once, each in a separate process, and return how each ended."""
     for name, key in writers:
         SOURCES.get(name, lambda place, key: None)(place, key)
     start = time.time() + (0.05 if len(writers) > 1 else 0.0)

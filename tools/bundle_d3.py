@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bundle() -> dict[str, str]:
-    """The two files by name: the script, which begins with its licences, and the licences alone."""
+    """Return the two files by name: the script, which begins with its licences, and the licences alone."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(shutil.copytree(SOURCE, folder, dirs_exist_ok=True))
         subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent"], cwd=work, check=True)
@@ -58,7 +58,7 @@ def bundle() -> dict[str, str]:
 
 
 def licences_of(work: Path, meta: dict[str, dict[str, dict[str, object]]]) -> str:
-    """The packages with something in the bundle, under the text of licence that they share."""
+    """Return the packages with something in the bundle, under the text of licence that they share."""
     (output,) = meta["outputs"].values()
     inputs: dict[str, dict[str, int]] = output["inputs"]  # type: ignore[assignment]
     bundled = {path.split("/")[1] for path, part in inputs.items() if "/" in path and part["bytesInOutput"]}

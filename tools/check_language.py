@@ -6,9 +6,11 @@ PATH is a file or a folder; by default the paths that pyproject.toml lists under
 one line per finding and exits with 1 if there is one. It checks these rules:
 
 1. The docstring of a function begins with an imperative verb, the one of a class or a property with a noun phrase.
-2. Code is "it": no "who", "nobody" or "somebody" for code.
+2. Code is "it": no ``who``, ``nobody`` or ``somebody`` for code.
 5. Words that the project does not use.
 8. The name of a test has at most 60 characters. ``--commits RANGE`` checks the subjects of commits.
+
+A string of one word is a key or a name, so that rules 2 and 5 do not apply to it. In a test all strings but docstrings are data.
 """
 
 from __future__ import annotations
@@ -99,6 +101,11 @@ WORDS = {
     ),
 }
 """Rule -> the words that it forbids."""
+STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+"""Kinds of tokens with text; Python 3.12 splits an f-string into several."""
+ONE_WORD = re.compile(r"""[a-zA-Z]{0,2}(['"])\w*\1""")
+FIELD = re.compile(r"\{[^{}]*\}")
+"""A field of an f-string or of a format, which holds code."""
 
 
 def main() -> int:
@@ -133,7 +140,11 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
 def check_file(path: Path) -> list[str]:
     """Return the findings in one file, each with its place."""
     text = path.read_text()
-    found = check_page(text) if path.suffix == ".md" else check_source(text, is_test=path.name.startswith("test_"))
+    if path.suffix == ".md":
+        found = check_page(text)
+    else:
+        has_data = "tests" in path.resolve().parts or path.resolve() == Path(__file__).resolve()
+        found = check_source(text, is_test=path.name.startswith("test_"), has_data=has_data)
     shown = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path
     return [f"{shown}:{line}: rule {rule}: {message}" for line, rule, message in sorted(found)]
 
@@ -150,10 +161,22 @@ def check_page(text: str) -> list[tuple[int, str, str]]:
     return found
 
 
-def check_source(text: str, *, is_test: bool = False) -> list[tuple[int, str, str]]:
-    """Return line, rule and message of every finding in a Python source."""
+def check_source(text: str, *, is_test: bool = False, has_data: bool = False) -> list[tuple[int, str, str]]:
+    """Return line, rule and message of every finding in a Python source.
+
+    Args:
+        text: the source.
+        is_test: check the names of tests, but not the first words of docstrings.
+        has_data: strings other than docstrings are data, which is not checked.
+    """
     found = []
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    docstrings = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
         if (
             is_test
             and isinstance(node, ast.FunctionDef)
@@ -166,8 +189,10 @@ def check_source(text: str, *, is_test: bool = False) -> list[tuple[int, str, st
         if not is_test and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found += [(node.lineno, "1", message) for message in check_docstring(node)]
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.STRING, tokenize.COMMENT) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
-            for offset, line in enumerate(token.string.splitlines()):
+        is_prose = token.type == tokenize.COMMENT or token.start in docstrings
+        if is_prose or (token.type in STRINGS and not has_data and not ONE_WORD.fullmatch(token.string)):
+            content = token.string if is_prose else FIELD.sub("", token.string)
+            for offset, line in enumerate(content.splitlines()):
                 cleaned = re.sub(r"``?[^`]*``?", "", line)
                 found += [(token.start[0] + offset, rule, message) for rule, message in check_words(cleaned)]
     return found

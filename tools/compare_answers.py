@@ -66,7 +66,7 @@ THREE_DIGITS = {"rel_fro", "worst_row_rel", "max_abs"}
 
 
 def answers_of(checkout: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What a checkout says, from a fresh store."""
+    """Return what a checkout says, from a fresh store."""
     home, output = folder / f"home-{checkout.name}", folder / f"{checkout.name}.json"
     environment = {**os.environ, "PYTHONPATH": str(checkout), "TILEGYM_DB_HOME": str(home)}
     subprocess.run([sys.executable, "-c", ASK, str(output)], env=environment, cwd=checkout, check=True)
@@ -75,7 +75,7 @@ def answers_of(checkout: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def equal(name: str, old: Any, new: Any) -> bool:
-    """Whether two values are the same but for digits that are not kept."""
+    """Return whether two values are the same but for digits that are not kept."""
     if isinstance(old, dict) and isinstance(new, dict):
         return old.keys() == new.keys() and all(equal(key, old[key], new[key]) for key in old)
     if isinstance(old, list) and isinstance(new, list):
@@ -93,7 +93,7 @@ def equal(name: str, old: Any, new: Any) -> bool:
 
 
 def differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
-    """Rows that differ, each with the columns that do. Both sides in one order."""
+    """Return rows that differ, each with the columns that do. Both sides are in one order."""
     if len(old) != len(new):
         return [f"{len(old)} rows before, {len(new)} after"]
     found = []
@@ -107,7 +107,7 @@ def differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[st
 
 
 def identity(row: dict[str, Any]) -> str:
-    """What tells a row from the others, whatever its figures."""
+    """Return what distinguishes a row from the others, whatever its figures."""
     keys = ("trace_id", "pair", "of", "definition", "gpu", "solution", "workload_uuid", "axes_key", "timestamp")
     return json.dumps([row.get(key) for key in keys])
 

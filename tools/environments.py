@@ -37,7 +37,7 @@ MEGABYTE = 1 << 20
 
 @contextmanager
 def surroundings(kind: str) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """The environment of one row, and what starts its commands; the working folder of the row is its ``PWD``."""
+    """Yield the environment of one row, and what starts its commands; the working folder of the row is its ``PWD``."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
         home.mkdir()
@@ -64,7 +64,7 @@ KINDS = ("plain", "locale C", "no HOME", "home is read-only", "disk of 1 MB", "f
 
 
 def outcome(python: str, arguments: list[str], environment: dict[str, str], prefix: list[str]) -> tuple[str, bool]:
-    """A cell of the table, and whether it is as documented."""
+    """Return a cell of the table, and whether it is as documented."""
     begun = time.monotonic()
     command = [*prefix, python, "-m", "tilegym_db", *arguments]
     try:
@@ -87,7 +87,7 @@ def outcome(python: str, arguments: list[str], environment: dict[str, str], pref
 
 
 def why_not(prefix: list[str]) -> str:
-    """Why surroundings cannot be made on this machine, which would look like a command that fails; empty where they can."""
+    """Return why surroundings cannot be made on this machine, which would look like a failed command; empty if they can."""
     if not prefix:
         return ""
     try:

@@ -71,7 +71,7 @@ class Environment(Installation):
     """A virtual environment that the wheel was installed into, in the place of run_docs' copy of the package."""
 
     def environment(self, home: Path, columns: int = COLUMNS) -> dict[str, str]:
-        """What a command sees: the environment first on the path, a home of its own, and no configuration of this machine."""
+        """Return what a command sees: the environment first on the path, a separate home, no configuration of this machine."""
         network = {name: os.environ[name] for name in NETWORK if name in os.environ}
         return {
             **network,
@@ -205,7 +205,7 @@ def main() -> int:
 
 @contextmanager
 def folder_of(kept: Path | None) -> Iterator[Path]:
-    """The folder that everything is made in: one that is left, or one that goes when all is done."""
+    """Yield the folder that everything is made in: one that is left, or one that goes when all is done."""
     if kept is not None:
         kept.mkdir(parents=True)
         yield kept.resolve()
@@ -215,13 +215,13 @@ def folder_of(kept: Path | None) -> Iterator[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes that the files of a folder take on the disk."""
+    """Return the bytes that the files of a folder take on the disk."""
     files = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     return sum(path.lstat().st_blocks * 512 for path in files)
 
 
 def entry(item: Done) -> str:
-    """One command of the transcript: the command, its output, the seconds, and what is wrong."""
+    """Return one command of the transcript: the command, its output, the seconds, and what is wrong."""
     return f"$ {item.command}\n{item.output.rstrip()}\n# {item.purpose}, {item.seconds:.1f} s, {item.problem or 'ok'}\n"
 
 

@@ -21,7 +21,7 @@ PACKAGE = "tilegym_db"
 
 
 def layers() -> list[list[str]]:
-    """The layers of the contract in pyproject.toml, from the top; several parts may share one."""
+    """Return the layers of the contract in pyproject.toml, from the top; several parts may share one."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     found = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     return [[part.strip(" ()") for part in layer.replace(":", "|").split("|")] for layer in found]
@@ -57,7 +57,7 @@ def _is_implied(edge: tuple[str, str], direct: set[tuple[str, str]]) -> bool:
 
 
 def mermaid() -> str:
-    """The graph as a mermaid block, one subgraph a layer."""
+    """Return the graph as a mermaid block, one subgraph per layer."""
     ordered = layers()
     arrows = sorted(edges({part for layer in ordered for part in layer}))
     lines = ["```mermaid", "flowchart TB"]

@@ -21,7 +21,7 @@ Parameters = list[tuple[str, str, str | None]]
 
 
 def definitions(folder: Path, module: str, name: str) -> Iterator[ast.FunctionDef | ast.ClassDef]:
-    """What the package of a module defines under a name; a package may define in one file what another exports."""
+    """Yield what the package of a module defines under a name; it may define in one file what another exports."""
     path = folder.joinpath(*module.split("."))
     files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     for file in files:
@@ -31,12 +31,12 @@ def definitions(folder: Path, module: str, name: str) -> Iterator[ast.FunctionDe
 
 
 def is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
-    """True for what only describes types."""
+    """Return True for what only describes types."""
     return any(isinstance(item, ast.Name) and item.id == "overload" for item in node.decorator_list)
 
 
 def written(function: ast.FunctionDef) -> Parameters:
-    """The parameters in a source."""
+    """Return the parameters in a source."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + [ast.unparse(node) for node in arguments.defaults]
@@ -47,7 +47,7 @@ def written(function: ast.FunctionDef) -> Parameters:
 
 
 def standing_in(member: object) -> Parameters:
-    """The parameters of a stand-in; of a function for autograd, those of its forward."""
+    """Return the parameters of a stand-in; of a function for autograd, those of its forward."""
     function = member.forward if isinstance(member, type) else member
     found: Parameters = []
     for item in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def standing_in(member: object) -> Parameters:
 
 
 def same(one: Parameters, other: Parameters) -> bool:
-    """Whether two lists of parameters say the same, ``1e-6`` and ``1e-06`` alike."""
+    """Return whether two lists of parameters say the same, ``1e-6`` and ``1e-06`` alike."""
 
     def plain(parameters: Parameters) -> list[object]:
         return [(name, kind, text if text is None else ast.literal_eval(text)) for name, kind, text in parameters]

@@ -16,7 +16,7 @@ sys.path[:0] = [path for path in (str(ROOT),) if path not in sys.path]  # the ch
 
 
 def with_block(page: str, name: str, content: str) -> str:
-    """The page with ``content`` in its block; raises ``SystemExit`` where it has no such block."""
+    """Return the page with ``content`` in its block; raise ``SystemExit`` if it has no such block."""
     begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(page):
@@ -26,7 +26,7 @@ def with_block(page: str, name: str, content: str) -> str:
 
 @contextlib.contextmanager
 def shipped_store() -> Iterator[None]:
-    """A home of its own, so that the database holds what ships with the package and nothing measured here."""
+    """Use a separate home, so that the database holds what ships with the package and nothing measured here."""
     before = os.environ.get("TILEGYM_DB_HOME")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TILEGYM_DB_HOME"] = folder
@@ -40,7 +40,7 @@ def shipped_store() -> Iterator[None]:
 
 
 def write_or_check(description: str, wanted: Mapping[Path, str]) -> int:
-    """The command line of every such script: write the files, or with ``--check`` say which are not current (status 1)."""
+    """Run the command line of such a script: write the files, or with ``--check`` say which are not current (status 1)."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a file is not current")
     options = parser.parse_args()

@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """What is asked of some operators at some shapes.
+    """Target of some operators at some shapes.
 
     ``best`` is for the fastest language, ``each`` for every language, ``of_best`` for every one as a share of the fastest.
     """
@@ -53,7 +53,7 @@ class Bar:
 
 
 def rows_of(axes: Mapping[str, int]) -> int:
-    """Tokens, which some operators call T."""
+    """Return the number of tokens, which some operators call T."""
     return axes.get("T", axes.get("M", 0))
 
 
@@ -88,7 +88,7 @@ def many_rows(axes: Mapping[str, int]) -> bool:
 
 
 def anywhere(axes: Mapping[str, int]) -> bool:
-    """Every measured shape."""
+    """Measured shapes."""
     return True
 
 
@@ -157,12 +157,12 @@ POINTS = """
 
 
 def names() -> list[str]:
-    """Every operator that has a bar."""
+    """Return every operator that has a bar."""
     return sorted({name for bars in BARS.values() for bar in bars for name in bar.definitions})
 
 
 def points(rows: Iterable[Any]) -> list[Point]:
-    """What ``POINTS`` found, one point a shape and GPU; of shapes that differ in scalars or layouts alone the first one."""
+    """Return what ``POINTS`` found, one point per shape and GPU; of shapes that differ in scalars or layouts alone the first."""
     grouped: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for row in rows:
         definition, shape, _, dtypes, gpu, *_, key = row
@@ -194,12 +194,12 @@ def figures_of(point: Point, bar: Bar) -> dict[str, float]:
 
 
 def best_of(figures: Collection[float], bar: Bar) -> float:
-    """The fastest language's."""
+    """Return the figure of the fastest language."""
     return min(figures) if bar.figure == LATENCY else max(figures)
 
 
 def shown(figure: float | None, kind: str) -> str:
-    """A figure as a cell."""
+    """Return a figure as a cell."""
     if figure is None:
         return ""
     return {LIGHT: f"{figure:.3f}", LATENCY: f"{figure:.1f} us", RATE: f"{figure:,.0f}", BASELINE: f"{figure:.2f}x"}[
@@ -208,7 +208,7 @@ def shown(figure: float | None, kind: str) -> str:
 
 
 def asked(bar: Bar) -> str:
-    """The bar in words."""
+    """Return the bar in words."""
     unit = {LIGHT: "of light", LATENCY: "us", RATE: "TFLOP/s", BASELINE: "x the best baseline"}[bar.figure]
     sign = "<=" if bar.figure == LATENCY else ">="
     parts = [f"{sign} {bar.best:,g} {unit}"]
@@ -218,7 +218,7 @@ def asked(bar: Bar) -> str:
 
 
 def verdict(figures: Mapping[str, float], bar: Bar) -> str:
-    """``yes``, ``no``, or for whom alone the bar is met."""
+    """Return ``yes`` with the languages that miss the bar or lack a measurement, or ``no``."""
     best = best_of(figures.values(), bar)
     if best > bar.best if bar.figure == LATENCY else best < bar.best:
         return "**no**"
@@ -231,13 +231,13 @@ def verdict(figures: Mapping[str, float], bar: Bar) -> str:
 
 
 def about(bar: Bar, point: Point) -> bool:
-    """Whether the bar asks something of this point."""
+    """Return whether the bar asks something of this point."""
     dtype = dict(pair.split("=") for pair in point.dtypes.split(",") if pair).get("T", bar.dtype)
     return point.definition in bar.definitions and dtype == bar.dtype and bar.where(point.axes)
 
 
 def bar_rows(bar: Bar, known: Iterable[Point]) -> Iterator[str]:
-    """A row for each H200 point that the bar is about, with the best of an H100; one that says so where there is none."""
+    """Yield a row for each H200 point that the bar is about, with the best of an H100, or a row that says that there is none."""
     found = [point for point in known if about(bar, point)]
     for name in bar.definitions:
         here = [point for point in found if point.definition == name and point.gpu == "h200"]
@@ -265,7 +265,7 @@ def _elsewhere(point: Point, bar: Bar, found: Iterable[Point]) -> str:
 
 
 def bars(rows: Iterable[Any]) -> str:
-    """One table a subject, a row for each bar and each H200 shape that it is about."""
+    """Return one table per subject, with a row for each bar and each H200 shape that it is about."""
     found, lines = points(rows), []
     for title, asked_for in BARS.items():
         lines += [
@@ -325,7 +325,7 @@ def model_summary(records: Iterable[str]) -> str:
 
 
 def model_bars(records: Iterable[str]) -> str:
-    """A row for each published run of a model with a goal: the speedup over what stock runs by default, and the goal."""
+    """Return a row for each published run of a model with a goal: the speedup over what stock runs by default, and the goal."""
     lines = ["| model | GPU | batch x prompt + new | goal | speedup | claim | met |", "|---|---|---|---|---|---|---|"]
     for record in records:
         run = ModelRun.from_json(record)

@@ -46,7 +46,7 @@ LEFT, WIDTH, ROW_HEIGHT, TOP, HIGHEST = 190, 470, 22, 58, 16.0
 
 
 def picture(rows: list[tuple[str, int, float, float, float, str]]) -> str:
-    """One bar an operator: the geometric mean over its shapes of stock time over kernel time, with the range; log scale."""
+    """Return one bar per operator: the geometric mean of stock time over kernel time, with the range; log scale."""
     height = TOP + ROW_HEIGHT * len(rows) + 44
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" viewBox="0 0 760 {height}" role="img" '

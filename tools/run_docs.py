@@ -92,7 +92,7 @@ class Installation:
         return cls(folder)
 
     def environment(self, home: Path, columns: int = COLUMNS) -> dict[str, str]:
-        """What a command sees: this installation first on the path, a home folder of its own, a terminal of this width."""
+        """Return what a command sees: this installation first on the path, a separate home folder, a terminal of this width."""
         keep = {key: os.environ[key] for key in ("LANG", "LC_ALL", "TMPDIR") if key in os.environ}
         return {
             **keep,
@@ -107,7 +107,7 @@ class Installation:
 
 
 def steps_of(page: str) -> list[Step]:
-    """What a page runs, in order."""
+    """Return what a page runs, in order."""
     found: list[Step] = []
     for match in FENCE.finditer(page):
         language, *words = match["info"].split() if match["info"].strip() else [""]
@@ -143,7 +143,7 @@ def _console_steps(body: str, start: int, measured: bool) -> Iterator[Step]:
 
 
 class Runner:
-    """Runs the steps of one page in a folder and a home of its own."""
+    """Runs the steps of one page in a separate folder and home."""
 
     def __init__(
         self, installation: Installation, place: Path, home: Path | None = None, columns: int = COLUMNS
@@ -199,7 +199,7 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?=x?\b|%)"
 
 
 def normalised(text: str, *, measured: bool) -> list[str]:
-    """Lines to compare: without what differs from run to run."""
+    """Return lines to compare: without what differs from run to run."""
     lines = []
     for line in text.splitlines():
         line = RUN_ID.sub("RUN", line.rstrip())
@@ -213,7 +213,7 @@ def normalised(text: str, *, measured: bool) -> list[str]:
 
 
 def differs(step: Step) -> bool:
-    """Whether a step printed something other than the page says."""
+    """Return whether a step printed something other than the page says."""
     if step.kind.startswith("file "):
         return False
     if not step.ran:
@@ -234,7 +234,7 @@ def _matches(expected: list[str], actual: list[str]) -> bool:
 
 
 def rewritten(page: str, steps: list[Step]) -> str:
-    """The page with the real output in place of what differs; a block with ``...`` is left to a person."""
+    """Return the page with the real output in place of what differs; a block with ``...`` is left to a person."""
     for step in sorted(steps, key=lambda step: -step.span[0]):
         start, end = step.span
         if step.ran and differs(step) and "\n...\n" not in f"\n{step.expected}" and step.span != NOWHERE:
@@ -249,7 +249,7 @@ def rewritten(page: str, steps: list[Step]) -> str:
 
 
 class Pages:
-    """Pages that are run at most once each, in folders of their own."""
+    """Pages that are run at most once each, in separate folders."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is made, with an installation in it."""
@@ -258,7 +258,7 @@ class Pages:
         self._done: dict[Path, list[Step]] = {}
 
     def run(self, path: Path) -> list[Step]:
-        """The steps of a page with what they printed, after those of the page whose home it begins with."""
+        """Return the steps of a page with what they printed, after those of the page whose home it begins with."""
         path = path.resolve()
         if path not in self._done:
             page = path.read_text()

@@ -267,7 +267,7 @@ FIELDS: dict[str, str] = {
 
 
 def usable(path: str, value: object, homes: list[str]) -> bool:
-    """Whether a member of an open module may be listed."""
+    """Return whether a member of an open module may be listed."""
     name = path.rpartition(".")[2]
     private = name.startswith("_") and not (path.startswith(DEVICE) and callable(value) and not name.endswith("__"))
     if (private and path not in PRIVATE) or isinstance(value, types.ModuleType) or refusal(path):
@@ -284,12 +284,12 @@ def usable(path: str, value: object, homes: list[str]) -> bool:
 
 
 def code_of(value: Any) -> object:
-    """The code of a function, beneath its decorators; None for anything else."""
+    """Return the code of a function, beneath its decorators, or None for anything else."""
     return getattr(inspect.unwrap(value), "__code__", None)
 
 
 def gateways(value: object) -> set[str]:
-    """Every name that the code of a function, or of the functions of a class, uses."""
+    """Return every name that the code of a function, or of the functions of a class, uses."""
     functions = [value, *vars(value).values()] if inspect.isclass(value) else [value]
     found: set[str] = set()
     pending = [code for one in functions if isinstance(code := code_of(one), types.CodeType)]
@@ -301,7 +301,7 @@ def gateways(value: object) -> set[str]:
 
 
 def open_members(module: str, homes: str) -> list[str]:
-    """The names of an open module that may be listed."""
+    """Return the names of an open module that may be listed."""
     try:
         loaded = importlib.import_module(module)
     except ImportError:
@@ -322,7 +322,7 @@ def open_members(module: str, homes: str) -> list[str]:
 
 
 def attributes(path: str) -> list[str]:
-    """The public attributes of a class."""
+    """Return the public attributes of a class."""
     module, _, name = path.rpartition(".")
     try:
         members = dir(functools.reduce(getattr, name.split("."), importlib.import_module(module)))
@@ -332,7 +332,7 @@ def attributes(path: str) -> list[str]:
 
 
 def class_attributes() -> set[str]:
-    """The public attributes of the enumerations that open modules of the tile languages list."""
+    """Return the public attributes of the enumerations that open modules of the tile languages list."""
     found: set[str] = set()
     for module, homes in OPEN.items():
         if module.startswith(("triton.", "tilelang.", "cuda.")):

@@ -22,7 +22,7 @@ from tilegym_db.published.checked import Checked, checked_file
 
 
 def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:
-    """The list: everything is judged for it. ``doubted`` are the Definitions of passes whose figures cannot be true."""
+    """Judge everything and return the list. ``doubted`` are the Definitions of passes whose figures cannot be true."""
     checked, root = Checked(catalog), shipped_root()
     definitions, files = {}, {}
     for name, record in catalog.definitions.items():
@@ -45,7 +45,7 @@ def judged(catalog: Catalog, doubted: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def doubted_definitions(home: Path) -> set[str]:
-    """The Definitions of shipped traces that are doubted, by a database that is made without the list."""
+    """Return the Definitions of shipped traces that are doubted, by a database that is made without the list."""
     from tilegym_db.store.connection import open_store
 
     checked_file().unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Records of this catalog as a FlashInfer-Trace dataset, so that both harnesses are given the same work.
 
-flashinfer-bench knows no dtype variables, so that every dtype binding becomes a Definition of its own. What its format
+flashinfer-bench knows no dtype variables, so that every dtype binding becomes a separate Definition. What its format
 cannot say is refused with the reason, and then neither side measures it.
 """
 
@@ -38,7 +38,7 @@ class Subset:
 
 
 def cannot_say(definition: Definition) -> str | None:
-    """Why a Definition has no counterpart in their format, or None."""
+    """Return why a Definition has no counterpart in their format, or None."""
     if definition.in_place:
         return "it writes over an input, and their calls have no restored inputs"
     tensors = {**definition.inputs, **definition.outputs}
@@ -58,7 +58,7 @@ def cannot_say(definition: Definition) -> str | None:
 def subset(
     definition: Definition, solutions: Sequence[SolutionFiles], workloads: Sequence[Workload], most: int | None = None
 ) -> Subset:
-    """What of a Definition both sides can measure; of its Workloads at most ``most``, evenly spread over the list."""
+    """Return the measurable part of a Definition, with at most ``most`` Workloads, evenly spread over the list."""
     reason = cannot_say(definition)
     if reason is not None:
         return Subset(definition, (), (), {definition.name: reason})
@@ -82,7 +82,7 @@ def their_name(name: str, dtypes: Mapping[str, str]) -> str:
 
 
 def their_definition(definition: Definition, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """A Definition under one dtype binding, as they write it."""
+    """Return a Definition under one dtype binding, as they write it."""
 
     def tensors(names: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -108,7 +108,7 @@ def their_definition(definition: Definition, dtypes: Mapping[str, str]) -> dict[
 
 
 def their_solution(solution: SolutionFiles, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """A Solution for one dtype binding, its sources inline."""
+    """Return a Solution for one dtype binding, its sources inline."""
     spec = solution.record.spec
     entry_point, sources = _without_options(solution)
     return {
@@ -140,7 +140,7 @@ def _without_options(solution: SolutionFiles) -> tuple[str, dict[str, str]]:
 
 
 def their_workload(definition: Definition, workload: Workload) -> dict[str, Any]:
-    """A Workload as the trace without a solution that it is there."""
+    """Return a Workload as the trace without a solution that it is there."""
     scalars = workload.scalars()
     inputs: dict[str, Any] = {
         name: {"type": "scalar", "value": scalars[name]} if spec.is_scalar else {"type": "random"}
@@ -154,7 +154,7 @@ def their_workload(definition: Definition, workload: Workload) -> dict[str, Any]
 
 
 def write_theirs(root: Path, subsets: Sequence[Subset]) -> int:
-    """The dataset under ``root``, in their layout; returns how many (solution, workload) pairs it holds."""
+    """Write the dataset under ``root``, in their layout; return how many (solution, workload) pairs it holds."""
     pairs = 0
     for item in subsets:
         definition = item.definition
@@ -176,7 +176,7 @@ def write_theirs(root: Path, subsets: Sequence[Subset]) -> int:
 
 
 def write_ours(root: Path, subsets: Sequence[Subset]) -> None:
-    """The same records as a catalog of ours under ``root``: byte for byte the sources that they are given."""
+    """Write the same records as a catalog of ours under ``root``: byte for byte the sources that they are given."""
     for item in subsets:
         definition = item.definition
         folder = Path(definition.op_type)
@@ -191,7 +191,7 @@ def write_ours(root: Path, subsets: Sequence[Subset]) -> None:
 
 
 def accepts(solution: SolutionFiles, definition: Definition, dtypes: Mapping[str, str]) -> bool:
-    """True where the Solution is declared for these dtypes."""
+    """Return True if the Solution is declared for these dtypes."""
     declared = solution.record.spec.dtypes
     return all(dtype in declared.get(variable, (dtype,)) for variable, dtype in dtypes.items())
 

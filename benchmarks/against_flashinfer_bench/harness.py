@@ -1,6 +1,6 @@
 """Our harness against flashinfer-bench's: (solution, workload) pairs a minute, over the same sources and sizes.
 
-Each side is a process of its own, with empty caches and an empty store, and is timed by the process that starts it. Ours
+Each side is a separate process, with empty caches and an empty store, and is timed by the process that starts it. Ours
 runs first, at its screen tier: as many rounds as the times need. flashinfer-bench follows with as many timed samples a pair
 as ours took on average, and once more with its own default. What one pair costs on each side:
 
@@ -39,7 +39,7 @@ DEFAULT_ITERATIONS = 50
 
 @dataclass
 class SideReport:
-    """What one side did. ``ready_s`` and ``done_s`` are by the same clock as ``time.time()``."""
+    """Result of one side. ``ready_s`` and ``done_s`` are by the same clock as ``time.time()``."""
 
     ready_s: float = 0.0
     done_s: float = 0.0
@@ -62,7 +62,7 @@ class Line:
 
     @property
     def pairs(self) -> int:
-        """How many pairs have a verdict, whatever it is."""
+        """Number of pairs that have a verdict of any kind."""
         return sum((self.report.statuses or {}).values())
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Line:
 
 
 def choose(names: list[str], languages: list[str], workload: str | None, most: int) -> list[Subset]:
-    """What both sides are given: of each Definition, its Solutions in these languages and a spread of its Workloads."""
+    """Return the work of both sides: of each Definition, its Solutions in these languages and a spread of its Workloads."""
     catalog = Catalog.default()
     chosen = []
     for name in names or list(catalog.definitions):
@@ -94,7 +94,7 @@ def choose(names: list[str], languages: list[str], workload: str | None, most: i
 
 
 def run_ours(folder: Path, gpu: str, quick: bool) -> SideReport:
-    """The screen tier over the catalog in ``folder/ours``, into a store of its own."""
+    """Run the screen tier over the catalog in ``folder/ours``, into a separate store."""
     from tilegym_db.measurement.benchmark import bench
     from tilegym_db.measurement.run_setup import Observer
 
@@ -147,7 +147,7 @@ def run_theirs(folder: Path, iterations: int) -> SideReport:
 
 
 def side(label: str, folder: Path, caches: Path, arguments: list[str]) -> Line:
-    """Run one side in a process of its own; its caches start empty."""
+    """Run one side in a separate process; its caches start empty."""
     caches.mkdir()
     answer = caches / "report.json"
     environment = {

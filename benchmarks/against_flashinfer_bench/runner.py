@@ -33,7 +33,7 @@ from tilegym_db.records.hardware import gpu_slug, same_gpu
 from tilegym_db.store.journal import read_journal
 
 LANGUAGES = ("python", "triton")
-"""Of our export, what its builders run without a compiler of their own."""
+"""The languages of our export that its builders run without a separate compiler."""
 
 PairKey = tuple[str, str, str]
 
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def agreement(self) -> str:
-        """Whether both pass it, or who does not."""
+        """Word for the side that fails the pair, or for agreement."""
         both = (self.ours == "PASSED", self.theirs == "PASSED")
         return {(True, True): "agree", (False, False): "agree", (True, False): "they fail it"}.get(both, "we fail it")
 
@@ -115,7 +115,7 @@ def narrowed(trace_set: Any, names: Sequence[str], definitions: int, workloads: 
 
 
 def draws_no_index(trace_set: Any, name: str) -> bool:
-    """Whether no workload of a Definition leaves an integer tensor to be drawn at random."""
+    """Return whether no workload of a Definition leaves an integer tensor to be drawn at random."""
     inputs = trace_set.definitions[name].inputs
     integers = {key for key, spec in inputs.items() if spec.shape is not None and spec.dtype.value.startswith("int")}
     workloads = [line.workload for line in trace_set.workloads[name]]
@@ -123,7 +123,7 @@ def draws_no_index(trace_set: Any, name: str) -> bool:
 
 
 def benchmarked(trace_set: Any, config: Any, limit_s: float) -> Iterator[Any]:
-    """What their runner finds, Definition by Definition, until the time is up."""
+    """Yield what their runner finds, Definition by Definition, until the time is up."""
     from flashinfer_bench.bench import Benchmark
 
     started = time.monotonic()
@@ -181,7 +181,7 @@ def applied(trace_set: Any, device: str) -> Iterator[tuple[bool, str]]:
 
 
 def first_gpu(visible: str | None) -> str:
-    """Which of the visible GPUs is to be used: the first.
+    """Return the visible GPU that is to be used: the first.
 
     Their persistent runner starts a worker for each GPU but ties no thread to a worker, so that with two GPUs a quick thread
     sends its health check into the pipe of the other's running Solution: each gets the other's answer, and a right Solution
@@ -216,7 +216,7 @@ def rows(ours: dict[PairKey, Any], found: Any) -> Iterator[Row]:
 
 
 def _why(evaluation: Any) -> str:
-    """The end of its log, or else how far off it was, where it did not pass."""
+    """Return the end of its log, or else how far off it was, if it did not pass."""
     if evaluation.status.value == "PASSED":
         return ""
     log = " ".join((evaluation.log or "").split())[-300:]
@@ -230,7 +230,7 @@ def _latency(evaluation: Any) -> float | None:
 
 
 def report(found: Sequence[Row]) -> str:
-    """A line for each pair, the count of each agreement, and the median ratio of the two times."""
+    """Return a line for each pair, the count of each agreement, and the median ratio of the two times."""
     lines = [str(row) for row in found]
     ratios = [row.their_ms / row.our_ms for row in found if row.their_ms and row.our_ms]
     lines.append(", ".join(f"{what}: {count}" for what, count in Counter(row.agreement for row in found).items()))

@@ -2,7 +2,7 @@
 
 The traces are those of ``benchmarks/store_scale.py``: 20 operators with five Solutions each, on two GPUs. Theirs are the same
 points, verdicts and latencies in their format, which holds less of each (no confidence interval, no comparisons, no digests).
-Each side is a process of its own. Times are medians, in milliseconds where nothing else is said; in brackets the processor time
+Each side is a separate process. Times are medians, in milliseconds if nothing else is said; in brackets the processor time
 of all threads, which says more on a machine that is not idle. Memory is the peak resident size.
 
 A look-up of ours is given sizes, dtypes and scalars, checks them, and finds a decision with its evidence; one of theirs
@@ -60,7 +60,7 @@ QUESTIONS = {
 
 
 def theirs_of(line: str) -> dict[str, Any]:
-    """One of our trace lines in their format."""
+    """Return one of our trace lines in their format."""
     ours = json.loads(line)
     evaluation: dict[str, Any] = {
         "status": ours["status"],
@@ -90,7 +90,7 @@ def theirs_of(line: str) -> dict[str, Any]:
 
 
 def write_both(folder: Path, count: int) -> None:
-    """The same catalog and traces for both sides, under ``ours`` and ``theirs``."""
+    """Write the same catalog and traces for both sides, under ``ours`` and ``theirs``."""
     workloads = max(1, count // (len(GPUS) * DEFINITIONS * len(LANGUAGES) * ATTEMPTS))
     catalog = write_catalog(folder / "ours", workloads)
     lines = list(trace_lines(catalog, count))
@@ -130,7 +130,7 @@ class Took(NamedTuple):
 
 
 def timed(action: Callable[[], Any]) -> tuple[Took, Any]:
-    """What a call took, and what it returned. Garbage of the call before is collected first."""
+    """Return what a call took, and what it returned. Garbage of the call before is collected first."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
     result = action()
@@ -138,7 +138,7 @@ def timed(action: Callable[[], Any]) -> tuple[Took, Any]:
 
 
 def summary(samples: Sequence[Took], unit: float = 1e3) -> tuple[float, float]:
-    """Medians of wall and processor time, in milliseconds or another ``unit`` of a second."""
+    """Return medians of wall and processor time, in milliseconds or another ``unit`` of a second."""
     return statistics.median(took.wall for took in samples) * unit, statistics.median(
         took.cpu for took in samples
     ) * unit
@@ -239,7 +239,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
-    """Files to a ``TraceSet``, the ``TraceSet`` to an apply table (nothing built), and ``get_best_trace`` over it."""
+    """Time files to a ``TraceSet``, the ``TraceSet`` to an apply table (nothing built), and ``get_best_trace`` over it."""
     from flashinfer_bench.apply import ApplyConfig, ApplyConfigRegistry
     from flashinfer_bench.apply.key import ApplyKeyFactory
     from flashinfer_bench.apply.table import ApplyTable
@@ -299,12 +299,12 @@ def measure_theirs(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def spelled(value: float | Sequence[float]) -> str:
-    """A number, or wall time with processor time in brackets."""
+    """Return a number, or wall time with processor time in brackets."""
     return f"{value:.1f}" if isinstance(value, int | float) else f"{value[0]:.1f} ({value[1]:.1f})"
 
 
 def side(which: str, folder: Path, repeats: int) -> dict[str, Any]:
-    """Measure one side in a process of its own."""
+    """Measure one side in a separate process."""
     answer = folder / f"{which}.json"
     command = [sys.executable, "-m", MODULE, "--side", which, "--folder", str(folder / which)]
     command += ["--answer", str(answer), "--repeats", str(repeats)]

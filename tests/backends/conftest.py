@@ -143,7 +143,7 @@ def write_solution(tmp_path: Path) -> Callable[..., SolutionFiles]:
 
 @pytest.fixture(scope="module")
 def write_shared_solution(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SolutionFiles]:
-    """As ``write_solution``, for what several tests of a file look at."""
+    """Return ``write_solution`` for files that several tests of a module use."""
     return functools.partial(write_solution_to, tmp_path_factory.mktemp("solutions"))
 
 

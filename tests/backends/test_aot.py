@@ -29,7 +29,7 @@ MakeWorkload = Callable[..., Workload]
 def children() -> set[int]:
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found.update(map(int, (task / "children").read_text().split()))
     return found
 
@@ -98,7 +98,7 @@ def test_every_target_is_compiled_without_a_gpu(
 @pytest.mark.slow
 @pytest.mark.sweep(len(TILE_LANGUAGES))
 @in_each_language
-def test_the_number_of_tokens_does_not_recompile_and_the_row_length_does(
+def test_number_of_tokens_does_not_recompile_and_row_length_does(
     language: str, compiled: Callable[[str], dict[str, CompileResult]]
 ) -> None:
     results = [compiled(language)[name] for name in SHAPES]
@@ -219,7 +219,7 @@ def run_worker(language: str, preparation: str, jobs: list[CompileJob], **enviro
 
 
 @pytest.mark.slow
-def test_a_target_that_the_toolchain_does_not_know_is_refused_not_failed(
+def test_target_unknown_to_the_toolchain_is_refused_not_failed(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
 ) -> None:
     older = (
@@ -302,7 +302,7 @@ def test_what_a_solution_does_not_promise_is_unsupported(
     assert [fact for fact, result in zip(facts, results, strict=True) if fact not in result.log] == []
 
 
-def test_a_missing_toolchain_is_a_result_with_the_extra_to_install(
+def test_missing_toolchain_is_a_result_with_the_extra_to_install(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -335,7 +335,7 @@ def test_a_toolchain_that_does_not_import_is_reported_as_such(
 
 
 @pytest.mark.slow
-def test_results_are_reported_in_the_calling_thread_and_an_interrupt_ends_the_workers(
+def test_results_reach_the_main_thread_and_ctrl_c_ends_workers(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
 ) -> None:
     waits = "import time\ndef run(x, factor, out):\n    time.sleep(60)\n"
@@ -356,7 +356,7 @@ def test_results_are_reported_in_the_calling_thread_and_an_interrupt_ends_the_wo
     assert children() == before
 
 
-def test_a_queued_source_that_changed_is_not_compiled_as_the_old_one(
+def test_queued_source_that_changed_is_not_compiled_as_the_old(
     definition: Definition, write_solution: WriteSolution, workload: MakeWorkload
 ) -> None:
     job = CompileJob(definition, write_solution("triton"), workload(), "sm_90")

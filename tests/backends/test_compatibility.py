@@ -23,14 +23,14 @@ def test_what_is_installed_here_fits_together() -> None:
     assert misfits(installed_versions(), torch_requirements()) == []
 
 
-def test_a_tileiras_that_cannot_compile_for_hopper_is_named_with_its_fix() -> None:
+def test_tileiras_without_hopper_support_is_named_with_its_fix() -> None:
     (misfit,) = misfits(TOGETHER | dict.fromkeys(tuple(TOGETHER)[:4], "13.2.86"))
     assert all(fact in misfit.detail for fact in ("13.2.86", "sm_90", "13.3"))
     assert misfit.fix == "pip install -U nvidia-cuda-tileiras nvidia-nvvm nvidia-cuda-nvcc nvidia-cuda-crt"
 
 
 @pytest.mark.parametrize("part", ["nvidia-nvvm", "nvidia-cuda-nvcc", "nvidia-cuda-crt"])
-def test_a_part_of_another_release_is_named_and_pinned_to_that_of_tileiras(part: str) -> None:
+def test_part_of_another_release_is_named_and_pinned_to_tileiras(part: str) -> None:
     (misfit,) = misfits(TOGETHER | {part: "13.2.51"})
     assert misfit.packages == ("nvidia-cuda-tileiras", part)
     assert f"{part} 13.2.51" in misfit.detail

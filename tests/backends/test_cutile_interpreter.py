@@ -175,7 +175,7 @@ def test_functions_of_float32_are_accurate(elementwise, name):
     torch.testing.assert_close(elementwise(f"ct.{name}(a)", x, out=torch.float32), UNARY[name](x))
 
 
-def test_products_and_sums_are_contracted_where_the_compiler_contracts_them(elementwise):
+def test_products_and_sums_are_contracted_as_by_the_compiler(elementwise):
     x = torch.full((16,), 1 + 2.0**-12)
     found = elementwise("a * a - 1.0", x, out=torch.float32)
     assert found[0].item() == (1 + 2.0**-12) ** 2 - 1  # the last bit of the square would be lost
@@ -187,7 +187,7 @@ def test_comparisons_with_nan_are_false_but_for_unequal(elementwise):
     assert elementwise("a != a", x, out=torch.bool).all()
 
 
-def test_minimum_and_maximum_leave_nan_out_unless_told_to_keep_it(elementwise):
+def test_minimum_and_maximum_omit_nan_unless_asked_to_keep_it(elementwise):
     x = torch.tensor([1.0, float("nan")] * 8)
     assert elementwise("ct.maximum(a, 0.5)", x, out=torch.float32)[:2].tolist() == [1.0, 0.5]
     assert elementwise("ct.minimum(a, 0.5, propagate_nan=True)", x, out=torch.float32)[1].isnan()

@@ -49,7 +49,7 @@ def _scattered(out, rows, columns, SIZE: Size):
     ct.scatter(out, (i, j), at + 1, mask=at != 1)
 
 
-def test_a_scatter_outside_of_the_array_is_dropped_and_a_slice_is_kept_to():
+def test_scatter_outside_of_the_array_or_its_slice_is_dropped():
     whole = torch.zeros(6, 10, dtype=torch.int32)
     rows = torch.tensor([0, 1, 2, 3, -1, 1, 1, 0], dtype=torch.int32)
     columns = torch.tensor([0, 3, 1, 0, 0, 4, -1, 2], dtype=torch.int32)
@@ -72,7 +72,7 @@ def _tiled(source, out, MODE: Size):
 
 
 @pytest.mark.parametrize(("mode", "padding"), [(0, 0.0), (1, -float("inf")), (2, None)])
-def test_a_tile_that_the_array_ends_in_is_padded_and_what_is_undetermined_shows(mode, padding):
+def test_tile_past_the_array_end_is_padded_with_visible_garbage(mode, padding):
     source = torch.arange(15).view(5, 3).float().T.contiguous().T  # columns lie together
     out = torch.full((4, 6), 99.0)
     run(_tiled, source, out, mode, grid=(3, 1))
@@ -113,7 +113,7 @@ def _counted(keys, counts, places, SIZE: Size):
     ct.scatter(places, at, ct.atomic_add(counts, key, 1))
 
 
-def test_atomic_updates_of_one_element_add_up_and_give_each_its_own_value():
+def test_atomic_updates_of_one_element_add_up_in_some_order():
     keys = torch.tensor([0, 2, 2, 1, 2, 0, 7, 2, 2, 1], dtype=torch.int32)
     counts, places = torch.zeros(4, dtype=torch.int32), torch.full((10,), -1, dtype=torch.int32)
     run(_counted, keys, counts, places, 4, grid=(3,))
@@ -129,7 +129,7 @@ def _same_place(out):
     ct.scatter(out, 0, ct.bid(0) // 2)
 
 
-def test_blocks_that_write_different_values_to_one_element_are_an_error():
+def test_blocks_that_write_one_element_differently_are_an_error():
     out = torch.full((1,), 7, dtype=torch.int32)
     run(_same_place, out, grid=(2,))  # both write 0
     assert out.tolist() == [0]
@@ -156,7 +156,7 @@ def _twice(out, SIZE: Size):
     ct.scatter(out, at // 2, at)
 
 
-def test_one_scatter_of_different_values_to_one_element_is_an_error():
+def test_scatter_of_different_values_to_one_element_is_an_error():
     with raises(SolutionError, "store_conflict"):
         run(_twice, torch.zeros(4, dtype=torch.int32), 8)
 

@@ -17,7 +17,7 @@ from tilegym_db.errors import SolutionError, ToolchainError
 WriteSolution = Callable[..., SolutionFiles]
 
 
-def test_the_entry_function_runs_and_is_the_same_on_the_next_load(write_solution: WriteSolution) -> None:
+def test_entry_function_runs_and_is_the_same_on_the_next_load(write_solution: WriteSolution) -> None:
     solution = write_solution("python", "def run(x):\n    return x + 1\n", destination_passing_style=False)
 
     assert load_entry(solution)(1) == 2
@@ -142,9 +142,7 @@ def test_a_dependency_out_of_range_is_named(write_solution: WriteSolution) -> No
     [("", None, "False"), ("", "1", "True"), ("import tilelang", None, "True")],
     ids=["nobody asked", "the variable asks", "the program uses TileLang"],
 )
-def test_tilelang_says_on_stdout_what_it_compiles_only_to_who_asks(
-    before: str, variable: str | None, printed: str
-) -> None:
+def test_tilelang_prints_what_it_compiles_only_on_request(before: str, variable: str | None, printed: str) -> None:
     program = f"""
 {before}
 from tilegym_db.backends.load import load_entry

@@ -30,18 +30,18 @@ def scaled(columns: int, threads: int, guarded: bool = True) -> Any:
     return scale
 
 
-def test_every_block_and_thread_runs_and_a_mask_keeps_threads_out() -> None:
+def test_every_block_and_thread_runs_and_a_mask_excludes_threads() -> None:
     x, out = torch.randn(5, 80)[:, :50], torch.full((5, 50), torch.nan)
     run(scaled(50, 32), x, out)
     assert torch.equal(out, 2 * x)
 
 
-def test_an_access_outside_of_a_tensor_names_kernel_tensor_and_indices() -> None:
+def test_access_outside_of_a_tensor_names_it_with_its_indices() -> None:
     with raises(KernelFault, "index_outside", "scale", "x[0, 50]", "[5, 50]"):
         run(scaled(50, 32, guarded=False), torch.randn(5, 50), torch.empty(5, 50))
 
 
-def test_a_store_outside_of_a_tensor_raises_and_leaves_memory_alone() -> None:
+def test_store_outside_of_a_tensor_raises_and_keeps_memory() -> None:
     @T.prim_func
     def shifted(out: T.Tensor((8,), "int32")):
         with T.Kernel(1, threads=8):
@@ -74,7 +74,7 @@ def test_lanes_that_disagree_about_one_element_raise() -> None:
         (torch.randn(5, 50), torch.empty(250)),
     ],
 )
-def test_arguments_that_the_generated_host_code_refuses_are_refused(wrong: tuple[torch.Tensor, ...]) -> None:
+def test_arguments_that_generated_host_code_refuses_are_refused(wrong: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(RuntimeError, match="kernel scale input"):
         run(scaled(50, 32), *wrong)
 
@@ -174,7 +174,7 @@ def test_a_barrier_that_some_threads_do_not_reach_raises() -> None:
         run(diverged, torch.zeros(32, dtype=torch.int32))
 
 
-def test_shared_memory_belongs_to_a_block_and_registers_to_a_thread() -> None:
+def test_shared_memory_is_per_block_and_registers_are_per_thread() -> None:
     @T.prim_func
     def turned(x: T.Tensor((3, 64), "float32"), out: T.Tensor((3, 64), "float32")):
         with T.Kernel(3, threads=(8, 8)) as row:
@@ -192,7 +192,7 @@ def test_shared_memory_belongs_to_a_block_and_registers_to_a_thread() -> None:
     assert torch.equal(out, (x + 2 * x).view(3, 8, 8).mT.reshape(3, 64))
 
 
-def test_memory_that_nobody_wrote_is_not_a_number() -> None:
+def test_unwritten_memory_is_nan() -> None:
     @T.prim_func
     def unwritten(out: T.Tensor((2,), "float32")):
         with T.Kernel(1, threads=1):

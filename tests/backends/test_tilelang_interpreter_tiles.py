@@ -54,7 +54,7 @@ def test_products_of_every_layout_with_edges_of_zeros(turn_a: bool, turn_b: bool
     assert torch.equal(out, a.float() @ b.float())
 
 
-def test_a_product_in_float32_is_refused_since_a_device_rounds_it() -> None:
+def test_float32_product_is_refused_because_a_device_rounds_it() -> None:
     with raises(NotInterpreted, "not_interpreted", "tf32"):
         run(product(False, False, "float32", 32, 32), torch.ones(32, 32), torch.ones(32, 32), torch.empty(32, 32))
 
@@ -116,7 +116,7 @@ def test_reductions_along_each_axis(kind: str, axis: int) -> None:
     assert torch.equal(out, {"sum": of.sum, "max": of.amax, "min": of.amin}[kind.removeprefix("abs")](axis))
 
 
-def test_a_reduction_that_does_not_clear_goes_on_from_what_is_there() -> None:
+def test_reduction_without_clear_continues_from_its_output() -> None:
     @T.prim_func
     def reduced(x: T.Tensor((3, 16, 8), "float32"), out: T.Tensor((16,), "float32")):
         with T.Kernel(1, threads=32):
@@ -133,7 +133,7 @@ def test_a_reduction_that_does_not_clear_goes_on_from_what_is_there() -> None:
     assert torch.equal(out, 100 + x.sum((0, 2)))
 
 
-def test_parallel_loops_share_tiles_out_and_read_what_all_threads_agree_on() -> None:
+def test_parallel_loops_share_tiles_and_read_what_threads_share() -> None:
     rows = T.dynamic("rows")
 
     @T.prim_func
@@ -174,7 +174,7 @@ def test_a_parallel_loop_over_what_threads_disagree_on_raises() -> None:
         run(mixed, torch.zeros(16, dtype=torch.int32))
 
 
-def test_registers_written_where_threads_share_out_the_work_are_refused() -> None:
+def test_registers_written_in_shared_loops_are_refused() -> None:
     @T.prim_func
     def kept(x: T.Tensor((16,), "float32"), out: T.Tensor((16,), "float32")):
         with T.Kernel(1, threads=32):

@@ -49,7 +49,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def snapshot() -> Callable[[Path], dict[str, bytes]]:
-    """Every file under a folder with its content, to show that nothing was written."""
+    """Return a function that gives every file under a folder with its content, to show that nothing was written."""
 
     def take(root: Path) -> dict[str, bytes]:
         return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

@@ -106,7 +106,7 @@ def test_another_meaning_needs_a_higher_version(cli, row_scale, snapshot, write_
     assert cli("add-definition", write_json({**changed, "version": "1.0.1"})).code == 0
 
 
-def test_without_a_writable_checkout_the_users_overlay_is_written(
+def test_overlay_is_written_if_the_checkout_is_not_writable(
     cli, checkout, home, write_json, definition_record, solution_record
 ):
     (checkout / "pyproject.toml").unlink()

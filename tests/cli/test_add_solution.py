@@ -67,7 +67,7 @@ def test_one_file_becomes_a_solution_folder(cli, row_scale, source):
     assert cli("show", "row_scale_triton_fused").code == 0
 
 
-def test_a_python_function_that_takes_only_the_inputs_returns_its_outputs(cli, row_scale, source):
+def test_python_function_of_only_the_inputs_returns_its_outputs(cli, row_scale, source):
     source.write_text("def run(x, weight, factor):\n    return x * weight * factor\n")
     assert cli("add-solution", source, "-d", "row_scale", "-l", "python", "--name", "mine").code == 0
     record = json.loads((row_scale / "solutions/elementwise/row_scale/mine/solution.json").read_text())

@@ -108,7 +108,7 @@ def test_a_fifo_is_no_file_of_workloads(cli, row_scale, tmp_path):
     assert "is neither a file nor a folder" in " ".join(result.err.split())
 
 
-def test_a_scalar_that_its_name_excludes_is_refused_with_file_line_and_name(cli, home, tmp_path):
+def test_scalar_excluded_by_its_name_is_refused_with_its_line(cli, home, tmp_path):
     file = tmp_path / "workloads.jsonl"
     scalar = {"eps": {"type": "scalar", "value": -1e-6}}
     file.write_text(

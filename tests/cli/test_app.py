@@ -71,7 +71,7 @@ def test_an_unknown_command_is_wrong_usage(cli):
 @pytest.mark.parametrize(
     ("error", "code"), [(StoreError, 1), (TilegymDBError, 1), (UsageError, 2), (NotFoundError, 2), (NoSolutionError, 3)]
 )
-def test_an_error_is_one_paragraph_on_stderr_and_its_own_exit_status(error, code, cli, monkeypatch):
+def test_error_is_one_paragraph_on_stderr_with_its_exit_status(error, code, cli, monkeypatch):
     def fail(*arguments: object, **keywords: object) -> None:
         raise error("the disk is full. Free some space.")
 

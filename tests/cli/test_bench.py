@@ -23,7 +23,7 @@ def wrong(cli, row_scale, tmp_path):
     assert cli("add-solution", path, "-d", "row_scale", "-l", "python", "--name", "row_scale_wrong").code == 0
 
 
-def test_a_run_ends_with_a_summary_and_the_next_one_has_nothing_to_do(cli, row_scale, home):
+def test_run_ends_with_a_summary_and_the_next_has_nothing_to_do(cli, row_scale, home):
     result = cli("bench", "--gpu", "cpu")
     assert result.code == 0
     assert "row_scale_stock" in result.out
@@ -38,7 +38,7 @@ def test_a_run_ends_with_a_summary_and_the_next_one_has_nothing_to_do(cli, row_s
     assert stored == [{"solution": "row_scale_stock", "status": "PASSED", "gpu": "cpu"}]
 
 
-def test_traces_can_be_had_as_json_lines_and_a_failure_is_a_finding(cli, wrong):
+def test_traces_are_printed_as_json_lines_and_failure_exits_1(cli, wrong):
     result = cli("bench", "row_scale_wrong", "--json")
     traces = {trace["solution"]: trace for trace in map(json.loads, result.out.splitlines())}
     assert result.code == 1
@@ -46,7 +46,7 @@ def test_traces_can_be_had_as_json_lines_and_a_failure_is_a_finding(cli, wrong):
     assert traces["row_scale_wrong"]["status"] == "RUNTIME_ERROR"
 
 
-def test_a_failure_is_shown_with_its_reason_whatever_characters_are_in_it(cli, wrong):
+def test_failure_is_shown_with_its_reason_in_any_characters(cli, wrong):
     result = cli("bench", "row_scale_wrong")
     assert result.code == 1
     assert "row_scale_wrong RUNTIME_ERROR: raised at" in result.err
@@ -56,7 +56,7 @@ def test_a_failure_is_shown_with_its_reason_whatever_characters_are_in_it(cli, w
 
 @pytest.fixture
 def spoil(row_scale, monkeypatch):
-    """Change the operator's reference by hand, as nobody who adds it through a command can."""
+    """Change the operator's reference by hand, which no command for adding one allows."""
     monkeypatch.setattr(admission, "TRIAL_LIMIT_S", 1.0)
 
     def change(body):
@@ -76,7 +76,7 @@ def spoil(row_scale, monkeypatch):
         ("sys.exit(0)", "raises"),
     ],
 )
-def test_a_reference_that_does_not_return_is_a_finding_and_ends_nothing(body, message, cli, spoil):
+def test_reference_that_does_not_return_is_a_finding(body, message, cli, spoil):
     spoil(body)
     for arguments in (
         ["bench", "row_scale", "--gpu", "cpu"],

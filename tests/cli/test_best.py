@@ -18,7 +18,7 @@ def screened(cli, journal_traces):
     assert cli("data", "ingest").code == 0
 
 
-def test_best_is_the_newest_verified_trace_of_the_fastest_solution(cli, measured):
+def test_best_is_the_newest_trace_of_the_fastest_solution(cli, measured):
     (row,) = cli("best", "--json").json()
     assert (row["solution"], row["latency_us"], row["speedup"], row["gpu"]) == ("row_scale_stock", 10.0, 1.5, "h200")
     result = cli("best", "row_scale", "--gpu", "h200")
@@ -62,7 +62,7 @@ def test_passes_of_a_screen_are_pointed_out(cli, screened):
     assert "Try: tilegym-db bench --verify" in " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
 
 
-def test_passes_of_a_screen_are_pointed_out_beside_what_is_verified(cli, screened, journal_traces):
+def test_passes_of_a_screen_are_shown_beside_what_is_verified(cli, screened, journal_traces):
     journal_traces(9.0, 8.0, config={"BLOCK": 1})
     assert cli("data", "ingest").code == 0
     for command in (["best"], ["best", "--rank"]):
@@ -82,7 +82,7 @@ def test_rank_counts_shapes_and_wins(cli, measured):
 
 
 @pytest.mark.parametrize("command", [["best"], ["best", "--rank"]])
-def test_a_family_that_is_none_or_another_one_is_no_empty_answer(command, cli, measured):
+def test_unknown_or_other_family_is_no_empty_answer(command, cli, measured):
     unknown = cli(*command, "--op-type", "nosuch")
     assert (unknown.code, unknown.cause) == (2, "op_type_unknown")
     assert "elementwise" in unknown.err
@@ -97,7 +97,7 @@ def test_rank_with_a_filter_of_rows_is_refused(option, cli, measured):
     assert option[0] in result.err
 
 
-def test_a_limit_beyond_what_a_database_counts_is_refused_by_its_option(cli, measured):
+def test_limit_beyond_what_a_database_counts_is_refused(cli, measured):
     for limit in ("9223372036854775808", "9" * 30):
         result = cli("best", "--limit", limit)
         assert result.code == 2
@@ -186,7 +186,7 @@ def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_sc
     assert task.json()["gpu"] == "h100-sxm"
 
 
-def test_a_trace_by_hand_counts_only_when_told(cli, journal_traces, home, tmp_path):
+def test_trace_by_hand_counts_only_when_requested(cli, journal_traces, home, tmp_path):
     journal_traces(5.0)
     (line,) = (home / "runs" / "run-1.jsonl").read_text().splitlines()
     by_hand = tmp_path / "by_hand.jsonl"

@@ -151,7 +151,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, target, reason):
 
 
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
-def test_no_file_takes_the_place_of_a_stream_that_the_caller_closed(environment, home, descriptor):
+def test_file_does_not_take_the_place_of_a_closed_stream(environment, home, descriptor):
     close = "<&-" if descriptor == 0 else f"{descriptor}>&-"
     script = f"{' '.join(COMMAND)} sql 'SELECT 1' {close}"
     subprocess.run(["bash", "-c", script], env=environment, capture_output=True, timeout=120)

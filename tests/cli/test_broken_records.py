@@ -124,9 +124,7 @@ BREAKS: list[Callable[[Path], str]] = [
 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda function: function.__name__)
-def test_a_broken_draft_is_named_once_and_stops_only_what_is_about_it(
-    break_it, cli, row_scale, home, caplog, journal_traces
-):
+def test_broken_draft_is_named_once_and_stops_only_its_commands(break_it, cli, row_scale, home, caplog, journal_traces):
     journal_traces(10.0)
     reason = break_it(home / "catalog")
     for command in (
@@ -167,7 +165,7 @@ def test_check_takes_the_name_of_one_solution(cli, row_scale, home):
     assert cli("check", "no_such_name").code == 2
 
 
-def test_a_broken_record_that_ships_is_found_by_check_and_stops_no_other_command(cli, row_scale):
+def test_broken_shipped_record_fails_check_and_no_other_command(cli, row_scale):
     shipped = row_scale / "definitions" / "elementwise" / "shipped.json"
     shipped.write_text('{"name": "shipped", "colour": 1}')
     without_record = row_scale / "solutions" / "elementwise" / "row_scale" / "unnamed"
@@ -195,9 +193,7 @@ def test_a_broken_line_among_workloads_leaves_the_others(cli, row_scale, home, w
     assert f"{file}:4: axis 'M' of row_scale is {2**62}; no axis is larger than" in found
 
 
-def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_loop(
-    cli, row_scale, home, journal_traces
-):
+def test_unreadable_loop_journal_stops_only_commands_of_the_loop(cli, row_scale, home, journal_traces):
     journal_traces(3.0)
     from tilegym_db.errors import StoreError
     from tilegym_db.records.loop import Attempt
@@ -209,4 +205,4 @@ def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_
     assert cli("sql", "SELECT count(*) FROM traces").code == 0
     assert cli("task", "create", "row_scale", "--gpu", "h200", "--language", "python").code == 0
     with pytest.raises(StoreError, match=r"attempts\.jsonl.*FIFO"):
-        journaled(Attempt, home)  # who numbers attempts must know all of them
+        journaled(Attempt, home)  # numbering attempts needs all of them

@@ -56,7 +56,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegym_db.measurement.calibrate.calibrate", lambda found: PEAKS)
 
 
-def test_a_machine_without_a_gpu_is_refused_and_nothing_is_stored(home, monkeypatch):
+def test_machine_without_a_gpu_is_refused_and_nothing_is_stored(home, monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
     result = invoke()
     assert isinstance(result.exception, HardwareError)
@@ -65,13 +65,13 @@ def test_a_machine_without_a_gpu_is_refused_and_nothing_is_stored(home, monkeypa
     assert not home.exists()
 
 
-def test_a_gpu_that_is_not_here_is_never_calibrated_under_its_name(on_an_h200, home):
+def test_absent_gpu_is_never_calibrated_under_its_name(on_an_h200, home):
     result = invoke("--gpu", "b200")
     assert isinstance(result.exception, HardwareError)
     assert own_peaks_files(home) == []
 
 
-def test_the_peaks_are_printed_beside_what_the_driver_admits_to_and_stored(on_an_h200, home):
+def test_peaks_are_printed_beside_the_drivers_figures_and_stored(on_an_h200, home):
     result = invoke()
     assert result.exit_code == 0
     rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines()}

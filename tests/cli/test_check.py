@@ -54,7 +54,7 @@ def test_a_verifier_that_cannot_tell_is_found(cli, sound, edit):
     assert "row_scale: planted error (changes nothing): is accepted by the comparison at M=4,N=8" in result.out
 
 
-def test_without_running_anything_records_the_lock_and_sources_are_checked(cli, row_scale, edit):
+def test_records_lock_and_sources_are_checked_without_running(cli, row_scale, edit):
     assert cli("check", "--static").code == 0  # although the definition has no self-test
     edit(constraints=["N >= 2"])
     (row_scale / "definitions" / "elementwise" / "broken.json").write_text("{}")
@@ -85,7 +85,7 @@ def test_a_reference_that_raises_is_found(cli, sound, edit):
     assert "NameError: name 'unknown' is not defined" in result.out
 
 
-def test_an_operator_without_stock_code_is_found_unless_it_is_still_open(cli, sound, edit, row_scale):
+def test_operator_without_stock_code_is_found_unless_still_open(cli, sound, edit, row_scale):
     shutil.rmtree(row_scale / "solutions" / "elementwise" / "row_scale")
     assert "row_scale: no solution provides its stock code" in cli("check", "--static").out
     edit(tags=["status:open"])

@@ -1,4 +1,4 @@
-"""Two solutions side by side: who is faster, where that is known, and how often."""
+"""Two solutions side by side: the faster one if that is known, and how often it is faster."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FAST, SLOW, NEAR = (10.0, 9.9, 10.1), (20.0, 19.0, 21.0), (10.3, 10.2, 10.4)
 
 
 @pytest.mark.parametrize("same_run", [True, False])
-def test_intervals_far_apart_have_a_winner_whichever_is_named_first(same_run):
+def test_distant_intervals_have_a_winner_in_either_order(same_run):
     assert winner(row(FAST, SLOW, same_run=same_run))[0] == "a"
     assert winner(row(SLOW, FAST, same_run=same_run))[0] == "b"
 
 
-def test_a_difference_as_between_two_hosts_counts_within_one_run_only():
+def test_difference_as_between_hosts_counts_only_within_one_run():
     assert winner(row(FAST, NEAR, same_run=True)) == ("a", "timed in turns, intervals apart")
     assert winner(row(FAST, NEAR, same_run=False)) == ("neither", "of two runs, which may differ by as much")
 
@@ -36,7 +36,7 @@ def test_intervals_that_overlap_or_are_missing_have_no_winner():
     assert winner({**row(FAST, SLOW, same_run=True), "b_low_us": None})[1] == "a trace without an interval"
 
 
-def test_shipped_solutions_are_compared_at_every_size_that_both_have(cli):
+def test_shipped_solutions_are_compared_at_every_common_size(cli):
     result = cli("compare", "rms_norm_triton", "rms_norm_stock", "--gpu", "h200", "--json")
     rows = result.json()
     assert len(rows) > 10

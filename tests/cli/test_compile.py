@@ -44,7 +44,7 @@ def test_a_kernel_compiles_for_gpus_that_are_not_here(cli, add):
     assert "2/2" in cli("compile", "mine").out
 
 
-def test_a_kernel_that_does_not_compile_is_a_finding_with_the_compilers_words(cli, add):
+def test_kernel_that_does_not_compile_is_a_finding_with_reason(cli, add):
     add(BROKEN)
     result = cli("compile", "row_scale")
     assert result.code == 1

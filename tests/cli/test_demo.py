@@ -7,7 +7,7 @@ import pytest
 from tilegym_db.cli import demo
 
 
-def test_something_is_said_every_few_seconds_and_nothing_once_the_work_is_done(capsys):
+def test_progress_is_said_every_few_seconds_until_the_end(capsys):
     with demo.heartbeat("working", every_s=0.05):
         time.sleep(0.4)
     said = capsys.readouterr().out.splitlines()
@@ -17,7 +17,7 @@ def test_something_is_said_every_few_seconds_and_nothing_once_the_work_is_done(c
     assert capsys.readouterr().out == ""
 
 
-def test_the_shipped_table_has_every_operator_once_and_its_columns_hold_together(home):
+def test_shipped_table_has_each_operator_once_and_sound_columns(home):
     from tilegym_db.store.sql import run_user_query
 
     answer = run_user_query(demo.SHIPPED, {"gpu": demo.REFERENCE_GPU, "names": list(demo.OPERATORS)})
@@ -60,7 +60,7 @@ def test_the_demo_writes_into_its_own_home_only(home, monkeypatch):
     assert any("stage:demo" in workload.tags for workload in catalog.workloads_for("rms_norm"))
 
 
-def test_every_call_of_the_model_has_a_kernel_on_the_reference_gpu(home):
+def test_every_call_of_the_model_has_a_kernel_on_its_gpu(home):
     from tilegym_db.catalog import Catalog
 
     rows = demo.explain_sites(demo.build_config(), Catalog.default(), tokens=4096)

@@ -78,7 +78,7 @@ def test_a_missing_toolchain_names_the_extra_to_install(cli, row_scale, monkeypa
         (("NVIDIA H200",), (), "13.0", "problem"),
     ],
 )
-def test_the_drivers_gpus_are_compared_with_those_that_torch_can_use(driver, usable, cuda, state):
+def test_drivers_gpus_are_compared_with_those_usable_by_torch(driver, usable, cuda, state):
     check = gpu_check(driver, usable, cuda)
     assert check.state == state
     assert bool(check.fix) == (state != "ok")
@@ -89,7 +89,7 @@ def test_version_lists_what_a_measurement_depends_on(cli):
     assert cli("doctor", "versions", "--json").json().keys() >= {"tilegym-db", "python", "duckdb", "torch", "triton"}
 
 
-def test_doctor_says_when_and_how_the_gpu_was_calibrated_or_how_to_do_it(cli, row_scale, home, monkeypatch):
+def test_doctor_says_when_the_gpu_was_calibrated_or_how_to_do_it(cli, row_scale, home, monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
     save_peaks(PEAKS.model_copy(update={"driver": "570.1"}), home)
     (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"]
@@ -101,7 +101,7 @@ def test_doctor_says_when_and_how_the_gpu_was_calibrated_or_how_to_do_it(cli, ro
     assert "peaks h200 calibrated 2026-11-21, NVIDIA H200, driver 580.159.04: copy 4.3 TB/s" in text
 
 
-def test_a_gpu_that_was_never_calibrated_is_named_with_the_command():
+def test_uncalibrated_gpu_is_named_with_the_command():
     check = peaks_check(None, None, "h200", "580")
     assert (check.state, check.detail) == (
         "missing",
@@ -116,7 +116,7 @@ def test_a_machine_without_a_gpu_is_not_asked_for_its_peaks(cli, row_scale, monk
 
 
 @pytest.mark.parametrize(("folder", "what"), [("peaks", "calibrations"), ("model_runs", "model runs")])
-def test_broken_files_of_the_home_folder_are_counted_and_named_with_what_to_do(folder, what, cli, row_scale, home):
+def test_broken_files_of_the_home_are_counted_and_named(folder, what, cli, row_scale, home):
     (home / folder).mkdir(parents=True)
     for number in range(5):
         (home / folder / f"broken{number}.json").write_bytes(b'{"name": 1}\n' if number else b"\xff\xfe\n")
@@ -172,7 +172,7 @@ def test_the_journals_of_the_loop_are_read_too(cli, row_scale, home):
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_line_that_a_killed_writer_left_is_told_and_is_no_problem(ended, cli, row_scale, home, journal_traces):
+def test_torn_line_of_a_killed_writer_is_reported_as_no_problem(ended, cli, row_scale, home, journal_traces):
     """Also where the next writer has ended it, and gone on."""
     journal_traces(3.0)
     path = home / "runs" / "run-1.jsonl"

@@ -162,9 +162,7 @@ def test_a_cpu_runs_no_tile_language(config: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_cannot_be_run_is_refused_before_anything_is_built(
-    tmp_path: Path, content, code: str, fact: str
-) -> None:
+def test_model_that_cannot_run_is_refused_before_any_build(tmp_path: Path, content, code: str, fact: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))
     with raises(UsageError, code, fact):

@@ -123,7 +123,7 @@ def places(tmp_path: Path) -> list[str]:
 
 
 def kept(roots: list[Path]) -> dict[Path, bytes]:
-    """What must never get lost: records and journals. The database is made of them, and its lock file is nobody's."""
+    """Return what must never get lost: records and journals. The database is made of them, and its lock file has no content."""
     return {
         path: path.read_bytes()
         for root in roots

@@ -127,7 +127,7 @@ def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home:
         (["--blobs", "1", "--origin", "theirs"], "option_unfit", "--blobs"),
     ],
 )
-def test_a_limit_of_blobs_that_is_none_is_refused(
+def test_invalid_limit_of_blobs_is_refused(
     cli: Callable[..., Any], home: Path, tmp_path: Path, options: list[str], cause: str, fact: str
 ) -> None:
     result = cli("data", "export", "flashinfer", tmp_path / "out", *options)
@@ -161,7 +161,7 @@ def test_an_empty_name_is_refused_and_not_replaced_by_another(cli: Callable[...,
     assert cli("list", "--origin", "all", "--json").json() == []
 
 
-def test_comparing_where_there_is_nothing_to_compare_says_what_is_missing(
+def test_comparison_with_nothing_to_compare_says_what_is_missing(
     cli: Callable[..., Any], tree: Tree, home: Path
 ) -> None:
     for path in (WORKLOADS, TRACES):
@@ -191,9 +191,7 @@ def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("form", ["flashinfer", "original", "draft"])
-def test_a_folder_that_is_not_empty_is_refused_before_an_export_is_put_together(
-    form, cli, row_scale, tmp_path, monkeypatch
-):
+def test_folder_that_is_not_empty_is_refused_before_an_export(form, cli, row_scale, tmp_path, monkeypatch):
     from tilegym_db.interchange import flashinfer_export
 
     def built(*_: object) -> None:
@@ -218,7 +216,7 @@ def test_what_is_no_folder_is_not_called_one_that_is_not_empty(kind, cli, row_sc
     assert (result.code, str(place) in result.err) == (2, True)
 
 
-def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale, tmp_path, monkeypatch):
+def test_empty_working_directory_is_exported_into(cli, row_scale, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     result = cli("data", "export", "flashinfer", ".")
@@ -227,7 +225,7 @@ def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale
     assert 'enter it again: cd "$PWD"' in result.err
 
 
-def test_an_empty_folder_is_exported_into_and_a_link_to_one_is_kept(cli, row_scale, tmp_path):
+def test_empty_folder_is_exported_into_and_a_link_to_one_is_kept(cli, row_scale, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     assert cli("data", "export", "flashinfer", tmp_path / "link").code == 0

@@ -33,7 +33,7 @@ def draft(cli, checkout, tmp_path, monkeypatch):
     return folder
 
 
-def test_a_draft_becomes_a_definition_with_sizes_stock_code_and_a_clean_check(cli, draft):
+def test_draft_becomes_a_definition_with_sizes_and_a_clean_check(cli, draft):
     assert cli("check", "my_scale/").out == ""
     assert cli("add-definition", draft).code == 0
     missing = cli("check", "my_scale")
@@ -89,7 +89,7 @@ def test_every_fault_of_a_draft_is_in_one_list(cli, draft):
     assert len(result.json()) == 7
 
 
-def test_what_does_not_run_is_named_by_what_it_is_and_hides_nothing_else(cli, draft):
+def test_failing_part_is_named_by_kind_and_hides_nothing_else(cli, draft):
     broken = [
         {"find": "* weight.float()", "replace": "* (", "why": "does not parse"},
         {"find": "x.float()", "replace": "x.flaot()", "why": "misspelt"},
@@ -196,7 +196,7 @@ def test_what_a_config_cannot_say_is_named(cli, row_scale, config):
         ("rms_norm_eps", "1e-5", "'eps'"),
     ],
 )  # fmt: skip
-def test_a_number_of_a_config_that_is_none_is_named_in_one_line(key, value, fact, cli, home, write_json, tmp_path):
+def test_invalid_number_of_a_config_is_named_in_one_line(key, value, fact, cli, home, write_json, tmp_path):
     path = write_json({"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5} | {key: value}, "config.json")
     result = cli("new", "workload", "rms_norm", "--from-config", path, "--output", tmp_path / "out.jsonl")
     assert (result.code, result.err.count("\n"), fact in result.err) == (2, 1, True)
@@ -210,7 +210,7 @@ def test_counts_of_tokens_are_whole_numbers(cli, home, config, tokens):
 
 
 @pytest.mark.parametrize("shape", ["x[0]", "x[-1]", "x[M, 0]", "x[\N{ARABIC-INDIC DIGIT FOUR}]", "x[+]"])
-def test_a_size_that_is_none_is_refused(cli, checkout, tmp_path, monkeypatch, shape):
+def test_invalid_size_is_refused(cli, checkout, tmp_path, monkeypatch, shape):
     monkeypatch.chdir(tmp_path)
     result = cli("new", "definition", "my_scale", "--inputs", shape)
     assert result.code == 2
@@ -261,16 +261,14 @@ def test_an_argument_that_is_no_text_writes_nothing(cli, checkout, tmp_path, mon
         (("solution", "row_scale", "-l", "triton", "--name", ""), "name_invalid", "--name ''"),
     ],
 )
-def test_a_name_that_no_record_may_have_is_refused_before_anything_is_written(
-    words, cause, fact, cli, row_scale, tmp_path
-):
+def test_name_that_no_record_may_have_is_refused_before_writing(words, cause, fact, cli, row_scale, tmp_path):
     result = cli("new", *words)
     assert (result.code, result.cause) == (2, cause)
     assert fact in " ".join(result.err.split())
 
 
 @pytest.mark.parametrize("target", [("--output", "workloads.jsonl"), ("--add",)])
-def test_a_scalar_that_its_name_excludes_is_refused_with_its_name(cli, home, config, tmp_path, monkeypatch, target):
+def test_scalar_that_its_name_excludes_is_refused_with_its_name(cli, home, config, tmp_path, monkeypatch, target):
     monkeypatch.chdir(tmp_path)
     result = cli("new", "workload", "rms_norm", "--from-config", config, "--scalar", "eps=-1", *target)
     assert result.code == 1

@@ -210,7 +210,7 @@ def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, 
         (b"\xff\xfe{", "UTF-16"),
     ],
 )
-def test_a_config_that_is_none_is_refused_before_anything_large_is_imported(content, fact, tmp_path):
+def test_invalid_config_is_refused_before_any_large_import(content, fact, tmp_path):
     file = tmp_path / "config.json"
     file.write_bytes(content)
     program = """

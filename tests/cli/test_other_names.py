@@ -36,7 +36,7 @@ def test_show_answers_a_name_that_is_one_definition(cli) -> None:
         ("MHCPipeline", ["help(tilegym_db.layers.MHCPipeline)"]),
     ],
 )
-def test_show_says_where_a_name_is_more_or_other_than_one_definition(cli, name: str, lines: list[str]) -> None:
+def test_show_says_if_a_name_is_more_than_one_definition(cli, name: str, lines: list[str]) -> None:
     shown = cli("show", name)
     assert shown.code == 0
     assert all(line in shown.out for line in lines)

@@ -60,7 +60,7 @@ def test_what_turns_or_moves_text_does_not_reach_a_terminal(capsys, write):
     assert captured.out + captured.err == "a\ufffdb\ufffd[2J\ufffdc\ufffd\nnext\tcolumn\n"
 
 
-def test_json_spells_what_turns_text_as_an_escape_and_loses_nothing(capsys):
+def test_json_escapes_characters_that_turn_text_without_loss(capsys):
     print_json({"text": HIDDEN, "name": "größe"})
     out = capsys.readouterr().out
     assert out.isascii() == ("größe" not in out)

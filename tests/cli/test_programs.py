@@ -26,15 +26,13 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_whose_program_is_not_installed_ends_with_the_status_of_a_missing_package(
-    words, cli, row_scale, nowhere
-):
+def test_missing_program_exits_like_a_missing_package(words, cli, row_scale, nowhere):
     result = cli(*words)
     assert (result.code, result.cause) == (2, "program_absent")
     assert "Fix:" in result.err
 
 
-def test_what_is_asked_wrongly_is_named_before_the_program_that_is_missing(cli, row_scale, nowhere):
+def test_wrong_argument_is_named_before_the_missing_program(cli, row_scale, nowhere):
     result = cli("debug", "sanitize", "row_scale_stock", "--tool", "nocheck")
     assert (result.code, result.cause, "'nocheck'" in result.err) == (2, "tool_unknown", True)
 

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
         ),
     ],
 )
-def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, home, write_json):
+def test_size_that_no_model_has_is_refused_before_pytorch_loads(words, home, write_json):
     config = write_json({"model_type": "llama", "hidden_size": -64})
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
     command = [sys.executable, "-c", PROGRAM, *words, str(config)]
@@ -70,7 +70,7 @@ def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, hom
         (("task", "submit", "nobody", "."), "'nobody'"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused_before_pytorch_is_loaded(words, said, home, write_json):
+def test_wrong_argument_is_refused_before_pytorch_loads(words, said, home, write_json):
     config = write_json({"model_type": "llama", "hidden_size": 64})
     given = [str(config)] if words[0] == "fit" or words[1] == "recommend" else []
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "COLUMNS": "200"}

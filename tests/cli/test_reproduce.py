@@ -9,7 +9,7 @@ CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu")
 
 
 @pytest.mark.parametrize("places", ["x=strided(0, 1)", "x=strided(0, 0)", "x=strided(8, 0)"])
-def test_an_input_of_which_two_elements_have_one_address_is_refused_by_name(places, cli, row_scale):
+def test_input_with_elements_at_one_address_is_refused_by_name(places, cli, row_scale):
     result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", places)
     assert result.code == 2
     assert f"layouts.x: {places.removeprefix('x=')}" in result.err
@@ -60,6 +60,6 @@ def test_what_is_no_layout_is_a_record_error_of_the_api(row_scale):
         )
 
 
-def test_interleaved_elements_with_an_address_each_are_no_mistake(cli, row_scale):
+def test_interleaved_elements_with_own_addresses_are_allowed(cli, row_scale):
     result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", "x=strided(3, 4)")
     assert (result.code, "status: PASSED" in result.out) == (0, True)

@@ -31,7 +31,7 @@ def failed(journal_traces):
     return trace_id
 
 
-def test_a_failed_trace_says_where_it_failed_and_how_to_see_it_again(cli, failed):
+def test_failed_trace_says_where_it_failed_and_how_to_repeat_it(cli, failed):
     result = cli("show", failed[:8])
     assert result.code == 0
     lines = [" ".join(line.split()) for line in result.out.splitlines()]
@@ -115,7 +115,7 @@ def test_a_pass_says_how_fast_and_what_was_looked_into(cli, journal_traces):
         assert line in lines
 
 
-def test_a_pass_says_how_near_the_speed_of_light_it_came_and_at_what_clock(cli, journal_traces):
+def test_pass_says_its_share_of_the_speed_of_light_and_its_clock(cli, journal_traces):
     timing = {"latency_us": 10.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "samples": 50, "timer": "events"}
     light = {"sol_us": 8.25, "sol_ratio": 0.825, "clock_mhz": 1755, "throttled": True}
     (trace_id,) = journal_traces(10.0, performance=timing | light)
@@ -145,7 +145,7 @@ def test_a_pass_that_was_taken_back_names_the_failure(cli, journal_traces):
     assert f"no: a later failure revoked it, see tilegym-db show {failed[:8]}" in shown
 
 
-def test_several_traces_of_one_beginning_are_told_apart(cli, journal_traces):
+def test_several_traces_with_one_prefix_are_listed(cli, journal_traces):
     for name in ("abcdef01", "abcdef02"):
         journal_traces(1.0, trace_id=name)
     result = cli("show", "abcdef")

@@ -13,7 +13,7 @@ def row(solution: str, *latencies_us: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_lowest_and_the_highest_value_have_the_ends_of_the_scale():
+def test_lowest_and_highest_values_have_the_ends_of_the_scale():
     assert spark_line([1, 10, 100], 1, 100, ramp=BLOCKS) == "▁▅█"
     assert spark_line([1, 10, 100], 1, 100, ramp=ASCII) == "_=#"
     assert spark_line([5, 5, 5], 5, 5, ramp=ASCII) == "___"
@@ -24,14 +24,14 @@ def test_a_line_has_at_most_its_width_and_keeps_both_ends():
     assert (len(line), line[0], line[-1]) == (10, "_", "#")
 
 
-def test_solutions_of_one_operator_share_a_scale_and_two_sizes_are_no_line():
+def test_solutions_of_one_operator_share_a_scale():
     lines = by_size([row("fast", 1, 2, 4), row("slow", 16, 32, 64), row("few", 1, 64)])
     assert set(lines) == {("d", "h200", "fast"), ("d", "h200", "slow")}
     assert max(lines["d", "h200", "fast"]) < min(lines["d", "h200", "slow"])
 
 
 @pytest.mark.parametrize("command", [("best", "softmax", "--rank"), ("best", "softmax"), ("show", "softmax_triton")])
-def test_lines_are_left_out_of_a_pipe_unless_asked_for_and_fit_a_terminal(command, cli):
+def test_lines_are_left_out_of_a_pipe_and_fit_a_terminal(command, cli):
     assert not set(BLOCKS) & set(cli(*command).out)
     shown = cli(*command, "--spark").out
     with_line = [line for line in shown.splitlines() if set(BLOCKS) & set(line)]

@@ -17,7 +17,7 @@ def test_a_name_loses_its_middle_and_a_number_nothing():
     assert ".._for_hopper" in row
 
 
-def test_the_least_important_column_goes_before_names_become_unreadable():
+def test_least_important_column_goes_before_names_are_unreadable():
     layout = lay_out(COLUMNS, ROWS, width=56, numeric=["us"], least=["language"])
     assert layout.dropped == ("language",)
     assert "us" in layout.lines[0]

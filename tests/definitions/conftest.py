@@ -57,7 +57,7 @@ def _of_record(record: Definition, value: Any, name: str) -> Any:
 
 @pytest.fixture
 def catalog() -> Catalog:
-    """The shipped catalog."""
+    """Return the shipped catalog."""
     return CATALOG
 
 

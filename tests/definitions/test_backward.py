@@ -92,9 +92,7 @@ def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog:
 @pytest.mark.records("name")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_stock_code_rounds_as_autograd_does_behind_the_stock_forward(
-    name: str, dtype: torch.dtype, catalog: Catalog
-) -> None:
+def test_stock_code_rounds_as_autograd_after_the_stock_forward(name: str, dtype: torch.dtype, catalog: Catalog) -> None:
     backward = catalog.definition(name)
     forward = catalog.definition(str(backward.backward_of))
     inputs, grads = (

@@ -33,9 +33,7 @@ EAGER = [
 ]  # fmt: skip
 
 
-def test_every_core_operator_has_one_stock_baseline_for_whatever_a_model_calls_it_with(
-    core: Definition, catalog: Catalog
-) -> None:
+def test_core_operator_has_one_baseline_for_all_model_calls(core: Definition, catalog: Catalog) -> None:
     stock = [entry for entry in catalog.solutions_for(core.name) if entry.record.spec.provides == "stock"]
     assert {entry.record.spec.role for entry in stock} == {"baseline"}
     (anything,) = [entry for entry in stock if not entry.record.spec.constraints]

@@ -275,9 +275,7 @@ def test_what_is_normalised_is_the_rounded_sum(name: str, agree: Agree) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", SUMS)
-def test_a_residual_that_cancels_leaves_a_zero_row_and_nan_stays_in_its_own(
-    name: str, dtype: torch.dtype, agree: Agree
-) -> None:
+def test_cancelled_residual_gives_zeros_and_nan_stays_in_place(name: str, dtype: torch.dtype, agree: Agree) -> None:
     x = random(3, 37, dtype=dtype)
     residual = -x
     residual[1, 5] = torch.nan
@@ -368,7 +366,7 @@ def test_gradients_of_norms_of_odd_sizes(name: str, shape: tuple[int, int], dtyp
 
 
 @pytest.mark.parametrize("name", NORM_BACKWARDS)
-def test_gradient_of_a_norm_keeps_nan_in_its_row_and_passes_zero_rows(name: str, agree: Agree) -> None:
+def test_norm_gradient_keeps_nan_in_its_row_and_passes_zero_rows(name: str, agree: Agree) -> None:
     x, grad = torch.ones(4, 8), random(4, 8)
     x[0], x[1, 3], grad[2, 5] = 0, torch.nan, torch.nan
     result = agree(name, x, torch.full((8,), 2.0), grad, 1e-4)
@@ -473,7 +471,7 @@ def test_rope_reads_both_halves_of_the_tables(agree: Agree) -> None:
         assert out.flatten().tolist() == [2 - 50, 30 + 7]
 
 
-def test_gradient_of_rope_reads_the_table_of_the_half_that_it_comes_from(agree: Agree) -> None:
+def test_rope_gradient_reads_the_table_of_its_own_half(agree: Agree) -> None:
     grad = torch.tensor([1.0, 10.0]).view(1, 1, 1, 2)
     cos, sin = torch.tensor([[[2.0, 3.0]]]), torch.tensor([[[5.0, 7.0]]])
     out = agree("rope_neox_backward", grad, grad, cos, sin)["grad_q"]
@@ -490,7 +488,7 @@ def test_gradient_of_rope_undoes_a_rotation(agree: Agree) -> None:
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_at_position_zero_changes_nothing_and_repeated_positions_repeat(name: str, agree: Agree) -> None:
+def test_rope_at_position_zero_is_identity_and_positions_repeat(name: str, agree: Agree) -> None:
     q, k = random(1, 3, 4, 8), random(1, 1, 4, 8, seed=1)
     q[:, :, 3], k[:, :, 3] = q[:, :, 1], k[:, :, 1]
     result = agree(name, q, k, *rotary(torch.tensor([[0, 131071, 5, 131071]]), 8))
@@ -559,7 +557,7 @@ def heads_for(name: str, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", PAIR_ROPES)
-def test_pairs_at_position_zero_stay_and_repeated_positions_repeat(name: str, agree: Agree) -> None:
+def test_pairs_at_position_zero_stay_and_equal_positions_repeat(name: str, agree: Agree) -> None:
     q, k = random(1, 3, 4, 8), random(1, 1, 4, 8, seed=1)
     q[:, :, 3] = q[:, :, 1]
     tables = pair_tables(name, torch.tensor([[0, 131071, 5, 131071]]), 4)
@@ -635,7 +633,7 @@ def test_attention_of_odd_lengths_and_uneven_groups(
     torch.testing.assert_close(whole[:, :, -1:], last, rtol=2e-2, atol=1e-2)
 
 
-def test_the_first_position_sees_itself_alone_and_no_position_sees_a_later_one(agree: Agree) -> None:
+def test_first_position_sees_only_itself_and_no_later_one(agree: Agree) -> None:
     q, k, v = (heads(1, count, 6, 8, torch.float32, count) for count in (4, 2, 2))
     out = agree("attention_prefill", q, k, v, SCALE)["out"]
     torch.testing.assert_close(out[:, :, 0], v[:, :, 0].repeat_interleave(2, dim=1))
@@ -643,7 +641,7 @@ def test_the_first_position_sees_itself_alone_and_no_position_sees_a_later_one(a
     assert torch.equal(agree("attention_prefill", q, k, v, SCALE)["out"][:, :, :4], out[:, :, :4])
 
 
-def test_equal_keys_share_the_weight_equally_and_one_large_score_takes_it_all(agree: Agree) -> None:
+def test_equal_keys_share_the_weight_and_a_large_score_takes_all(agree: Agree) -> None:
     q, k, v = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 5, 8), random(1, 1, 5, 8)
     mean = agree("attention_decode", q, k, v, SCALE)["out"]
     torch.testing.assert_close(mean, v.mean(2, keepdim=True).expand_as(mean))
@@ -661,7 +659,7 @@ def test_attention_reads_a_part_of_a_longer_cache(dtype: torch.dtype, agree: Agr
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 1), (7, 3), (129, 128)])
-def test_a_window_with_a_sink_is_what_steps_over_its_last_keys_give(
+def test_window_with_a_sink_equals_steps_over_its_last_keys(
     length: int, window: int, dtype: torch.dtype, agree: Agree
 ) -> None:
     q, sinks = heads(2, 6, length, 16, dtype, 0), random(6, dtype=dtype, seed=3)
@@ -683,7 +681,7 @@ def test_a_window_of_the_whole_sequence_or_more_is_none(agree: Agree) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_sink_takes_its_share_of_the_weight_and_a_very_large_one_all_of_it(dtype: torch.dtype, agree: Agree) -> None:
+def test_sink_takes_its_share_of_the_weight_and_a_large_one_all(dtype: torch.dtype, agree: Agree) -> None:
     q, k, v = (
         torch.ones(1, 3, 1, 8, dtype=dtype),
         torch.zeros(1, 1, 3, 8, dtype=dtype),
@@ -764,13 +762,13 @@ def test_topk_gate_of_as_many_experts_as_choices_is_their_order(agree: Agree) ->
     assert agree("topk_gate", scores, 8)["topk_idx"].tolist() == [[2, 7, 1, 4, 6, 3, 0, 5], [*range(8)]]
 
 
-def test_topk_gate_names_no_expert_twice_where_too_few_scores_are_left(agree: Agree) -> None:
+def test_topk_gate_repeats_no_expert_if_few_scores_are_left(agree: Agree) -> None:
     scores = torch.full((2, 9), -INF)
     scores[0, 7], scores[0, 4] = 2.0, -1.0
     assert agree("topk_gate", scores, 6)["topk_idx"].tolist() == [[7, 4, 0, 1, 2, 3], [*range(6)]]
 
 
-def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Agree) -> None:
+def test_routers_with_equal_scores_give_equal_weights(agree: Agree) -> None:
     scores = torch.full((5, 12), 0.25)
     torch.testing.assert_close(agree("topk_softmax", scores, 3, False)["weights"], torch.full((5, 3), 1 / 12))
     torch.testing.assert_close(agree("topk_softmax", scores, 3, True)["weights"], torch.full((5, 3), 1 / 3))
@@ -786,7 +784,7 @@ def test_routers_of_equal_scores_choose_any_experts_with_equal_weights(agree: Ag
     torch.testing.assert_close(result["weights"], torch.full((5, 3), 0.5))
 
 
-def test_an_expert_with_a_large_bias_is_chosen_with_next_to_no_weight(agree: Agree) -> None:
+def test_expert_with_a_large_bias_is_chosen_with_tiny_weight(agree: Agree) -> None:
     scores, bias = random(8, 16), torch.zeros(16)
     scores[:, 5], bias[5] = -30.0, 10.0
     result = agree("topk_sigmoid_bias_groups", scores, bias, 4, 4, 2, True, 2.5)
@@ -905,7 +903,7 @@ def test_engram_gate_of_zero_rows_is_a_half(agree: Agree) -> None:
     assert out.eq(0.5).all()
 
 
-def test_engram_gate_follows_the_sign_of_the_score_and_is_flat_near_zero(agree: Agree) -> None:
+def test_engram_gate_follows_the_score_sign_and_is_flat_at_zero(agree: Agree) -> None:
     hidden = torch.zeros(3, 1, 4)
     hidden[:, 0, 0] = 1
     key = torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [2.0**-20, 1, 0, 0]])[:, None]

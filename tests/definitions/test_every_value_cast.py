@@ -136,7 +136,7 @@ CASTS: dict[str, tuple[Callable[[torch.Tensor, int], tuple[np.ndarray, np.ndarra
 
 @pytest.mark.parametrize("values", [every_bfloat16, every_exponent])
 @pytest.mark.parametrize("name", CASTS)
-def test_every_value_gets_the_nearest_code_under_the_smallest_scale(name: str, values, catalog: Catalog) -> None:
+def test_every_value_gets_the_nearest_code_at_the_smallest_scale(name: str, values, catalog: Catalog) -> None:
     definition = catalog.definition(name)
     x = values()
     inputs = {"x": x, "round_scale": True} if "round_scale" in definition.inputs else {"x": x}
@@ -151,7 +151,7 @@ def test_every_value_gets_the_nearest_code_under_the_smallest_scale(name: str, v
         assert (exponents(scale)[:, count:] == -127).all()  # bytes of no block are zero
 
 
-def test_blocks_and_channels_have_the_codes_of_rows_that_hold_the_same_values(catalog: Catalog) -> None:
+def test_blocks_and_channels_get_the_codes_of_equal_rows(catalog: Catalog) -> None:
     x = every_bfloat16()
     for name, block in (("per_block_cast", 128), ("per_block_cast_32", 32)):
         out, scale = run_reference(catalog.definition(name), {"x": x, "round_scale": True}).values()

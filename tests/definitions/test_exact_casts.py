@@ -43,7 +43,7 @@ def in_fp32(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("widen", [torch.clone, in_fp32])
-def test_another_formulation_and_stock_code_give_the_same_bytes_for_every_bfloat16(name, widen, catalog: Catalog):
+def test_formulation_and_stock_code_agree_on_every_bfloat16(name, widen, catalog: Catalog):
     definition = catalog.definition(name)
     inputs = given(definition, widen(every_bfloat16()))
     assert definition.self_test is not None
@@ -71,7 +71,7 @@ def test_another_formulation_and_stock_code_give_the_same_bytes_for_every_bfloat
         ("per_token_cast_fp4", "scale = round_up_to_power_of_two(scale)", "pass", "scale"),
     ],
 )
-def test_mistakes_of_rounding_of_floors_and_of_unused_bytes_are_refused(name, find, replace, output, catalog: Catalog):
+def test_mistakes_in_rounding_floors_and_unused_bytes_fail(name, find, replace, output, catalog: Catalog):
     definition = catalog.definition(name)
     ties = torch.arange(64 * 128).view(64, 128).remainder(511).sub(255).to(torch.bfloat16)
     ties[3] = 0  # a row of zeros: the floor
@@ -108,7 +108,7 @@ DEQUANTISED = list(zip(CASTS, (dequantised_ue8m0, dequantised_fp4, dequantised_e
 
 
 @pytest.mark.parametrize(("name", "dequantise"), DEQUANTISED)
-def test_casting_what_was_cast_changes_no_value_and_errors_have_no_sign(name, dequantise, catalog: Catalog):
+def test_casting_twice_changes_no_value_and_errors_have_no_sign(name, dequantise, catalog: Catalog):
     definition = catalog.definition(name)
     x = torch.randn(64, 576, generator=torch.Generator().manual_seed(2))
     once = dequantise(*run_reference(definition, given(definition, x)).values())
@@ -118,7 +118,7 @@ def test_casting_what_was_cast_changes_no_value_and_errors_have_no_sign(name, de
     assert abs(below - 0.5) < 10 / x.numel() ** 0.5
 
 
-def test_fp4_rounds_ties_to_even_saturates_and_keeps_the_sign_of_zero(catalog: Catalog):
+def test_fp4_rounds_ties_to_even_saturates_and_keeps_signed_zero(catalog: Catalog):
     definition = catalog.definition("per_token_cast_fp4")
     ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0, -0.25, -5.0, -6.0]])
     packed, scale = run_reference(definition, given(definition, ties)).values()
@@ -136,7 +136,7 @@ def test_the_largest_bfloat16_saturates_no_scale(catalog: Catalog):
         torch.testing.assert_close(found, largest.double(), rtol=0.3, atol=0)
 
 
-def test_small_codes_of_twelve_bits_round_by_the_bits_that_were_cut_off_whatever_they_are_worth(catalog: Catalog):
+def test_small_twelve_bit_codes_round_by_their_dropped_bits(catalog: Catalog):
     definition = catalog.definition("per_token_cast_e5m6")
     row = torch.tensor(
         [[65024.0, 2.0**-20, 2.0**-14 * 63 / 64, 2.0**-14, 2.0**-20 * 1.015, 2.0**-30, -(2.0**-15), 0.0]]

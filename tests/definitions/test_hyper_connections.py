@@ -73,7 +73,7 @@ def test_a_backward_is_the_derivative_of_its_forward_in_fp64(name: str, catalog:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_the_gradients_of_the_gate_are_the_derivative_of_the_gate_in_fp64(name: str, catalog: Catalog) -> None:
+def test_gradients_of_the_gate_equal_its_derivative_in_fp64(name: str, catalog: Catalog) -> None:
     forward, backward = catalog.definition("engram_gate_fwd"), catalog.definition(name)
     clamp = 1.0
     inputs = drawn(catalog, backward) | {"clamp": clamp}
@@ -122,7 +122,7 @@ def test_the_fused_operator_is_its_four_parts(catalog: Catalog) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_score_of_exactly_zero_opens_the_gate_by_half_and_passes_no_gradient(catalog: Catalog) -> None:
+def test_score_of_zero_opens_the_gate_by_half_without_a_gradient(catalog: Catalog) -> None:
     hidden = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
     key, value, weight = torch.ones_like(hidden), torch.ones(1, 8).bfloat16(), torch.ones(2, 8).bfloat16()
     definition = catalog.definition("engram_gate_fwd_save")

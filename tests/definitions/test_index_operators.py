@@ -41,7 +41,7 @@ def run(catalog: Catalog) -> Run:
     return agree
 
 
-def test_a_row_of_zero_weights_gives_zeros_and_its_denominator_is_next_to_nothing(run: Run) -> None:
+def test_row_of_zero_weights_gives_zeros_and_a_tiny_denominator(run: Run) -> None:
     found = run("normalize_weight", torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 1.0]]))
     assert found["denominator"].tolist() == [torch.tensor(1e-20).item(), 4.0]
     assert found["out"].tolist() == [[0.0, 0.0, 0.0], [0.25, 0.5, 0.25]]
@@ -54,7 +54,7 @@ def test_weights_are_added_in_order_of_the_choices(run: Run) -> None:
     assert found["denominator"].tolist() == [2.0**24, 2.0**24 + 4]
 
 
-def test_of_sixteen_experts_on_two_times_two_ranks_each_rank_keeps_its_own_renumbered(run: Run) -> None:
+def test_each_of_four_ranks_keeps_its_own_experts_renumbered(run: Run) -> None:
     # Four ranks hold four experts each; two tensor-parallel ranks make a group, so rank 1 holds experts 4..7 and 12..15.
     ids = torch.tensor([[-1, 0, 3, 4, 7], [8, 11, 12, 15, -7]])
     found = run("mask_indices_by_tp", ids, 16, 4, 1, 2)["out"]
@@ -86,7 +86,7 @@ def test_counts_of_skewed_ids(contents: str, experts: int, run: Run) -> None:
 
 
 @pytest.mark.parametrize("experts", [4, 9, 256])
-def test_slots_of_an_expert_keep_the_order_of_its_ids_and_ids_of_none_come_last(experts: int, run: Run) -> None:
+def test_slots_of_an_expert_keep_the_order_of_ids_invalid_last(experts: int, run: Run) -> None:
     last = experts - 1
     ids = torch.tensor([[2, last, -1], [2, 0, experts], [experts + 44, 2, 0]])
     found = run("moe_offsets", ids, experts)
@@ -104,7 +104,7 @@ def test_slots_are_in_order_where_one_expert_or_none_takes_all(experts: int, exp
     assert found["offs"].tolist() == [512 if 0 <= taken <= e else 0 for e in range(experts)]
 
 
-def test_rows_of_an_expert_fill_whole_tiles_and_rows_beyond_the_end_do_not_exist(run: Run) -> None:
+def test_rows_of_an_expert_fill_whole_tiles_up_to_the_end(run: Run) -> None:
     ids = torch.tensor([[2, 3, -1], [2, 0, 4], [2, 2, 0]], dtype=torch.int32)
     found = run("moe_align_block_size", ids, 4, 4)
     assert found["num_tokens_post_padded"].tolist() == [12]
@@ -142,7 +142,7 @@ def test_the_gate_takes_the_smaller_of_equal_experts_and_groups(run: Run) -> Non
     assert found["topk_weights"] == [[0.5] * 4] * 2
 
 
-def test_the_gate_ranks_logits_under_a_softmax_and_scores_otherwise(run: Run) -> None:
+def test_gate_ranks_logits_under_a_softmax_and_scores_otherwise(run: Run) -> None:
     logits = torch.tensor([[4.0, 1.0, 0.0, -1.0]])  # sigmoids 0.98, 0.73, 0.5, 0.27
     bias = torch.tensor([0.0, 0.0, 1.5, 0.0])
     assert [gate(run, logits, 2, bias=bias, scoring=scoring)["topk_idx"] for scoring in range(3)] == [
@@ -159,7 +159,7 @@ def test_weights_of_scores_next_to_nothing_are_not_blown_up(run: Run) -> None:
     )
 
 
-def test_a_choice_that_is_given_is_kept_and_what_has_no_mask_gets_none(run: Run) -> None:
+def test_given_choice_is_kept_and_a_choice_without_mask_has_none(run: Run) -> None:
     yes, given = torch.tensor([True, True, False]), torch.tensor([[3, 1], [7, 7], [1 << 40, -9]])
     logits = torch.tensor([[0.0, 0.0, 9.0, 0.0]]).expand(3, 4).contiguous()
     found = gate(run, logits, 2, mask=yes, fixed=torch.tensor([True, False, True]), given=given)
@@ -167,7 +167,7 @@ def test_a_choice_that_is_given_is_kept_and_what_has_no_mask_gets_none(run: Run)
     assert found["topk_weights"][::2] == [[0.5, 0.5], [0.0, 0.0]]
 
 
-def test_copies_go_round_with_the_tokens_and_each_rank_numbers_its_own(run: Run) -> None:
+def test_copies_rotate_with_tokens_and_ranks_number_their_own(run: Run) -> None:
     # Two routed experts and a shared one; the second has two copies: physical experts 1 and 3, two to each of two ranks.
     logits = torch.tensor([[0.0, 9.0]]).expand(3, 2).contiguous()
     copies = {"shared": 1, "map": torch.tensor([[0, -1, -1], [1, 3, -1], [2, -1, -1]], dtype=torch.int32)}
@@ -178,13 +178,13 @@ def test_copies_go_round_with_the_tokens_and_each_rank_numbers_its_own(run: Run)
     assert found[0]["unmapped_topk_idx_out"] == [[1]] * 3
 
 
-def test_of_equal_groups_the_first_comes_first_and_a_closed_one_last(run: Run) -> None:
+def test_first_of_equal_groups_comes_first_and_a_closed_one_last(run: Run) -> None:
     scores = torch.tensor([[[1.0, 2.0], [3.0, 0.0], [-INF, 9.0], [2.0, 1.0]], [[-INF, -INF]] * 4])
     assert run("topk_sum_and_topk_group_idx", scores, 2, 4)["group_idx"].tolist() == [[0, 1, 3, 2], [0, 1, 2, 3]]
     assert run("topk_sum_and_topk_group_idx", scores, 1, 3)["group_idx"].tolist() == [[2, 1, 0], [0, 1, 2]]
 
 
-def test_rows_of_an_expert_begin_at_the_alignment_and_keep_the_order_of_its_ids(run: Run) -> None:
+def test_rows_of_an_expert_start_aligned_in_the_order_of_its_ids(run: Run) -> None:
     found = run("get_fused_mapping", torch.tensor([[2, 0], [-1, 2], [2 + 2**32, 0], [3, -5]]), 3, 4)
     none = [-1, -1]
     assert found["pos_to_expert"].tolist() == [0, 0, *none, 2, 2, *none, *none, *none, *none, *none]
@@ -269,7 +269,7 @@ def test_the_clamped_gate_at_its_bounds_and_beyond(run: Run) -> None:
     assert out[5:].isnan().all()
 
 
-def test_the_gate_of_gpt_oss_takes_alternating_columns_and_lets_nan_pass(run: Run) -> None:
+def test_gpt_oss_gate_takes_alternating_columns_and_passes_nan(run: Run) -> None:
     pairs = [(1.0, 0.0), (100.0, -1.0), (0.0, 5.0), (-300.0, 100.0), (NAN, 1.0), (1.0, NAN)]
     out = run("swiglu_oai", torch.tensor([[value for pair in pairs for value in pair]]), 1.702, 7.0)["out"][0]
     assert float(out[0]) == pytest.approx(1 / (1 + math.exp(-1.702)))
@@ -285,7 +285,7 @@ def test_a_shared_expert_is_added_whole_or_by_its_gate(run: Run) -> None:
     assert found.tolist() == [[3.0, -2.0], [5.0, -6.0], [1.0, 2.0]]  # gates of a half, one and zero
 
 
-def test_greedy_decoding_takes_the_first_of_equal_scores_and_the_first_nan(run: Run) -> None:
+def test_greedy_decoding_takes_the_first_maximum_or_first_nan(run: Run) -> None:
     rows = [[1.0, 3.0, 3.0], [-INF, -INF, -INF], [5.0, NAN, NAN], [INF, 2.0, INF], [-0.0, 0.0, -1.0]]
     assert run("greedy_argmax", torch.tensor(rows))["ids"].tolist() == [1, 0, 1, 0, 0]
 
@@ -302,7 +302,7 @@ def test_greedy_decoding_takes_the_first_of_equal_scores_and_the_first_nan(run: 
         ("min_p_sampling_from_probs", ([-1.0, 0.2, 3.0],), [{1, 2, 4}, {0, 2}, {0, 1, 2, 3}]),
     ],
 )
-def test_the_ends_of_the_random_numbers_draw_the_ends_of_what_is_kept(
+def test_extreme_random_numbers_draw_the_ends_of_what_is_kept(
     run: Run, name: str, parameters: tuple[list[float], ...], kept: list[set[int]]
 ) -> None:
     probs = torch.tensor([[0.0, 0.5, 0.3, 0.0, 0.2], [0.2, 0.0, 0.8, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0]])

@@ -24,7 +24,7 @@ PERMALINK = re.compile(r"^# Source: https://github\.com/[\w.-]+/[\w.-]+/blob/[0-
 STATUS = re.compile(r"status:(open|library|verified)")
 
 
-def test_an_operator_is_verified_or_served_by_libraries_where_it_has_published_traces_and_open_elsewhere(
+def test_operator_is_open_unless_it_has_published_traces(
     catalog: Catalog,
 ) -> None:
     stated = {

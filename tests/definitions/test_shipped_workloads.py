@@ -38,7 +38,7 @@ def test_odd_and_cpu_sizes_are_there(definition: Definition, catalog: Catalog) -
     assert tags >= {"odd", "cpu", "tiny"}
 
 
-def test_core_operators_have_their_stages_of_two_models_and_a_large_case(core: Definition, catalog: Catalog) -> None:
+def test_core_operators_have_two_models_stages_and_a_large_case(core: Definition, catalog: Catalog) -> None:
     workloads = catalog.workloads_for(core.name)
     tags = {tag for workload in workloads for tag in workload.tags}
     # What serves calls is measured at both stages of two models.

@@ -45,11 +45,11 @@ def gate_of_experts(definition: Definition, axes: dict[str, int], contents: str,
 
 @pytest.mark.parametrize("axes", [FEW_CHANNELS, LIKE_A_MODEL])
 @pytest.mark.parametrize("contents", CONTENT_SETS)
-def test_experts_whose_sums_have_the_bits_of_fp8_tensor_cores_are_accepted(contents, axes):
+def test_experts_with_the_sums_of_fp8_tensor_cores_are_accepted(contents, axes):
     assert gate_of_experts(EXPERTS, axes, contents, with_bits(14), SEED) is None
 
 
-def test_the_usual_tolerance_would_refuse_experts_with_the_sums_of_fp8_tensor_cores():
+def test_usual_tolerance_would_refuse_sums_of_fp8_tensor_cores():
     usual = EXPERTS.model_copy(update={"tolerance": {}})
     found = {gate_of_experts(usual, LIKE_A_MODEL, "normal", with_bits(14), seed) for seed in range(3)}
     assert found - {None}
@@ -100,7 +100,7 @@ def test_gates_lie_on_both_sides_of_a_half_and_close_to_it():
     assert float((gate - 0.5).abs().min()) < 0.25
 
 
-def test_planted_contents_have_a_row_of_nan_and_zero_rows_a_gate_of_a_half():
+def test_planted_contents_have_nan_and_zero_rows_and_a_half_gate():
     names = tuple(CONTENTS)
     assert GATE.joint_inputs is not None
     assert GATE.joint_inputs.contents[names.index("planted_special_values")] == "special values"

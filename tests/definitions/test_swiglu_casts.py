@@ -37,7 +37,7 @@ def every_bfloat16() -> torch.Tensor:
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("name", PER_CHANNEL)
 @pytest.mark.records("name")
-def test_through_an_open_gate_every_bfloat16_is_cast_as_by_the_cast_alone(
+def test_open_gate_casts_every_bfloat16_as_the_cast_alone(
     name: str, group: int, round_scale: bool, catalog: Catalog
 ) -> None:
     up = every_bfloat16()
@@ -80,7 +80,7 @@ def test_without_rows_the_gradients_of_all_weights_are_zero(catalog: Catalog) ->
     assert found["grad_x"].shape == (0, 128)
 
 
-def test_choices_without_a_row_and_rows_without_a_choice_have_no_gradient(catalog: Catalog) -> None:
+def test_choices_and_rows_without_a_partner_have_no_gradient(catalog: Catalog) -> None:
     inputs = backward_inputs(30, 10)
     found = outputs_of(catalog, inputs)
     assert torch.equal(found["grad_weights"] == 0, inputs["row_of_choice"] < 0)
@@ -91,7 +91,7 @@ def test_choices_without_a_row_and_rows_without_a_choice_have_no_gradient(catalo
     assert (found["grad_x_scale"][idle] == 2.0**-22).all()  # the floor over 448, as a power of two
 
 
-def test_operands_that_are_cut_have_no_gradient_and_those_at_the_limit_have(catalog: Catalog) -> None:
+def test_clipped_operands_have_no_gradient_unless_at_the_limit(catalog: Catalog) -> None:
     inputs = backward_inputs(4, 4, limit=1.0)
     inputs["x_scale"] = torch.full_like(inputs["x_scale"], 0.25)
     inputs["x"] = torch.tensor([[4.0, 4.5, -4.5, 2.0] * 16 + [4.0, 4.5, -4.0, -4.5] * 16] * 4).to(torch.float8_e4m3fn)

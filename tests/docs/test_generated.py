@@ -60,7 +60,7 @@ def operators_by_table(page: str) -> list[tuple[str, str]]:
     return list(found)
 
 
-def test_each_verified_operator_is_in_one_table_of_the_families_that_of_its_op_type():
+def test_verified_operator_is_in_the_one_table_of_its_op_type():
     with marked_blocks.shipped_store():
         verified = run_user_query(
             "SELECT DISTINCT op_type, definition FROM verified WHERE gpu = ? AND role = 'kernel'",
@@ -110,13 +110,13 @@ def point(definition: str, axes: dict[str, int], gpu: str = "h200", **times: flo
         (FAST, {"M": 1}, {"triton": 6.1}, "**no**"),
     ],
 )
-def test_a_bar_is_met_by_the_fastest_language_and_says_which_are_behind(bar, axes, times, met):
+def test_bar_is_met_by_the_fastest_language_and_names_the_others(bar, axes, times, met):
     found = performance_bars.points(point(bar.definitions[0], axes, **times))
     (row,) = performance_bars.bar_rows(bar, found)
     assert row.split(" | ")[6].strip() == met
 
 
-def test_a_bar_shows_the_fastest_of_the_other_gpu_at_the_same_shape():
+def test_bar_shows_the_fastest_of_the_other_gpu_at_its_shape():
     rows = point("cast", {"M": 4096}, triton=100.0) + point("cast", {"M": 4096}, "h100", triton=180.0, cutile=120.0)
     (row,) = performance_bars.bar_rows(BAR, performance_bars.points(rows))
     assert row.endswith("| 0.750 |")

@@ -22,7 +22,7 @@ def test_every_file_names_the_same_version():
     assert f"tilegym_db-{tilegym_db.__version__}-" in (ROOT / "README.md").read_text()
 
 
-def test_workflows_and_templates_are_valid_yaml_and_run_the_commands_of_a_developer():
+def test_workflows_and_templates_are_valid_with_known_commands():
     parsed = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
     steps = [step.get("run", "") for step in parsed["ci.yml"]["jobs"]["test"]["steps"]]
     assert {"make install", "make test", "make demo"} <= set(steps)
@@ -50,7 +50,7 @@ def test_every_test_runs_nightly_and_before_a_release(workflow: str, job: str):
     assert "make test-all" in [step.get("run") for step in jobs[job]["steps"]]
 
 
-def test_surroundings_that_cannot_be_made_are_told_and_are_no_result():
+def test_impossible_surroundings_are_reported_and_are_no_result():
     from environments import why_not
 
     assert why_not([]) == ""

@@ -73,7 +73,7 @@ def test_the_references_have_every_command_and_every_public_name(site: Path):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_every_page_of_the_documentation_is_reached_from_the_first(site: Path):
+def test_every_page_of_the_docs_is_reached_from_the_first(site: Path):
     reached, waiting = set(), [site / "index.html"]
     while waiting:
         page = waiting.pop()
@@ -87,7 +87,7 @@ def test_every_page_of_the_documentation_is_reached_from_the_first(site: Path):
     assert pages <= {path.relative_to(site) for path in reached if path.is_relative_to(site)}
 
 
-def test_links_that_lead_nowhere_and_what_comes_from_a_network_are_found(tmp_path: Path):
+def test_dead_links_and_network_content_are_found(tmp_path: Path):
     (tmp_path / "b.html").write_text('<p id="there">')
     (tmp_path / "a.html").write_text(
         '<a href="b.html#there">1</a><a href="b.html#gone">2</a><a href="c.html">3</a><a href="https://example.org">4</a>'
@@ -121,7 +121,7 @@ def row(language: str, size: float, latency_us: float, dtypes: str = "T=bfloat16
     }  # fmt: skip
 
 
-def test_a_picture_has_one_line_a_language_and_larger_is_further_right_and_slower_further_up():
+def test_picture_has_a_line_per_language_and_slower_points_above():
     rows = [row("triton", 1e3, 5), row("triton", 1e6, 50), row("cutile", 1e3, 6), row("triton", 1e3, 9, "T=float32")]
     series = series_of(rows)
     assert {language: [size for size, _ in line] for language, line in series.items()} == {

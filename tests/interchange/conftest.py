@@ -1,4 +1,4 @@
-"""A data set in which nothing is wrong, and a store of its own to import it into."""
+"""A data set in which nothing is wrong, and a separate store to import it into."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def shipped() -> Catalog:
 
 @pytest.fixture(scope="session")
 def traces(shipped: Catalog) -> list[Trace]:
-    """The shipped passes."""
+    """Return the shipped passes."""
     found = [trace for path in shipped_traces(shipped) for trace in read_journal(path).traces]
     return [trace for trace in found if trace.status == "PASSED"]
 
 
 @pytest.fixture(scope="session")
 def export(shipped: Catalog, traces: list[Trace]) -> Export:
-    """The whole shipped catalog, with its shipped traces and without blobs."""
+    """Export the whole shipped catalog, with its shipped traces and without blobs."""
     return build_export(shipped, traces)
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """A FlashInfer-Trace data set in which nothing is wrong."""
+    """Write a FlashInfer-Trace data set in which nothing is wrong."""
     return (
         Tree(tmp_path / "small")
         .write(DEFINITION, definition())
@@ -64,7 +64,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty store of the user."""
+    """Return an empty store of the user."""
     folder = tmp_path / "home"
     monkeypatch.setenv("TILEGYM_DB_HOME", str(folder))
     return folder

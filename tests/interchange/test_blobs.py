@@ -134,7 +134,7 @@ def test_what_a_generator_keeps_within_a_range_lies_in_a_blob(definition_record:
     assert why_drawn(Definition.from_dict(record), {}) == {}
 
 
-def test_every_blob_has_the_shape_and_dtype_that_its_definition_says(blob_export: Export) -> None:
+def test_every_blob_has_the_shape_and_dtype_of_its_definition(blob_export: Export) -> None:
     assert blob_export.drawn
     records = {item["name"]: item for path, text in blob_export.files.items() if path.startswith("definitions/")
                for item in [json.loads(text)]}  # fmt: skip
@@ -224,7 +224,7 @@ def test_the_side_file_has_the_digest_and_the_seed_of_every_blob(family: Path) -
         assert item["workload"] in path
 
 
-def test_a_definition_that_cannot_be_drawn_leaves_its_workloads_out_and_no_other(
+def test_definition_that_cannot_be_drawn_omits_its_workloads(
     shipped: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tilegym_db.verification import inputs
@@ -259,13 +259,13 @@ def test_a_full_disk_leaves_nothing_behind(shipped: Catalog, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_after_the_blobs_leaves_nothing_behind(shipped: Catalog, tmp_path: Path) -> None:
+def test_disk_that_fills_up_after_the_blobs_keeps_nothing(shipped: Catalog, tmp_path: Path) -> None:
     with raises(StoreError, "write_failed", str(tmp_path / "out")):
         written(shipped, tmp_path / "out", 512)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named_before_anything_is_drawn(tmp_path: Path) -> None:
+def test_unwritable_place_is_named_before_anything_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("keep")
@@ -316,7 +316,7 @@ def test_imported_blobs_are_what_is_computed_on(family: Path, home: Path, shippe
 
 @pytest.mark.slow
 def test_our_kernels_pass_on_imported_blobs(family: Path, home: Path) -> None:
-    """A gather out of its table by a drawn id would not, and a cuTile kernel, which is told as Python, runs as one of cuTile."""
+    """Check that ids of a file stay inside the table; drawn ids would not. A cuTile kernel marked as Python runs as cuTile."""
     from tilegym_db.judging.judging import judge_data_set
     from tilegym_db.measurement.machine import select_machine
 
@@ -359,7 +359,7 @@ BAD: dict[str, tuple[bytes, str | None, str, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_blob_that_is_not_what_its_workload_says_is_refused_by_file_and_key(
+def test_blob_that_differs_from_its_workload_is_refused_by_key(
     tree: Tree, home: Path, tmp_path: Path, kind: str
 ) -> None:
     content, side, line, key, reason = BAD[kind]
@@ -388,7 +388,7 @@ def test_a_blob_of_a_problem_is_held_against_its_definition(new_tree: Callable[[
     assert all(fact in refusal.reason for fact in ("one/x.safetensors", "[8, 8]", "[4, 8]"))
 
 
-def test_a_blob_that_was_changed_is_not_computed_on_through_a_trace_either(tree: Tree, home: Path) -> None:
+def test_changed_blob_is_not_computed_on_through_a_trace_either(tree: Tree, home: Path) -> None:
     from tilegym_db.interchange.adapt import Adapted, adapted_definition
     from tilegym_db.judging.judging import draw_contents, workloads_of
 
@@ -422,7 +422,7 @@ def test_a_declared_blob_whose_content_is_elsewhere_is_a_finding(tree: Tree, hom
         (b"\xff", "is not valid JSON"),
     ],
 )
-def test_a_side_file_that_cannot_be_read_is_refused_with_the_workloads_that_name_blobs(
+def test_unreadable_side_file_is_refused_with_its_workloads(
     tree: Tree, home: Path, content: str | bytes, reason: str
 ) -> None:
     tree.write(SIDE_FILE, content)
@@ -430,7 +430,7 @@ def test_a_side_file_that_cannot_be_read_is_refused_with_the_workloads_that_name
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a FIFO", "a link to nothing", "a link out", "no permission"])
-def test_a_side_file_that_is_none_lets_no_blob_in_either(tree: Tree, home: Path, kind: str, tmp_path: Path) -> None:
+def test_invalid_side_file_lets_no_blob_in_either(tree: Tree, home: Path, kind: str, tmp_path: Path) -> None:
     side = tree.root / SIDE_FILE
     side.parent.mkdir()
     match kind:

@@ -177,7 +177,7 @@ def test_a_link_into_git_is_refused(tree: Tree, home: Path) -> None:
 
 
 @pytest.mark.parametrize(("path", "suffix"), [(DEFINITION, ".JSON"), (SOLUTION, ".Json"), (TRACES, ".JSONL")])
-def test_a_suffix_in_another_case_is_named_among_what_was_left_out(
+def test_suffix_in_another_case_is_named_among_what_was_left_out(
     tree: Tree, home: Path, path: str, suffix: str
 ) -> None:
     renamed = (tree.root / path).rename((tree.root / path).with_suffix(suffix))
@@ -225,7 +225,7 @@ def test_a_data_set_in_no_known_dialect_is_an_error(tmp_path: Path, home: Path) 
         import_data_set(tmp_path)
 
 
-def test_other_content_under_a_taken_name_needs_to_be_told(tree: Tree, home: Path) -> None:
+def test_other_content_under_a_taken_name_needs_an_option(tree: Tree, home: Path) -> None:
     import_data_set(tree.root)
     tree.write(TRACES, lines(trace(), trace()))
     with raises(UsageError, "data_set_exists", "--replace"):
@@ -250,7 +250,7 @@ def test_changed_bytes_in_the_store_are_noticed(tree: Tree, home: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["manifest.json", "records-*.jsonl"])
-def test_a_damaged_data_set_stops_nothing_else_and_can_be_imported_again(
+def test_damaged_data_set_stops_nothing_else_and_imports_again(
     tree: Tree, home: Path, which: str, tmp_path: Path
 ) -> None:
     from tilegym_db.catalog import Catalog
@@ -268,7 +268,7 @@ def test_a_damaged_data_set_stops_nothing_else_and_can_be_imported_again(
 
 
 @pytest.mark.parametrize("which", ["manifest.json", "records-*.jsonl"])
-def test_a_data_set_that_cannot_be_read_is_warned_of_once_and_can_be_removed(
+def test_unreadable_data_set_is_warned_of_once_and_is_removable(
     tree: Tree, home: Path, which: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     import_data_set(tree.root)
@@ -308,7 +308,7 @@ def test_a_dry_run_refuses_a_name_that_the_import_would_refuse(tree: Tree, home:
             import_data_set(tree.root, name=name, dry_run=dry_run)
 
 
-def test_a_dry_run_refuses_what_was_imported_before_with_other_content(tree: Tree, home: Path) -> None:
+def test_dry_run_refuses_a_known_name_with_other_content(tree: Tree, home: Path) -> None:
     import_data_set(tree.root, name="one")
     import_data_set(tree.root, name="one", dry_run=True)
     tree.write(DEFINITION, definition(description="another"))

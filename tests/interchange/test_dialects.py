@@ -72,7 +72,7 @@ def test_destination_passing_defaults_to_false_in_dumps(dumps: Tree, home: Path)
 
 @pytest.fixture
 def problems(new_tree: NewTree) -> Tree:
-    """SOL-ExecBench: two folders with one problem, an expression of axes, custom inputs, a tolerance of its own."""
+    """SOL-ExecBench: two folders with one problem, an expression of axes, custom inputs, and a separate tolerance."""
     record = definition(name="sol", op_type=None, hf_id="a/b")
     record["axes"]["R"] = {"type": "expr", "expression": "M * 2"}
     record["inputs"]["y"] = {"shape": ["R"], "dtype": "float32"}
@@ -163,7 +163,7 @@ def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: P
     }
 
 
-def test_each_dialect_is_told_from_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
+def test_each_dialect_is_recognised_by_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
     told = [recognise(item.root).name for item in (tree, dumps, problems)]
     assert told == ["flashinfer-trace", "fi-trace", "sol-execbench"]
 

@@ -46,9 +46,7 @@ def imported(tree: Tree) -> DataSet:
     return found
 
 
-def test_a_draft_is_what_add_definition_reads_once_its_self_test_is_written(
-    tree: Tree, home: Path, tmp_path: Path
-) -> None:
+def test_draft_is_read_by_add_definition_with_its_self_test(tree: Tree, home: Path, tmp_path: Path) -> None:
     draft = draft_of(imported(tree), "scale_n8")
     folder = tmp_path / "draft"
     write_tree(folder, draft.files, draft.copies)
@@ -83,7 +81,7 @@ def test_integers_are_drawn_in_the_range_of_flashinfer_bench(tree: Tree, home: P
     assert record["input_generators"] == {"x": {"kind": "integers", "low": -1024, "high": 1024}}
 
 
-def test_a_constraint_on_contents_comes_along_and_says_that_nothing_drawn_holds_it(tree: Tree, home: Path) -> None:
+def test_constraint_on_contents_is_kept_and_marked_as_not_drawn(tree: Tree, home: Path) -> None:
     tree.write(DEFINITION, definition(constraints=["M >= 1", "x[0, 0].item() == 2"]))
     draft = draft_of(imported(tree), "scale_n8")
     record = json.loads(draft.files["definition.json"])
@@ -126,9 +124,7 @@ def test_a_constraint_on_the_shapes_of_inputs_is_one_on_axes(tree: Tree, home: P
         ("x.item().__class__ == 1", "'.__class__'"),
     ],
 )
-def test_a_constraint_that_nobody_can_evaluate_is_refused_and_says_what_judges_it(
-    tree: Tree, home: Path, text: str, name: str
-) -> None:
+def test_constraint_that_cannot_be_evaluated_is_refused(tree: Tree, home: Path, text: str, name: str) -> None:
     tree.write(DEFINITION, definition(constraints=["M >= 1", text]))
     found = imported(tree)
     command = "tilegym-db data compare flashinfer-trace:small scale_n8 --run"
@@ -152,7 +148,7 @@ def with_blobs(tree: Tree) -> Tree:
     return tree
 
 
-def test_files_of_inputs_come_along_under_the_sha256_of_their_bytes(tree: Tree, home: Path, tmp_path: Path) -> None:
+def test_input_files_are_kept_under_the_sha256_of_their_bytes(tree: Tree, home: Path, tmp_path: Path) -> None:
     draft = draft_of(imported(with_blobs(tree)), "scale_n8")
     content = (tree.root / BLOB).read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
@@ -166,7 +162,7 @@ def test_files_of_inputs_come_along_under_the_sha256_of_their_bytes(tree: Tree, 
     assert (tmp_path / "draft" / spec.path).read_bytes() == content
 
 
-def test_a_file_that_the_store_no_longer_has_as_it_was_leaves_its_workload_out(tree: Tree, home: Path) -> None:
+def test_input_file_that_the_store_lost_leaves_its_workload_out(tree: Tree, home: Path) -> None:
     found = imported(with_blobs(tree))
     stored = object_path(home, hashlib.sha256((tree.root / BLOB).read_bytes()).hexdigest())
     stored.chmod(0o644)
@@ -194,9 +190,7 @@ def test_what_no_element_is_judged_by_becomes_no_draft(
         draft_of(imported(tree), changes["name"])
 
 
-def test_a_verified_trace_stands_beside_the_foreign_verdict_and_is_counted(
-    tree: Tree, home: Path, tmp_path: Path
-) -> None:
+def test_verified_trace_is_counted_beside_the_foreign_verdict(tree: Tree, home: Path, tmp_path: Path) -> None:
     found = imported(tree)
     draft = draft_of(found, "scale_n8")
     catalog = _catalog_of(draft.files, tmp_path / "catalog")

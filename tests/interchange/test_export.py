@@ -43,7 +43,7 @@ def test_every_record_keeps_the_rules_of_flashinfer_trace(export: Export) -> Non
             assert len({record["name"] for record in found}) == len(found)
 
 
-def test_everything_of_the_catalog_is_there_or_left_out_with_a_reason(export: Export, shipped: Catalog) -> None:
+def test_whole_catalog_is_exported_or_left_out_with_a_reason(export: Export, shipped: Catalog) -> None:
     told = {item["definition"] for item in export.definitions.values()}
     missing = " ".join(what for what, _ in export.left_out)
     assert all(name in told or name in missing for name in shipped.definitions)
@@ -54,7 +54,7 @@ def test_everything_of_the_catalog_is_there_or_left_out_with_a_reason(export: Ex
     assert all(reason for _, reason in export.left_out)
 
 
-def test_an_export_of_some_definitions_has_what_the_whole_has_of_them(
+def test_partial_export_has_what_the_whole_has_of_its_share(
     export: Export, shipped: Catalog, traces: list[Trace]
 ) -> None:
     part = build_export(shipped, traces, names=["aux_fi", "cast_back"])
@@ -63,7 +63,7 @@ def test_an_export_of_some_definitions_has_what_the_whole_has_of_them(
     assert all(export.files[path] == content for path, content in part.files.items() if path.split("/")[0] in FOLDERS)
 
 
-def test_an_export_can_be_imported_without_a_finding_or_a_refusal(export: Export, home: Path, tmp_path: Path) -> None:
+def test_export_can_be_imported_without_a_finding_or_a_refusal(export: Export, home: Path, tmp_path: Path) -> None:
     write_tree(tmp_path / "out", export.files, export.blobs)
     found = import_data_set(tmp_path / "out").data_set
     assert found.refused == ()
@@ -102,7 +102,7 @@ def test_the_constants_of_a_model_become_constants(shipped: Catalog) -> None:
     }  # fmt: skip
 
 
-def test_no_pass_is_told_that_did_not_verify(export: Export) -> None:
+def test_no_unverified_pass_is_reported(export: Export) -> None:
     lines = [line for path in export.files if path.startswith("tilegym_db/evidence/")
              for line in export.files[path].splitlines()]  # fmt: skip
     assert len(lines) == export.counts["trace"] > 0
@@ -151,7 +151,7 @@ def test_a_chosen_config_becomes_a_solution_of_its_own(shipped: Catalog) -> None
     assert export.solutions[line["solution"]]["config"] == {"num_warps": 8}
 
 
-def test_every_entry_has_the_parameters_that_flashinfer_bench_counts(export: Export) -> None:
+def test_entry_has_the_parameters_that_flashinfer_bench_counts(export: Export) -> None:
     """Its builders refuse an entry with more, which options with defaults are: inputs, and outputs where it writes them."""
     definitions = {item["name"]: item for item in records(export, "definitions")}
     wrong, seen = [], set()
@@ -172,7 +172,7 @@ def test_every_entry_has_the_parameters_that_flashinfer_bench_counts(export: Exp
     assert wrong == []
 
 
-def test_adapted_entries_of_an_operator_that_overwrites_give_every_output(export: Export, tmp_path: Path) -> None:
+def test_adapted_entries_of_in_place_operators_give_every_output(export: Export, tmp_path: Path) -> None:
     """Called as FlashInfer-Bench calls them: as a package, with every output, and with inputs that must stay as they were."""
     import importlib
     import sys

@@ -74,9 +74,7 @@ def assert_drawn(shipped: Catalog, item: Workload, tensors: dict[str, torch.Tens
         assert torch.equal(tensor.view(torch.uint8), drawn[name].view(torch.uint8)), (source.name, name)
 
 
-def test_its_apply_runs_what_the_export_holds_on_the_inputs_of_its_blobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_apply_runs_the_export_on_the_inputs_of_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(shipped_root()))
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     from benchmarks.against_flashinfer_bench import runner

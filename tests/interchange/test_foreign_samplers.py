@@ -75,7 +75,7 @@ def record_of(made: Draft) -> Definition:
 
 @pytest.mark.parametrize("given", [("top_k",), ("top_p",), ("top_k", "top_p"), ("min_p",)])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
+def test_sampler_of_a_known_law_becomes_a_draft_judged_by_it(
     tree: Tree, home: Path, given: tuple[str, ...], dtype: str
 ) -> None:
     own = solution("own", "import torch\n\ndef run(probs):\n    return torch.multinomial(probs, 1)[:, 0]\n")
@@ -106,7 +106,7 @@ def test_a_sampler_of_a_known_law_becomes_a_draft_that_this_law_judges(
         ),
     ],
 )
-def test_what_has_another_form_is_refused_with_what_is_in_its_way(
+def test_other_forms_are_refused_with_what_is_in_the_way(
     tree: Tree, home: Path, record: dict[str, Any], words: str
 ) -> None:
     with raises(UsageError, "judged_otherwise", words):

@@ -93,7 +93,7 @@ def test_foreign_solutions_get_our_verdict_beside_theirs(tree: Tree, home: Path)
     assert summary(pairs)["we fail it"] == 1
 
 
-def test_a_solution_without_its_entry_function_stops_none_of_the_others(tree: Tree, home: Path) -> None:
+def test_solution_without_its_entry_function_stops_no_other(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
     from tilegym_db.measurement.machine import select_machine
 
@@ -168,7 +168,7 @@ def adapted(tree: Tree) -> tuple[DataSet, Adapted | str, StoredRecord]:
     return found, adapted_definition(found, found.of_kind("definition")[0]), found.of_kind("solution")[0]
 
 
-def test_constraints_over_sizes_and_over_contents_are_told_apart(tree: Tree, home: Path) -> None:
+def test_constraints_over_sizes_and_contents_are_distinguished(tree: Tree, home: Path) -> None:
     tree.write(
         "definitions/scale/scale_n8.json",
         definition(constraints=["M >= 1", "M == x.shape[0]", "M <= 2 * len(x)", "M == x[0]"]),
@@ -194,7 +194,7 @@ def test_what_cannot_be_called_says_why(tree: Tree, home: Path, changes: dict[st
     assert reason in given
 
 
-def test_an_entry_point_is_added_only_where_the_calling_style_needs_it(tree: Tree, home: Path) -> None:
+def test_entry_point_is_added_only_if_the_calling_style_needs_it(tree: Tree, home: Path) -> None:
     found, given, item = adapted(tree)
     assert isinstance(given, Adapted)
     plain = adapted_solution(found, item, given)
@@ -206,7 +206,7 @@ def test_an_entry_point_is_added_only_where_the_calling_style_needs_it(tree: Tre
     assert returning.record.spec.destination_passing_style
 
 
-def test_a_kernel_of_cutile_that_our_export_tells_as_python_is_one_of_cutile(tree: Tree, home: Path) -> None:
+def test_cutile_kernel_exported_as_python_is_imported_as_cutile(tree: Tree, home: Path) -> None:
     found, given, item = adapted(tree)
     assert isinstance(given, Adapted)
     spec = {**item.record["spec"], "dependencies": ["cuda-tile"]}

@@ -52,7 +52,7 @@ def adapted_of(found: DataSet) -> Adapted:
         (definition(outputs={"out": {**OUT, "optional": True}}), ()),
     ],
 )
-def test_an_output_is_optional_where_the_record_or_its_own_evaluator_says_so(
+def test_output_is_optional_if_record_or_evaluator_says_so(
     tree: Tree, home: Path, record: dict[str, Any], optional: tuple[str, ...]
 ) -> None:
     for path in tree.bytes():
@@ -74,7 +74,7 @@ def fill(tree: Tree, record: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_solution_gives_is_judged_and_what_it_need_not_give_is_not(tree: Tree, home: Path) -> None:
+def test_given_outputs_are_judged_and_missing_optional_ones_not(tree: Tree, home: Path) -> None:
     from tilegym_db.judging.judging import judge_data_set, keep_judgements, kept_judgements
     from tilegym_db.measurement.machine import select_machine
 
@@ -107,7 +107,7 @@ def test_an_output_that_is_not_optional_may_not_be_missing(tree: Tree, home: Pat
     assert "PASSED" not in {status for name, status in found.items() if name != "both"}
 
 
-def test_a_draft_says_which_outputs_are_optional_and_what_a_solution_omits(tree: Tree, home: Path) -> None:
+def test_draft_says_which_outputs_are_optional_and_omitted(tree: Tree, home: Path) -> None:
     fill(tree, two_outputs(optional=True))
     draft = draft_of(imported(tree), "scale_n8")
     assert json.loads(draft.files["definition.json"])["optional_outputs"] == ["lse"]

@@ -24,7 +24,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def operator(row_scale: Path, workload_record: Callable[..., dict[str, Any]]) -> Path:
-    """The small operator, with a workload that is worth timing."""
+    """Return the small operator, with a workload that is worth timing."""
     Catalog.default().add_workloads([Workload.from_dict(workload_record(**ROWS))])
     return row_scale
 
@@ -38,7 +38,7 @@ def task(operator: Path) -> Task:
 
 @pytest.fixture
 def hand_in(tmp_path: Path) -> Callable[..., Path]:
-    """A folder as an author leaves it: ``hand_in(source, {"extra.py": "..."}, name=...)``."""
+    """Return a function that writes an author's folder: ``hand_in(source, {"extra.py": "..."}, name=...)``."""
 
     def write(source: str, others: dict[str, str] | None = None, **changes: Any) -> Path:
         folder = tmp_path / f"submission-{len(list(tmp_path.glob('submission-*')))}"

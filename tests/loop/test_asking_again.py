@@ -75,7 +75,7 @@ def test_after_an_author_that_crashed_another_one_is_asked(
     assert [one.decision for one in journaled(Experiment, home)] == ["crash", "discard"]
 
 
-def test_a_discard_in_one_language_leaves_the_others_to_be_asked_for(
+def test_discard_in_one_language_leaves_the_others_to_ask_for(
     run: Callable[..., list[Experiment]], author: tuple[str, Path]
 ) -> None:
     command, asked = author
@@ -84,7 +84,7 @@ def test_a_discard_in_one_language_leaves_the_others_to_be_asked_for(
     assert asked.read_text().split() == ["python", "triton"]
 
 
-def test_a_kernel_that_another_command_submits_wakes_the_loop_that_waits_for_a_person(
+def test_kernel_submitted_elsewhere_wakes_a_loop_that_waits(
     run: Callable[..., list[Experiment]], hand_in: Callable[..., Path], home: Path
 ) -> None:
     folder = hand_in("import socket\n\n\ndef run(x, weight, factor, out):\n    out.zero_()\n")

@@ -98,7 +98,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> Counter[str]:
 @pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_coverage_rises_after_a_wrong_kernel_a_slow_one_and_a_good_one(
+def test_coverage_rises_after_a_wrong_a_slow_and_a_good_kernel(
     state: ModelState, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, calls = tmp_path / "author.py", tmp_path / "calls"

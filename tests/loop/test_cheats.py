@@ -55,7 +55,7 @@ def test_an_own_reference_or_bench_is_refused_by_name(name: str, task: Task, han
         ("open('/tmp/edited', 'w')\n" + GOOD, "scan"),
     ],
 )
-def test_a_kernel_that_reaches_for_the_bench_is_refused_before_it_runs(
+def test_kernel_that_reaches_for_the_bench_is_refused_unrun(
     source: str, rule: str, task: Task, hand_in: HandIn
 ) -> None:
     attempt = submit(task, hand_in(source))
@@ -88,7 +88,7 @@ def test_a_bar_below_that_of_awards_is_refused(operator: Path) -> None:
         create_task("row_scale", language="python", gpu="cpu", min_speedup=1.0)
 
 
-def test_the_same_source_is_judged_once_however_often_it_is_handed_in(task: Task, hand_in: HandIn, home: Path) -> None:
+def test_same_source_is_judged_once_in_repeated_submissions(task: Task, hand_in: HandIn, home: Path) -> None:
     source = "import socket\n" + GOOD
     first = submit(task, hand_in(source))
     lines = len(journaled(Attempt, home))
@@ -107,7 +107,7 @@ def test_an_author_who_edits_what_judges_stops_the_loop(operator: Path, tmp_path
         run_author(command, "a prompt", tmp_path / "work", Catalog.default(), 60.0)
 
 
-def test_what_became_of_an_author_is_told(operator: Path, tmp_path: Path) -> None:
+def test_fate_of_an_author_is_reported(operator: Path, tmp_path: Path) -> None:
     python = shlex.quote(sys.executable)
     catalog, folder = Catalog.default(), tmp_path / "work"
     assert run_author(f"{python} -c 'import time; time.sleep(60)'", "", folder, catalog, 0.2) == "timeout"
@@ -119,7 +119,7 @@ def test_what_became_of_an_author_is_told(operator: Path, tmp_path: Path) -> Non
 # -- coverage ---------------------------------------------------------------------------------------------------------
 
 
-def test_code_that_bears_the_name_of_a_verified_kernel_is_not_covered() -> None:
+def test_other_code_under_a_verified_kernels_name_is_not_covered() -> None:
     def stock(x: torch.Tensor) -> torch.Tensor:
         with torch.profiler.record_function("tilegym_db::rms_norm"):
             return x @ x
@@ -136,7 +136,7 @@ def test_code_that_bears_the_name_of_a_verified_kernel_is_not_covered() -> None:
     assert cpu_share(lambda: served.serve(torch.ones(256, 256)), [served]) > 0.2
 
 
-def test_gpu_work_counts_for_the_innermost_mark_around_its_launch_whatever_it_is_called() -> None:
+def test_gpu_work_counts_for_the_innermost_mark_of_its_launch() -> None:
     def mark(name: str, begin: float, end: float) -> dict[str, object]:
         return {"cat": "user_annotation", "name": name, "ts": begin, "dur": end - begin}
 

@@ -110,7 +110,7 @@ def kernels() -> list[str]:
     return sorted(name for name in Catalog.default().solutions if name.startswith("row_scale_python_"))
 
 
-def test_what_the_loop_added_a_discard_takes_out_of_the_catalog_again(
+def test_discard_removes_what_the_loop_added_to_the_catalog(
     loop: Callable[..., tuple[list[Experiment], list[str]]], home: Path
 ) -> None:
     (experiment,), said = loop(Model("a"))
@@ -122,7 +122,7 @@ def test_what_the_loop_added_a_discard_takes_out_of_the_catalog_again(
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_what_task_submit_added_stays_in_the_catalog_and_no_later_trial_publishes_it(
+def test_submitted_solution_stays_unpublished_by_later_trials(
     installed: bool,
     loop: Callable[..., tuple[list[Experiment], list[str]]],
     published: list[set[str]],
@@ -145,7 +145,7 @@ def test_what_task_submit_added_stays_in_the_catalog_and_no_later_trial_publishe
     assert second.changed.keys().isdisjoint(first.changed)
 
 
-def test_a_kernel_that_a_later_experiment_keeps_is_discarded_no_longer(
+def test_kernel_kept_by_a_later_experiment_is_not_discarded(
     loop: Callable[..., tuple[list[Experiment], list[str]]], home: Path
 ) -> None:
     (first,), _ = loop(Model("a"), by="task submit")
@@ -156,7 +156,7 @@ def test_a_kernel_that_a_later_experiment_keeps_is_discarded_no_longer(
     assert discarded("h200", home) == set()
 
 
-def test_who_hands_in_what_the_loop_took_away_has_it_in_the_catalog(
+def test_handing_in_what_the_loop_removed_puts_it_back(
     loop: Callable[..., tuple[list[Experiment], list[str]]], hand_in: HandIn, home: Path
 ) -> None:
     (experiment,), _ = loop(Model("a"))
@@ -169,7 +169,7 @@ def test_who_hands_in_what_the_loop_took_away_has_it_in_the_catalog(
 
 
 @pytest.mark.parametrize("by_himself", [None, "for the user", "into the checkout"])
-def test_a_trial_keeps_published_what_the_user_published_after_the_discard(
+def test_trial_keeps_what_the_user_published_after_the_discard(
     by_himself: str | None, row_scale: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = (trace_of(None, "run", attempt) for attempt in (0, 1))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ sys.exit("no idea")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_loop_that_is_interrupted_prints_the_experiments_that_it_journaled(tmp_path: Path, home: Path) -> None:
+def test_interrupted_loop_prints_the_experiments_it_journaled(tmp_path: Path, home: Path) -> None:
     """The author fails at the first task, and presses Ctrl-C at the second."""
     config, script = tmp_path / "config.json", tmp_path / "author.py"
     config.write_text(json.dumps(CONFIG))

@@ -117,7 +117,7 @@ DONE_TWICE = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loop_that_was_killed_goes_on_and_repeats_only_what_was_not_journaled(
+def test_killed_loop_resumes_and_repeats_only_unjournaled_work(
     stage: str, loop: Callable[[], Any], home: Path, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ MOMENTS = ("verify", "record_awards", "leave", "append")
 
 @pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
-def test_a_verification_that_was_killed_is_ended_without_a_second_measurement(
+def test_killed_verification_ends_without_a_second_measurement(
     task: Task, hand_in: HandIn, home: Path, operator: Path, tmp_path: Path
 ) -> None:
     """One submission is measured. What is on disk at each moment is what a process killed there leaves."""

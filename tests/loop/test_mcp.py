@@ -63,7 +63,7 @@ def content(result: Any) -> Any:
     text = "".join(part.text for part in result.content)
     if getattr(result, "is_error", False):
         return {"error": text}
-    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a text of its own beside it
+    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a separate text beside it
         return result.structured_content["result"]
     try:
         return json.loads(text)
@@ -72,7 +72,7 @@ def content(result: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verdict(home: Path) -> None:
+def test_client_creates_a_task_and_gets_a_verdict_on_a_kernel(home: Path) -> None:
     create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": "cpu"}
     tools, (task, page, verdict, status) = asked(
         home,
@@ -95,7 +95,7 @@ def test_a_client_lists_tools_creates_a_task_submits_a_kernel_and_reads_the_verd
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: Path) -> None:
+def test_kernel_of_a_client_runs_in_the_sandbox_and_is_judged(home: Path) -> None:
     create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}
     _, (task, verdict, status) = asked(
         home,
@@ -119,7 +119,7 @@ def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: P
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_client_has_a_model_profiled_and_reads_the_tasks_it_is_worth(home: Path, tmp_path: Path) -> None:
+def test_client_has_a_model_profiled_and_reads_its_tasks(home: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     ask = {"config": str(config), "language": "python", "gpu": "cpu", "prompt": 16}

@@ -1,4 +1,4 @@
-"""What an author is told to do next: every id that is shown is one that the commands take."""
+"""The next steps that an author gets: every id that is shown is one that the commands take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_the_ids_of_the_table_of_tasks_are_taken_by_every_command(task: Task, said: Said) -> None:
+def test_ids_of_the_table_of_tasks_are_taken_by_every_command(task: Task, said: Said) -> None:
     other = create_task("row_scale", language="python", gpu="cpu", workload="cpu", min_speedup=2.0)
     _, table, told = said("task", "status")
     shown = [line.split()[0] for line in table.splitlines()[2:]]
@@ -54,7 +54,7 @@ def test_a_task_without_an_attempt_says_how_to_hand_one_in(task: Task, said: Sai
     assert f"tilegym-db task submit {task.id[:8]} FOLDER" in told
 
 
-def test_who_is_refused_is_told_where_the_reason_stands(task: Task, said: Said, hand_in: HandIn) -> None:
+def test_refusal_names_the_place_of_its_reason(task: Task, said: Said, hand_in: HandIn) -> None:
     code, _, told = said("task", "submit", task.id, hand_in(LOOKS_AT_A_CLOCK))
     assert code == 1
     assert f"tilegym-db task prompt {task.id} has this reason in section 9" in told

@@ -22,9 +22,7 @@ CONFIG = {
 
 
 @pytest.mark.slow
-def test_every_call_has_a_standing_award_of_its_operator_or_a_reason_and_nothing_is_applied(
-    home: Path, tmp_path: Path
-) -> None:
+def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     found = recommend(config, gpu="h200", prompt=16)
@@ -52,7 +50,7 @@ def award(number: int, axes: dict[str, int], ratio: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_an_award_of_the_very_size_goes_before_a_faster_one_of_another_size() -> None:
+def test_award_of_the_same_size_goes_before_a_faster_other_size() -> None:
     catalog = Catalog((shipped_root(),))
     call = Workload.from_dict(
         {

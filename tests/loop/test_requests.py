@@ -60,17 +60,13 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         (__file__, "test_requests.py' does not exist or is not executable"),
     ],
 )
-def test_an_author_that_is_no_command_is_refused_before_a_model_is_built(
-    author: str, reason: str, said: Say, config: Path
-) -> None:
+def test_author_that_is_no_command_is_refused_before_a_build(author: str, reason: str, said: Say, config: Path) -> None:
     status, _, error = said("task", "auto", config, "--gpu", "cpu", "--author", author)
     assert status == 2
     assert reason in error
 
 
-def test_an_author_is_found_from_the_folder_in_which_the_command_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_author_is_found_from_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "author.sh"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"open('kernel.py', 'w')\"\n")
     script.chmod(0o755)
@@ -80,9 +76,7 @@ def test_an_author_is_found_from_the_folder_in_which_the_command_was_given(
 
 
 @pytest.mark.parametrize("command", [("task", "from-model"), ("task", "auto")])
-def test_a_language_that_is_none_is_refused_before_a_model_is_built(
-    command: tuple[str, ...], said: Say, config: Path
-) -> None:
+def test_unknown_language_is_refused_before_a_model_is_built(command: tuple[str, ...], said: Say, config: Path) -> None:
     status, _, error = said(*command, config, "--gpu", "cpu", "--language", "cuda")
     assert status == 2
     assert "unknown language 'cuda'; known: " in error
@@ -121,7 +115,7 @@ def test_a_task_whose_kernels_nothing_can_verify_here_says_so(
 
 
 @pytest.mark.slow
-def test_a_part_that_the_profiled_call_does_not_reach_is_named_as_such(config: Path) -> None:
+def test_part_that_the_profiled_call_does_not_reach_is_named(config: Path) -> None:
     found = tasks_from_model(config, language="python", gpu="cpu", prompt=16, dtype="float32")
     outcomes = {piece.definition: piece.outcome for piece in found.pieces}
     assert outcomes["attention_decode"] == "no task: the profiled call does not call attention_decode"

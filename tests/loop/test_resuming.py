@@ -28,7 +28,7 @@ HandIn = Callable[..., Path]
 
 
 @pytest.mark.parametrize("step", ["received", "scanned", "compiled"])
-def test_an_attempt_that_was_killed_goes_on_after_the_step_that_it_passed(
+def test_killed_attempt_resumes_after_the_step_that_it_passed(
     step: str, task: Task, hand_in: HandIn, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, written = hand_in(GOOD), []
@@ -74,7 +74,7 @@ def test_what_was_screened_is_not_screened_again(
     assert (newest.number, newest.stage, newest.verdict) == (1, "screened", "pending")
 
 
-def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(task: Task, home: Path) -> None:
+def test_line_that_was_cut_off_is_skipped_and_the_next_is_whole(task: Task, home: Path) -> None:
     path = loop_folder(home) / "tasks.jsonl"
     with path.open("ab") as file:
         file.write(b'{"schema_version": 1, "id": "cut o')
@@ -100,7 +100,7 @@ def test_a_line_at_the_end_that_was_cut_off_is_named_once(
     assert line.startswith(f"{path}:1: cut off")
 
 
-def test_two_processes_do_not_judge_submissions_to_one_task_at_once(task: Task, hand_in: HandIn, home: Path) -> None:
+def test_two_processes_do_not_judge_one_task_at_once(task: Task, hand_in: HandIn, home: Path) -> None:
     lock = loop_folder(home) / f"{task.id}.lock"
     with hold_lock(lock, lock, 1.0, ""), raises(StoreError, "store_locked", lock.name):
         submit(task, hand_in(GOOD))

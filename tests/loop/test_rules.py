@@ -112,7 +112,7 @@ def test_a_trace_that_does_not_clear_the_bar_earns_nothing(
     assert reason in claim.reason
 
 
-def test_a_slow_baseline_does_not_stand_in_for_a_fast_one_that_took_no_part(make_trace: MakeTrace) -> None:
+def test_slow_baseline_does_not_replace_an_absent_fast_one(make_trace: MakeTrace) -> None:
     trace = make_trace(ci_low=3.0)
     assert claim_of(trace, {"row_scale_stock": 31.0, "row_scale_slow_library": 40.0}).baseline is not None
     claim = claim_of(trace, {"row_scale_stock": 31.0, "row_scale_library": 9.0})
@@ -128,7 +128,7 @@ def test_ids_are_counted_and_the_same_source_keeps_its_own(make_trace: MakeTrace
     assert statuses() == {V1: "standing"}
 
 
-def test_a_later_failure_revokes_it_and_a_later_pass_gets_the_next_number(make_trace: MakeTrace, home: Path) -> None:
+def test_later_failure_revokes_and_a_new_pass_gets_a_new_number(make_trace: MakeTrace, home: Path) -> None:
     awarded(make_trace(0), home=home)
     awarded(make_trace(1, status="RUNTIME_ERROR"), home=home)
     assert statuses() == {V1: "revoked"}
@@ -136,14 +136,14 @@ def test_a_later_failure_revokes_it_and_a_later_pass_gets_the_next_number(make_t
     assert statuses() == {V1: "revoked", V2: "standing"}
 
 
-def test_a_lucky_run_does_not_outlive_the_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
+def test_lucky_run_does_not_outlive_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
     awarded(make_trace(0, ci_low=2.0), home=home)
     _, reasons = awarded(make_trace(1, ci_low=0.9), home=home)
     assert "the lower end must reach 1.10x" in next(iter(reasons.values()))
     assert statuses() == {V1: "not repeated"}
 
 
-def test_an_award_that_somebody_wrote_by_hand_has_no_evidence(make_trace: MakeTrace, home: Path) -> None:
+def test_award_written_by_hand_has_no_evidence(make_trace: MakeTrace, home: Path) -> None:
     awarded(make_trace(0, ci_low=1.0), home=home)
     real = make_trace(0)
     content = {
@@ -191,7 +191,7 @@ def test_an_experiment_is_kept_by_rule(
     assert reason in found.reason
 
 
-def test_the_costliest_piece_that_nothing_serves_and_nobody_tried_is_next(workload_record: Any) -> None:
+def test_costliest_unserved_and_untried_piece_is_next(workload_record: Any) -> None:
     calls = (Workload.from_dict(workload_record()),)
     pieces = [
         Piece("Experts", 0.5, 2),
@@ -205,7 +205,7 @@ def test_the_costliest_piece_that_nothing_serves_and_nobody_tried_is_next(worklo
     assert next_piece(pieces, {"fused_add_rms_norm", "rope_neox"}) is None
 
 
-def test_the_loop_stops_after_five_discards_in_a_row_or_when_the_budget_is_spent() -> None:
+def test_loop_stops_after_five_discards_in_a_row_or_its_budget() -> None:
     def ended(decision: str, seconds: float = 0.5) -> Experiment:
         return Experiment.model_construct(decision=decision, seconds=seconds)
 
@@ -309,7 +309,7 @@ def test_evidence_that_a_later_failure_took_back_is_found(
     assert "was taken back by a later failure" in found
 
 
-def test_the_shipped_patterns_cite_cases_which_another_measurement_does_not_break() -> None:
+def test_shipped_patterns_cite_cases_that_survive_new_traces() -> None:
     patterns, refused = read_patterns(Catalog((shipped_root(),)))
     assert refused == []
     assert {item.language for item in patterns} == {"any", "triton", "tilelang", "cutile"}

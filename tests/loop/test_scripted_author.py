@@ -25,7 +25,7 @@ from tilegym_db.store.loop import award_rows
 HandIn = Callable[..., Path]
 
 
-def test_a_wrong_kernel_is_refused_and_its_author_told(task: Task, hand_in: HandIn) -> None:
+def test_wrong_kernel_is_refused_and_its_author_gets_the_reason(task: Task, hand_in: HandIn) -> None:
     wrong = submit(task, hand_in(WRONG))
     assert (wrong.number, wrong.verdict, wrong.stage) == (1, "refused", "compiled")
     assert "INCORRECT_NUMERICAL" in wrong.reason
@@ -64,7 +64,7 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
 
 
 @pytest.mark.slow
-def test_a_triton_kernel_is_judged_in_the_interpreter_and_waits_for_a_gpu(operator: Path, hand_in: HandIn) -> None:
+def test_triton_kernel_is_judged_interpreted_and_waits_for_a_gpu(operator: Path, hand_in: HandIn) -> None:
     task = create_task("row_scale", language="triton", gpu="cpu", workload="tiny")
     spec = {
         "language": "triton", "entry_point": "kernel.py::run", "dtypes": {"T": ["float32"]},

@@ -37,7 +37,7 @@ def kernel_traces(store: Store) -> list[Trace]:
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 
 
-def test_every_shipped_pass_that_earns_an_award_has_one_and_no_other_has(store: Store) -> None:
+def test_shipped_passes_that_earn_an_award_have_exactly_one(store: Store) -> None:
     rows = {row["trace_id"]: row for row in award_rows(store)}
     seen = kernel_traces(store)
     assert len(seen) > 100
@@ -55,9 +55,7 @@ def test_every_shipped_pass_that_earns_an_award_has_one_and_no_other_has(store: 
     assert len({row["id"] for row in rows.values()}) == len(rows)
 
 
-def test_what_ships_with_an_award_gets_no_second_one_and_another_source_gets_the_next_number(
-    store: Store, home: Path
-) -> None:
+def test_awarded_source_gets_no_second_award_and_others_the_next(store: Store, home: Path) -> None:
     shipped = {row["trace_id"]: row["id"] for row in award_rows(store)}
     trace = next(one for one in kernel_traces(store) if one.trace_id in shipped)
     found, _ = record_awards(store, [trace], home)

@@ -79,7 +79,7 @@ def write_solution() -> Callable[..., SolutionFiles]:
 
 
 def write_python_solution(folder: Path, definition: str, source: str, **spec: Any) -> SolutionFiles:
-    """A Solution in Python, named like its folder; ``spec`` adds to its spec or changes it."""
+    """Write a Solution in Python, named like its folder; ``spec`` adds to its spec or changes it."""
     record = {
         "name": folder.name,
         "definition": definition,

@@ -69,7 +69,7 @@ def test_a_strided_workload_is_left_out_for_both_sides(dataset, catalog):
     assert all("strided" in found.refused[uuid] for uuid in strided)
 
 
-def test_every_dtype_binding_becomes_a_definition_with_the_solutions_declared_for_it(dataset, catalog, tmp_path):
+def test_each_dtype_binding_gets_a_definition_and_its_solutions(dataset, catalog, tmp_path):
     found = subset_of(dataset, catalog, "rms_norm")
     pairs = dataset.write_theirs(tmp_path, [found])
     definitions, solutions = read(tmp_path / "definitions"), read(tmp_path / "solutions")
@@ -85,7 +85,7 @@ def test_every_dtype_binding_becomes_a_definition_with_the_solutions_declared_fo
     assert pairs == sum(of[line["definition"]] for line in lines)
 
 
-def test_an_entry_with_tunables_is_given_to_them_without_since_they_count_parameters(dataset, catalog):
+def test_entry_with_tunables_is_exported_without_them(dataset, catalog):
     tunable, plain = catalog.solution("softmax_triton"), catalog.solution("rms_norm_stock")
     record = dataset.their_solution(tunable, {"T": "bfloat16"})
     assert record["spec"]["entry_point"] == "without_options.py::run"
@@ -106,7 +106,7 @@ def test_our_side_gets_records_of_the_same_digests(dataset, catalog, tmp_path):
     assert len(found[1].workloads) == 3
 
 
-def test_a_passed_trace_keeps_its_latency_and_speedup_in_their_format(store, tmp_path):
+def test_passed_trace_keeps_latency_and_speedup_in_their_format(store, tmp_path):
     store.write_both(tmp_path, 400)
     ours = [json.loads(line) for line in (tmp_path / "ours" / "traces.jsonl").read_text().splitlines()]
     theirs = [json.loads(line) for path in (tmp_path / "theirs/traces").rglob("*.jsonl") for line in path.open()]

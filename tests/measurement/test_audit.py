@@ -77,26 +77,26 @@ def promoted(
     return run
 
 
-def test_a_machine_that_is_slow_for_a_while_refuses_nobody(promoted):
+def test_machine_that_is_slow_for_a_while_rejects_no_solution(promoted):
     trace, attempts = conclusive(lambda: promoted(OF_THIS_MACHINE, 2), itemgetter(0))
     assert trace.status == "PASSED", trace.reason
     assert attempts > 2
 
 
-def test_a_machine_that_stays_slow_is_named_and_proves_nothing_against_the_solution(promoted):
+def test_slow_machine_is_named_and_proves_nothing(promoted):
     trace, attempts = promoted(OF_THIS_MACHINE, audit.CLOCK_ATTEMPTS)
     assert trace.status == "UNSUPPORTED"
     assert "the machine became slower while this was measured" in trace.reason
     assert attempts == audit.CLOCK_ATTEMPTS
 
 
-def test_a_clock_that_goes_on_saying_what_it_said_is_refuted(promoted):
+def test_clock_that_repeats_its_false_time_is_rejected(promoted):
     trace, attempts = conclusive(lambda: promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS), itemgetter(0))
     assert (trace.status, trace.failure.gate) == ("REJECTED", "wall clock"), trace.reason
     assert attempts == audit.CLOCK_ATTEMPTS
 
 
-def test_while_the_host_of_a_virtual_machine_takes_its_processors_away_nothing_is_proved(promoted, monkeypatch):
+def test_host_that_takes_processors_away_proves_nothing(promoted, monkeypatch):
     monkeypatch.setattr(runner, "stolen_us", lambda: [time.perf_counter_ns() / 1e3, 0.0])
     # Calls that take long enough for the processor time of being watched over a few of them to be nothing.
     trace, attempts = promoted(OF_A_LIAR, audit.CLOCK_ATTEMPTS, rows=1 << 13)

@@ -1,4 +1,4 @@
-"""The clock audit on a GPU of stock code whose time depends on contents: refuted, but not called a lie; a kernel would be."""
+"""The clock audit on a GPU of stock code whose time depends on contents: rejected, but not as a lie, unlike a kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Audited:
         return audit_clock(self, None, pool, contents, performance)  # type: ignore[arg-type]
 
 
-def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and_takes_nothing_back(monkeypatch):
+def test_baseline_with_a_confirmed_clock_is_only_unsupported(monkeypatch):
     stock = Audited("baseline", UNSEEN_US)
     outcome = stock.audited(monkeypatch, UNSEEN_US)
     assert isinstance(outcome, Failure)
@@ -62,13 +62,13 @@ def test_a_baseline_whose_own_clock_agrees_on_unseen_contents_is_unsupported_and
     assert stock.filled == [GPU_CLOCK_ATTEMPTS]  # contents of no attempt's run
 
 
-def test_a_baseline_that_goes_on_saying_what_it_said_is_refuted(monkeypatch):
+def test_baseline_that_repeats_its_false_time_is_rejected(monkeypatch):
     outcome = Audited("baseline", CLAIMED_US).audited(monkeypatch, UNSEEN_US)
     assert isinstance(outcome, Failure)
     assert (outcome.status, outcome.gate) == ("REJECTED", "wall clock")
 
 
-def test_a_kernel_that_owns_up_is_refuted_and_not_even_asked(monkeypatch):
+def test_kernel_that_owns_up_is_rejected_unasked(monkeypatch):
     kernel = Audited("kernel", UNSEEN_US)
     outcome = kernel.audited(monkeypatch, UNSEEN_US)
     assert isinstance(outcome, Failure)
@@ -115,7 +115,7 @@ class Stock:
         ("other", [1, 2, 5], [1, 2, 5], 0.0, True, 0),
     ],
 )
-def test_unseen_contents_that_stock_code_rounds_to_zero_prove_nothing_against_it_or_a_kernel(
+def test_unseen_contents_that_stock_code_zeroes_prove_nothing(
     provides: str,
     wrong_at: list[int],
     stock_wrong_at: list[int],

@@ -75,7 +75,7 @@ def shape(plans: list[DefinitionPlan], capacity: Capacity) -> list[list[list[str
     ]
 
 
-def test_operators_share_a_batch_and_each_brings_a_few_workloads_at_a_time(plans):
+def test_operators_share_a_batch_with_a_few_workloads_at_a_time(plans):
     first = [f"{name}:{rows}" for name in ("row_scale", "row_times") for rows in (3, 5, 7)]
     assert shape(plans(), WIDE) == [[first, ["row_scale:11", "row_times:11"]]]
 
@@ -106,7 +106,7 @@ def test_workers_under_configs_want_room_as_well(plans, configs):
     )
 
 
-def test_where_torch_compile_takes_part_a_batch_has_fewer_workloads(make_catalog, tmp_path):
+def test_batch_with_torch_compile_has_fewer_workloads(make_catalog, tmp_path):
     many = tuple({"axes": {"M": rows, "N": 8}} for rows in range(3, 3 + MAX_BATCH_WORKLOADS + 1))
     make_catalog(tmp_path / "catalog", {"row_scale_kernel": COPY}, many)
     compiled = "import torch\n\n\n@torch.compile\n" + COPY
@@ -122,7 +122,7 @@ def test_where_torch_compile_takes_part_a_batch_has_fewer_workloads(make_catalog
     ]
 
 
-def test_nobody_waits_for_all_contents_of_another_operator(plans, tmp_path, monkeypatch):
+def test_no_operator_waits_for_all_contents_of_another(plans, tmp_path, monkeypatch):
     drawn: list[str] = []
     draw = local_executor._draw
 
@@ -135,7 +135,7 @@ def test_nobody_waits_for_all_contents_of_another_operator(plans, tmp_path, monk
     assert drawn == ["row_scale", "row_times"] * 4
 
 
-def test_contents_that_would_not_fit_wait_for_the_next_batch_and_one_always_fits(plans):
+def test_contents_that_do_not_fit_wait_and_one_always_fits(plans):
     assert shape(plans(), Capacity(runners=16, contents_bytes=0, workloads=9)) == [
         [[f"{name}:{rows}"] for name in ("row_scale", "row_times") for rows in (3, 5, 7, 11)]
     ]
@@ -148,7 +148,7 @@ def test_workloads_that_nothing_is_planned_for_are_in_no_batch(plans):
     assert shape([one], WIDE) == [[["row_scale:7"]]]
 
 
-def test_a_processor_measures_one_workload_at_a_time_and_a_gpu_as_many_as_it_holds():
+def test_processor_measures_one_workload_at_a_time_a_gpu_several():
     here = Capacity.of(cpu_machine(), 64 << 30)
     assert (here.runners, here.contents_bytes, here.workloads) == (1, 0, 1)
     large, small = Capacity.of(H200, 128 << 30), Capacity.of(H200, 12 << 30)
@@ -194,7 +194,7 @@ def run(plans: list[DefinitionPlan], folder: Path, capacity: Capacity | None) ->
     return traces
 
 
-def test_solutions_are_verified_side_by_side_and_nothing_is_verified_while_one_is_timed(plans, tmp_path, monkeypatch):
+def test_solutions_are_verified_in_parallel_but_not_while_timing(plans, tmp_path, monkeypatch):
     watch = Watch(monkeypatch)
     traces = run(plans(), tmp_path / "scratch", WIDE)
     assert watch.most > 1
@@ -205,7 +205,7 @@ def test_solutions_are_verified_side_by_side_and_nothing_is_verified_while_one_i
     assert all(trace.performance is not None and trace.performance.comparisons for trace in kernels)
 
 
-def test_a_solution_that_dies_at_a_later_workload_is_still_timed_where_it_passed(plans, tmp_path, monkeypatch):
+def test_solution_that_dies_later_is_timed_if_it_passed_before(plans, tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
     traces = run(plans(DIES_LATE)[:1], tmp_path / "scratch", WIDE)
     rows = {workload.uuid: workload.axes["M"] for workload in plans(DIES_LATE)[0].workloads}
@@ -213,7 +213,7 @@ def test_a_solution_that_dies_at_a_later_workload_is_still_timed_where_it_passed
     assert status == {3: "PASSED", 5: "PASSED", 7: "RUNTIME_ERROR", 11: "PASSED"}
 
 
-def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alone(plans, tmp_path, monkeypatch):
+def test_fresh_worker_that_ends_before_timing_costs_one_workload(plans, tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "hard_findings", lambda findings: [])
     enter, start = Runner.enter, WorkerHandle.start
     entering: list[Runner] = []
@@ -244,7 +244,7 @@ def test_a_fresh_worker_that_ends_before_it_is_timed_costs_its_own_workload_alon
 
 
 @pytest.mark.nightly
-def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(plans, tmp_path, monkeypatch):
+def test_memory_of_contents_that_were_not_drawn_is_freed(plans, tmp_path, monkeypatch):
     expect, drawn, still_there = contents.make_oracle_case, [], []
 
     def short_of_memory(definition: Definition, case: Case, device: str, blobs: BlobReader) -> OracleCase | None:
@@ -264,7 +264,7 @@ def test_the_memory_of_contents_that_could_not_be_drawn_is_free_for_the_others(p
     assert not any(still_there)
 
 
-def test_a_workload_without_memory_beside_other_workers_is_measured_when_they_have_ended(plans, tmp_path, monkeypatch):
+def test_workload_without_memory_beside_others_is_measured_later(plans, tmp_path, monkeypatch):
     """The first answer for one size of one operator is that the GPU had no memory; the second comes of a new worker."""
     full, living = Failure("UNSUPPORTED", "no memory", no_memory=True), []
     verify = Verification.verify
@@ -290,7 +290,7 @@ def test_a_workload_without_memory_beside_other_workers_is_measured_when_they_ha
     assert not living[0].alive
 
 
-def test_a_workload_that_has_no_memory_alone_is_said_to_be_unsupported(plans, tmp_path, monkeypatch):
+def test_workload_without_memory_even_alone_is_unsupported(plans, tmp_path, monkeypatch):
     asked = []
 
     def full(self: Verification, contents, *rest):
@@ -313,8 +313,8 @@ def test_memory_is_left_for_the_measuring_process_itself():
     assert Capacity.of(Machine("cuda:0", "l4", "NVIDIA L4", "sm_89", memory_bytes=6 << 30), 64 << 30).runners == 1
 
 
-def test_a_solution_whose_workers_found_no_memory_is_not_blamed_and_tried_again(plans, tmp_path, monkeypatch):
-    """Three workers in a row do not even start: as many deaths of its own making would end it."""
+def test_solution_whose_workers_had_no_memory_is_tried_again(plans, tmp_path, monkeypatch):
+    """Let three workers in a row fail to start: as many deaths by the solution itself would end it."""
     refused, start = [], WorkerHandle.start
 
     def crowded(self: WorkerHandle) -> WorkerProcess:

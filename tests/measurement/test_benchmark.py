@@ -115,7 +115,7 @@ def test_an_in_place_input_is_restored_before_every_timed_call(first):
     assert trace.performance is not None
 
 
-def test_a_triton_kernel_is_verified_in_the_interpreter_and_never_timed(first):
+def test_triton_kernel_is_verified_in_the_interpreter_untimed(first):
     trace = only(first, "row_scale_triton")
     assert trace.tier == "interpreter"
     assert trace.performance is None
@@ -155,7 +155,7 @@ def promoted(first, catalog, folder) -> BenchReport:
     return verify(devices="cpu", catalog=catalog, store_home=folder / "home")
 
 
-def test_promotion_leaves_out_what_failed_the_screen_and_what_cannot_be_timed_here(promoted):
+def test_promotion_leaves_out_failed_screens_and_untimed_code(promoted):
     assert sorted((trace.solution, trace.tier) for trace in promoted.traces) == [
         ("row_add_stock", "promotion"),
         ("row_scale_stock", "promotion"),
@@ -170,7 +170,7 @@ def test_a_promotion_says_what_it_looked_into(promoted, first):
     assert trace.sandbox_level >= MIN_SANDBOX_LEVEL
     assert trace.audit is not None
     assert trace.audit.wall_us is not None
-    assert trace.audit.owned_share is None  # nobody owns a processor's time
+    assert trace.audit.owned_share is None  # a processor's time has no owner
     assert trace.envelope is not None
     assert trace.envelope.seed not in {t.envelope.seed for t in first.traces if t.envelope}
 
@@ -212,7 +212,7 @@ HALVES = """def run(x, weight, factor, out):
 """
 
 
-def test_a_new_kernel_is_compared_with_the_best_so_far_in_the_same_rounds(make_catalog, tmp_path):
+def test_new_kernel_is_compared_with_the_best_in_the_same_rounds(make_catalog, tmp_path):
     solutions = {"row_scale_stock": (SLOW, STOCK), "row_scale_fast": FAST, "row_scale_rows": SLOW + "# again\n"}
     sizes = ({"axes": {"M": 64, "N": 64}},)
     before = make_catalog(tmp_path / "before", solutions, sizes)

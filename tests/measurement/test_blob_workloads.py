@@ -1,4 +1,4 @@
-"""Workloads whose inputs a file holds: timed on it, verified on drawn contents beside it, and told apart from all others."""
+"""Workloads whose inputs a file holds: timed on it, verified on drawn contents beside it, and kept apart from all others."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def drawn(catalog: Catalog, workload: Workload, cache: ExpectedCache | None = No
     return WorkloadContents.draw(definition, workload, 7, cache, in_turn=True)
 
 
-def test_a_file_is_in_all_that_is_timed_and_in_nothing_that_is_only_verified(
-    catalog: Callable[..., Catalog], tmp_path: Path
-) -> None:
+def test_file_is_in_all_timed_sets_and_in_no_set_only_verified(catalog: Callable[..., Catalog], tmp_path: Path) -> None:
     records = catalog(in_file(tmp_path / "catalog", "a", x=x_of(7)))
     contents = drawn(records, records.workloads_for("row_scale")[0])
     assert len(contents.sets) == len(contents.unusual) == len(CONTENT_SETS)
@@ -73,7 +71,7 @@ def test_a_file_is_in_all_that_is_timed_and_in_nothing_that_is_only_verified(
     assert len(weights) == len(CONTENT_SETS)
     assert contents.other is not None
     assert not any(torch.equal(expected.inputs["x"], x_of(7)) for expected in (*contents.unusual, contents.other))
-    # What the clock is checked on: the file as it is, and everything else as nobody has seen it.
+    # What the clock is checked on: the file as it is, and everything else freshly drawn.
     fresh = contents.fresh(0, 3)
     assert all(torch.equal(expected.inputs["x"], x_of(7)) for expected in fresh)
     assert not weights & {tuple(expected.inputs["weight"].tolist()) for expected in fresh}
@@ -87,9 +85,7 @@ def test_two_files_of_one_shape_are_two_cases(catalog: Callable[..., Catalog], t
     assert torch.equal(found[1], x_of(8))
 
 
-def test_where_files_hold_everything_there_is_one_set_and_what_is_fresh_is_drawn(
-    catalog: Callable[..., Catalog], tmp_path: Path
-) -> None:
+def test_files_for_all_inputs_give_one_set_and_fresh_draws(catalog: Callable[..., Catalog], tmp_path: Path) -> None:
     records = catalog(in_file(tmp_path / "catalog", "all", x=x_of(7), weight=torch.ones(N)))
     contents = drawn(records, records.workloads_for("row_scale")[0])
     assert contents.is_fixed
@@ -101,9 +97,7 @@ def measured(catalog: Catalog, home: Path, **options: Any) -> list[Trace]:
     return bench(devices="cpu", catalog=catalog, store_home=home, **options).traces
 
 
-def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(
-    catalog: Callable[..., Catalog], tmp_path: Path
-) -> None:
+def test_trace_states_the_file_and_a_failure_its_reproduction(catalog: Callable[..., Catalog], tmp_path: Path) -> None:
     held = in_file(tmp_path / "catalog", "a", x=x_of(7))
     records = catalog(held, row_scale_knows=KNOWS_X)
     (workload,) = records.workloads_for("row_scale")
@@ -122,9 +116,7 @@ def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
-def test_a_file_that_is_not_what_it_was_is_measured_on_by_nobody(
-    catalog: Callable[..., Catalog], tmp_path: Path, damage: str
-) -> None:
+def test_changed_input_file_is_not_measured_on(catalog: Callable[..., Catalog], tmp_path: Path, damage: str) -> None:
     root = tmp_path / "catalog"
     records = catalog(in_file(root, "a", x=x_of(7)), {})
     file = root / "blob" / "a.safetensors"
@@ -135,7 +127,7 @@ def test_a_file_that_is_not_what_it_was_is_measured_on_by_nobody(
     assert ("does not exist in" if damage == "gone" else "is not what it was: its sha256 is") in lost.reason
 
 
-def test_a_file_that_breaks_a_rule_about_contents_is_measured_on_by_nobody(
+def test_file_that_breaks_a_rule_about_contents_is_not_measured(
     make_catalog: Callable[..., Catalog], tmp_path: Path
 ) -> None:
     root = tmp_path / "catalog"
@@ -148,7 +140,7 @@ def test_a_file_that_breaks_a_rule_about_contents_is_measured_on_by_nobody(
     assert "row_scale requires x[0, 0].item() >= -5, which the contents break" in lost.reason
 
 
-def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_cheat(
+def test_contents_of_files_only_are_promoted_or_unsupported(
     catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = catalog(in_file(tmp_path / "catalog", "all", x=x_of(7), weight=torch.ones(N)))

@@ -28,7 +28,7 @@ def pool(contents) -> Iterator[BufferPool]:
     pool.close()
 
 
-def test_every_slot_holds_one_of_the_content_sets_and_garbage_for_the_outputs(pool, contents):
+def test_each_slot_holds_a_content_set_and_garbage_for_outputs(pool, contents):
     for slot in range(pool.slots):
         expected = contents.sets[pool.content_of(slot)]
         assert same_bytes(pool.buffers.tensor(slot, "x"), expected.inputs["x"])
@@ -41,7 +41,7 @@ def test_filling_again_gives_every_slot_other_contents(pool):
     assert all(one != pool.content_of(slot) for slot, one in enumerate(before))
 
 
-def test_poison_reaches_the_outputs_of_the_slots_named_and_nothing_else(pool):
+def test_poison_reaches_only_the_outputs_of_the_named_slots(pool):
     memory = pool.buffers.memory.clone()
     pool.prepare([1], poison=True)
     changed = (pool.buffers.memory != memory).nonzero()
@@ -82,7 +82,7 @@ def test_slots_are_bounded_by_memory_and_by_sense(contents, buffer_bytes, slots)
     pool.close()
 
 
-def test_fresh_contents_are_the_same_for_every_solution_and_new_at_every_attempt(contents):
+def test_fresh_contents_agree_by_solution_and_differ_by_attempt(contents):
     first, again, later = contents.fresh(0, 3), contents.fresh(0, 3), contents.fresh(1, 3)
     assert [one is two for one, two in zip(first, again, strict=True)] == [True] * 3
     drawn = [expected.inputs["x"] for expected in (*contents.sets, *first, *later)]

@@ -148,7 +148,7 @@ def test_a_cpu_has_no_peaks(home):
     assert not home.exists()
 
 
-def test_a_gpu_is_calibrated_where_nothing_is_known_of_it_and_that_is_stored(home, monkeypatch):
+def test_unknown_gpu_is_calibrated_and_the_result_is_stored(home, monkeypatch):
     monkeypatch.setattr(module, "calibrate", lambda machine: peaks())
     h200 = Machine("cuda:0", "h200", "NVIDIA H200", "sm_90")
     known = peaks(driver="1")

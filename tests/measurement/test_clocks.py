@@ -127,7 +127,7 @@ def test_a_cpu_has_no_clocks_to_read():
     assert watch.reading() == ClockReading(None, None, ())
 
 
-def test_the_clocks_are_sampled_when_the_block_begins_meanwhile_and_when_it_ends(library):
+def test_clocks_are_sampled_before_during_and_after_the_block(library):
     with ClockWatch("cuda:0", interval_s=0.01, uuid=UUID) as watch:
         deadline = time.monotonic() + 10
         while not watch.reading().throttled and time.monotonic() < deadline:
@@ -192,7 +192,7 @@ class SteadyDriver:
 @pytest.mark.parametrize(
     ("reasons", "status", "said"), [(0x4, "PASSED", ""), (0x40, "UNSUPPORTED", "hardware thermal slowdown")]
 )
-def test_a_run_writes_the_clock_on_its_traces_and_believes_no_time_of_a_hot_device(
+def test_run_records_the_clock_and_rejects_times_of_a_hot_device(
     reasons, status, said, make_catalog, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(timing, "_uuid_of", lambda device: UUID)

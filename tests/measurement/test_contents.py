@@ -48,20 +48,20 @@ def lengths(offs: torch.Tensor) -> list[int]:
     return torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
 
 
-def test_every_set_that_is_timed_spreads_its_rows_as_a_model_does() -> None:
+def test_every_timed_set_spreads_its_rows_as_a_model_does() -> None:
     contents = grouped_gemm(seed=7)
     assert len(contents.sets) == len(CONTENT_SETS)
     for expected in contents.sets:
-        assert sum(lengths(expected.inputs["offs"])) == ROWS  # no tail that belongs to nobody
+        assert sum(lengths(expected.inputs["offs"])) == ROWS  # no tail without a group
         assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
 
 
-def test_contents_that_the_audit_has_timed_are_spread_like_those_that_were_timed() -> None:
+def test_audited_contents_are_spread_like_the_timed_ones() -> None:
     for expected in grouped_gemm(seed=7).fresh(0, 8):
         assert min(lengths(expected.inputs["offs"])) > ROWS // GROUPS // 2
 
 
-def test_other_spreads_are_verified_at_the_same_shape_and_never_timed() -> None:
+def test_other_spreads_are_verified_at_the_shape_but_never_timed() -> None:
     contents = grouped_gemm(seed=7)
     assert contents.verified == [*contents.sets, *contents.unusual]
     tail, all_in_one, few = (lengths(expected.inputs["offs"]) for expected in contents.unusual)
@@ -71,14 +71,14 @@ def test_other_spreads_are_verified_at_the_same_shape_and_never_timed() -> None:
     assert min(few) == 0
 
 
-def test_of_large_shapes_one_other_spread_is_verified_which_changes_with_the_seed() -> None:
+def test_large_shape_verifies_one_other_spread_by_the_seed() -> None:
     definition, workload = workload_of(*GROUPED_GEMM)
     chosen = [unusual_distributions(definition, workload, seed, max_bytes=1) for seed in range(3)]
     assert sorted(chosen) == sorted((name,) for name in CONTENT_SETS[1:])
 
 
 @pytest.mark.parametrize("name", [name for name, item in Catalog.default().definitions.items() if draws_spread(item)])
-def test_every_operator_that_draws_ids_or_lengths_has_another_spread_to_be_verified_on(name: str) -> None:
+def test_ids_or_lengths_are_verified_on_another_spread(name: str) -> None:
     definition = Catalog.default().definition(name)
     workload = Catalog.default().workloads_for(name)[0]
     others = unusual_distributions(definition, workload, seed=5)
@@ -102,7 +102,7 @@ def run(x, w, offs):
 """
 
 
-def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_is_refused(
+def test_solution_wrong_with_all_rows_in_one_group_is_refused(
     tmp_path: Path, write_solution: Callable[..., SolutionFiles]
 ) -> None:
     contents = grouped_gemm(seed=7)
@@ -129,7 +129,7 @@ def test_a_solution_that_is_wrong_at_its_own_shape_when_one_group_has_all_rows_i
             assert (outcome.gate, outcome.case.contents) == (gate, "outliers")
 
 
-def test_an_operator_without_ids_or_lengths_has_the_sets_that_it_always_had() -> None:
+def test_operator_without_ids_or_lengths_keeps_its_usual_sets() -> None:
     contents = contents_of("rms_norm", {"M": 8, "N": 32}, seed=3, eps=1e-6)
     assert contents.unusual == []
     assert [expected.case.contents for expected in contents.sets] == list(CONTENT_SETS)
@@ -150,7 +150,7 @@ def test_what_counts_as_spread_is_said_by_the_definition(name: str, spread: bool
     assert draws_spread(Catalog.default().definition(name)) is spread
 
 
-def test_a_case_whose_ids_are_typical_is_reproduced_by_what_it_is_called() -> None:
+def test_case_with_typical_ids_is_reproduced_by_its_name() -> None:
     case = grouped_gemm(seed=7).sets[2].case
     assert case.contents == "outliers:typical"
     call = {"axes": case.call.axes, "dtypes": case.call.dtypes, "scalars": {}, "layouts": {}, "gpu": "cpu"}

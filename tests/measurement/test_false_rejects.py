@@ -22,7 +22,7 @@ def rejects(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return false_rejects
 
 
-def test_a_repeat_has_one_kernel_of_each_definition_and_all_come_before_any_again(rejects: ModuleType) -> None:
+def test_repeat_has_a_kernel_of_each_definition_before_any_again(rejects: ModuleType) -> None:
     catalog = Catalog((shipped_root(),))
     names = ["rms_norm", "softmax", "attention_decode"]
     repeats = list(islice(rejects.in_turns(catalog, names), 6))

@@ -53,7 +53,7 @@ def test_each_case_is_handed_out_once_and_in_order():
     assert list(one) == []
 
 
-def test_the_first_failure_is_that_of_the_first_case_whoever_is_faster():
+def test_first_failure_is_of_the_first_case_not_the_fastest():
     queue = queue_of(6)
     one, other = iter(queue), iter(queue)
     assert (next(one)[0], next(other)[0], next(one)[0]) == (0, 1, 2)
@@ -64,28 +64,28 @@ def test_the_first_failure_is_that_of_the_first_case_whoever_is_faster():
     assert [found.reason for found in queue.failures] == ["second", "third", "a helper that did not load"]
 
 
-def test_an_excused_failure_stops_nobody():
+def test_excused_failure_stops_no_other_work():
     queue = queue_of(2)
     queue.fail(failure("stock code fails it as well", excused=True), 0)
     assert queue.left == 2
 
 
-def test_processors_go_to_runners_first_and_to_helpers_by_equal_shares():
+def test_processors_go_to_runners_first_then_equally_to_helpers():
     processors = Processors(8, runners=8)
     assert not processors.take(1)
     for _ in range(5):
-        processors.done()  # three are left: five processors for helpers, of which nobody gets more than two
+        processors.done()  # three are left: five processors for helpers, of which no runner gets more than two
     assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
     assert [processors.take(workers) for workers in (1, 2, 1, 1)] == [True, True, True, False]
     processors.give_back()
     assert processors.take(1)
 
 
-def test_where_several_gpus_of_a_host_are_at_work_each_kernel_has_fewer_workers():
+def test_kernels_have_fewer_workers_if_several_gpus_are_at_work():
     assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
 
 
-def test_processors_of_runners_that_never_ask_for_a_helper_are_not_shared_out():
+def test_processors_of_runners_without_helpers_are_kept():
     processors = Processors(16, runners=8, alone=4)  # twelve for the other four
     assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
     for _ in range(4):
@@ -195,7 +195,7 @@ def test_where_no_helper_can_be_started_one_worker_does_it_all(make: Any, monkey
     assert subject.processors.take(1)
 
 
-def test_a_helper_that_does_not_load_fails_the_solution_as_its_cases_would(make: Any, monkeypatch: pytest.MonkeyPatch):
+def test_helper_that_does_not_load_fails_the_solution(make: Any, monkeypatch: pytest.MonkeyPatch):
     subject = make(KERNEL, 3)
     load = WorkerHandle.load
 
@@ -208,9 +208,7 @@ def test_a_helper_that_does_not_load_fails_the_solution_as_its_cases_would(make:
     assert outcome.reason == "the source does not load"
 
 
-def test_a_helper_that_the_machine_cannot_set_up_leaves_its_cases_to_the_others(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_helper_that_cannot_be_set_up_leaves_its_cases_to_others(make: Any, monkeypatch: pytest.MonkeyPatch):
     subject = make(KERNEL, 3)
     another, helpers = WorkerHandle.another, []
 
@@ -236,7 +234,7 @@ def test_a_helper_that_the_machine_cannot_set_up_leaves_its_cases_to_the_others(
         ("python", "baseline", False),
     ],
 )
-def test_who_has_few_cases_that_compile_fast_never_asks_for_a_helper_on_a_gpu(make: Any, language, role, asks):
+def test_few_cases_that_compile_fast_need_no_helper_on_a_gpu(make: Any, language, role, asks):
     handle = replace(make(KERNEL, 3).handle, device="cuda:0", policy=PROMOTION)
     spec = handle.solution.record.spec.model_copy(update={"language": language, "role": role})
     handle.solution = replace(handle.solution, record=handle.solution.record.model_copy(update={"spec": spec}))

@@ -23,15 +23,13 @@ from tilegym_db.measurement.audit import BASELINE_BUSY_US, BUSY_US, MAX_QUEUED, 
         pytest.param(2000, 9000.0, 1, id="there is a slope from one call to three, and no less"),
     ],
 )
-def test_launching_the_calls_of_the_long_run_hides_behind_a_busy_device(
-    launches: int, host_us: float, calls: int
-) -> None:
+def test_launching_a_long_run_hides_behind_a_busy_device(launches: int, host_us: float, calls: int) -> None:
     assert hidden_calls(16, launches, host_us) == calls
     assert calls == 1 or 3 * calls * launches <= MAX_QUEUED
     assert calls <= MIN_CALLS_BY_TIME or 3 * calls * host_us <= BUSY_US[-1]
 
 
-def test_a_baseline_of_many_launches_gets_a_device_that_is_busy_for_longer() -> None:
+def test_baseline_of_many_launches_gets_a_longer_busy_device() -> None:
     launches, host_us = 65, 1600.0  # get_fused_mapping_stock on a host with two H100
     calls = hidden_calls(8, launches, host_us, BASELINE_BUSY_US[-1])
     assert calls == 4
@@ -40,9 +38,7 @@ def test_a_baseline_of_many_launches_gets_a_device_that_is_busy_for_longer() -> 
 
 
 @pytest.mark.parametrize(("role", "longest_us"), [("kernel", BUSY_US[-1]), ("baseline", BASELINE_BUSY_US[-1])])
-def test_what_is_dispatched_to_gets_no_more_time_to_hide_work_behind_whatever_it_says(
-    role: str, longest_us: float
-) -> None:
+def test_dispatched_code_gets_no_more_time_to_hide_work_behind(role: str, longest_us: float) -> None:
     """A worker that says that launching takes it a second asks for the longest time that there is."""
     asked: list[float] = []
 

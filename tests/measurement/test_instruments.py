@@ -76,7 +76,7 @@ def two(catalog: Catalog) -> list[Chosen]:
 # -- what the tools print ----------------------------------------------------------------------------------------------
 
 
-def test_an_access_out_of_bounds_has_its_kernel_line_call_and_count():
+def test_access_out_of_bounds_has_kernel_line_call_and_count():
     report = parse_report(recorded("memcheck.txt"))
     (finding,) = report.findings
     assert str(finding) == "Invalid __global__ write of size 4 bytes in unmasked_gate at kernel.py:16"
@@ -111,7 +111,7 @@ def test_a_tool_that_did_not_get_to_its_end_proves_nothing(two: list[Chosen]):
     assert left == two[1:]
 
 
-def test_a_profile_has_bandwidth_occupancy_registers_and_what_warps_waited_for(capsys: pytest.CaptureFixture[str]):
+def test_profile_has_bandwidth_occupancy_registers_and_stalls(capsys: pytest.CaptureFixture[str]):
     rows, tail = parse_profile(recorded("profile.csv"))
     assert (rows.kernel, rows.time_us, rows.metrics["registers"], rows.metrics["grid"]) == ("_rows", 20.48, 40, 4096)
     assert rows.bytes_per_s == pytest.approx((33554432 + 29360128) / 20480e-9)
@@ -151,7 +151,7 @@ def test_an_absent_tool_is_named_with_how_to_get_it():
         find_program("ncu", {"PATH": ""}, installed=lambda name: [Path("/nowhere") / name])
 
 
-def test_a_tool_is_found_in_the_toolkit_that_is_named_and_on_the_path(tmp_path: Path):
+def test_tool_is_found_in_the_named_toolkit_and_on_the_path(tmp_path: Path):
     for folder in ("toolkit/bin", "path"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "ncu").touch(mode=0o755)
@@ -168,7 +168,7 @@ def test_commands_name_the_tool_its_options_and_the_program(tmp_path: Path):
     assert "--clock-control" in profiler_command(Path("ncu"), tmp_path / "r.json")
 
 
-def test_names_are_solutions_definitions_and_folders_and_nothing_means_every_kernel(catalog: Catalog):
+def test_names_cover_solutions_definitions_folders_or_all(catalog: Catalog):
     assert [item.files.name for item in choose_solutions(catalog, ["softmax_triton"], H200)] == ["softmax_triton"]
     of_definition = choose_solutions(catalog, ["softmax"], H200)
     assert {item.files.record.spec.language for item in of_definition} == {"triton", "tilelang", "cutile"}
@@ -181,14 +181,14 @@ def test_names_are_solutions_definitions_and_folders_and_nothing_means_every_ker
         choose_solutions(catalog, ["softmax_trton"], H200)
 
 
-def test_a_source_that_the_scan_refuses_is_not_run_outside_of_the_sandbox(catalog: Catalog, tmp_path: Path):
+def test_source_refused_by_the_scan_does_not_run_unsandboxed(catalog: Catalog, tmp_path: Path):
     shutil.copytree(HERE / "planted" / "out_of_bounds", tmp_path / "x")
     (tmp_path / "x" / "kernel.py").write_text("import os\n\n\ndef run(x, out):\n    os.system('true')\n")
     with raises(SolutionError, "scan_refused"):
         choose_solutions(catalog, [str(tmp_path / "x")], H200)
 
 
-def test_cases_cover_every_dtype_and_are_the_same_for_the_same_seed(catalog: Catalog):
+def test_cases_cover_every_dtype_and_repeat_for_the_same_seed(catalog: Catalog):
     (softmax,) = choose_solutions(catalog, ["softmax_triton"], H200)
     workloads = catalog.workloads_for("softmax")
     drawn = with_cases(softmax, workloads, 12, seed=1)
@@ -223,7 +223,7 @@ def test_a_tensor_is_the_end_of_an_allocation_of_its_own(catalog: Catalog):
 
 
 @pytest.mark.slow
-def test_the_program_calls_each_solution_at_each_case_and_says_where_it_is(catalog: Catalog, tmp_path: Path):
+def test_program_calls_each_solution_at_each_case_and_says_so(catalog: Catalog, tmp_path: Path):
     files, definition = catalog.solution("softmax_stock"), catalog.definition("softmax")
     cases = [
         Case(Call(definition.name, definition.bind_axes({"M": 2, "N": size}), {"T": "float32"})) for size in (3, 5)
@@ -259,7 +259,7 @@ def test_a_warning_alone_is_clean_and_a_call_that_raised_is_not(two: list[Chosen
     assert (warned.is_clean, raised.is_clean) == (True, False)
 
 
-def test_a_finding_becomes_a_failed_trace_with_kernel_line_and_command(row_scale: Path, home: Path):
+def test_finding_becomes_a_failed_trace_with_line_and_command(row_scale: Path, home: Path):
     setup = RunSetup.of("cpu", None, None)
     files, definition = setup.catalog.solution("row_scale_stock"), setup.catalog.definition("row_scale")
     workload = setup.catalog.workloads_for("row_scale")[0]

@@ -148,7 +148,7 @@ def test_only_baselines_are_compared_with():
 
 
 @pytest.mark.parametrize(("provides", "as_what"), [(None, ["incumbent"]), ("compile", ["compile", "incumbent"])])
-def test_the_current_best_is_compared_with_by_everybody_but_itself(provides, as_what):
+def test_all_but_the_current_best_are_compared_with_it(provides, as_what):
     runners = [Simulated("stock", 3, provides="stock"), Simulated("best", 2, provides=provides), Simulated("new", 1)]
     results = play(*runners, current_best="best")
     found = [(comparison.other, comparison.provides) for comparison in results["new"].comparisons]
@@ -163,7 +163,7 @@ def test_a_runner_that_fails_leaves_the_others_in_play():
     assert [comparison.other for comparison in results["kernel"].comparisons] == ["stock"]
 
 
-def test_steady_times_end_the_rounds_early_and_noisy_ones_at_the_limit():
+def test_steady_times_end_rounds_early_and_noisy_ones_late():
     budget = TimingBudget(min_rounds=12, max_rounds=40, budget_s=60)
     steady, noisy = Simulated("steady", 1000), Simulated("noisy", 1000, noise=1.0)
     steady.clock.tick = noisy.clock.tick = lambda: 1.0  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def test_noisy_times_end_with_the_budget():
     assert len(noisy.blocks) == 5 + 2
 
 
-def test_calls_of_one_round_do_not_count_as_if_they_were_independent():
+def test_calls_of_one_round_do_not_count_as_independent():
     """Every call of a round shares what that round was like: many calls a round make the interval no narrower."""
     widths = []
     for block_us in (1.0, 100_000.0):
@@ -192,7 +192,7 @@ def test_calls_of_one_round_do_not_count_as_if_they_were_independent():
 
 
 @given(st.lists(st.lists(st.floats(1, 1e4), min_size=1, max_size=5), min_size=1, max_size=30))
-def test_the_interval_is_that_of_the_rounds_and_holds_the_latency(blocks):
+def test_interval_is_that_of_the_rounds_and_holds_the_latency(blocks):
     candidate = TimedCandidate(None, None)  # type: ignore[arg-type]
     for block in blocks:
         candidate.keep(Block(block, [1.0] * len(block)))
@@ -202,7 +202,7 @@ def test_the_interval_is_that_of_the_rounds_and_holds_the_latency(blocks):
     assert of_rounds.high <= latency.high
 
 
-def test_rounds_in_which_the_device_was_hot_count_for_nobody_and_are_played_again():
+def test_rounds_on_a_hot_device_do_not_count_and_are_repeated():
     budget = TimingBudget(min_rounds=12, max_rounds=40, min_samples=1, max_block=1, half_width=1.0)
     stock, kernel, clocks = Simulated("stock", 200, provides="stock"), Simulated("kernel", 100), HotDevice({0, 5, 6})
     results = play(stock, kernel, budget=budget, clocks=clocks)
@@ -226,7 +226,7 @@ def test_a_cheat_is_caught_on_a_hot_device_too():
 
 
 @given(seed=st.integers(0, 2**62))
-def test_secretly_chosen_blocks_start_from_garbage_and_are_checked_and_contents_change_once(seed):
+def test_secret_blocks_start_from_garbage_with_a_new_content_set(seed):
     runner, pool = Simulated("kernel", 500), SimulatedPool()
     play(runner, seed=seed, pool=pool)
     assert pool.fills == 1

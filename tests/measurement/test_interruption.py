@@ -27,7 +27,7 @@ HANGS = """def run(x, weight, factor, out):
 """
 TWO_SIZES = ({"axes": {"M": 40, "N": 32}}, {"axes": {"M": 24, "N": 48}})
 
-# Imports once what every run imports, then makes each run of the command line a process of its own.
+# Imports once what every run imports, then makes each run of the command line a separate process.
 LAUNCHER = """import os, sys
 import tilegym_db.measurement.benchmark, tilegym_db.cli.kit.bench_progress
 from tilegym_db.cli.app import main
@@ -85,7 +85,7 @@ def hanging_bench(home, make_catalog, environment, tmp_path) -> Iterator[subproc
             process.kill()
 
 
-def test_ctrl_c_ends_a_hanging_run_at_once_and_keeps_what_was_measured(hanging_bench, home, tmp_path):
+def test_ctrl_c_ends_a_hanging_run_and_keeps_its_measurements(hanging_bench, home, tmp_path):
     hanging_bench.send_signal(signal.SIGINT)
     out, err = hanging_bench.communicate(timeout=10)
     assert hanging_bench.returncode == 130, err
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_a_hanging_run_at_once_and_keeps_what_was_measured(hanging_b
     assert len(rows) == 2
 
 
-def test_a_worker_that_hangs_does_not_outlive_a_run_that_is_killed(hanging_bench, tmp_path):
+def test_hanging_worker_does_not_outlive_a_killed_run(hanging_bench, tmp_path):
     assert processes_in(tmp_path / "scratch")
     hanging_bench.kill()
     wait_until(lambda: processes_in(tmp_path / "scratch") == [], timeout_s=10)
@@ -126,9 +126,7 @@ def launch(environment, tmp_path) -> Iterator[Callable[..., tuple[int, Callable[
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_kills_at_random_moments_lose_no_finished_trace_and_the_next_run_goes_on(
-    launch, home, make_catalog, tmp_path, pytestconfig
-):
+def test_random_kills_lose_no_finished_trace_and_runs_resume(launch, home, make_catalog, tmp_path, pytestconfig):
     kills = 20 if pytestconfig.option.all_records else 6  # other moments every time
     sizes = tuple({"axes": {"M": rows, "N": 8}} for rows in range(1, 3 * kills + 1))
     make_catalog(home / "catalog", workloads=sizes)

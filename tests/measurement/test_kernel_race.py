@@ -1,4 +1,4 @@
-"""``benchmarks/kernel_race.py``: who may start, what the ratio says, and a tiny race on this machine's processor."""
+"""``benchmarks/kernel_race.py``: the admission, the ratio, and a tiny race on this machine's processor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def norm(given: dict[str, Any]) -> torch.Tensor:
     return torch.nn.functional.rms_norm(given["x"], given["weight"].shape, given["weight"], given["eps"])
 
 
-def test_only_who_runs_and_is_right_starts() -> None:
+def test_only_candidates_that_run_and_are_right_start() -> None:
     from benchmarks.kernel_race import admit, make_slot
     from benchmarks.race_candidates import Racer
 

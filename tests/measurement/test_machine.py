@@ -23,7 +23,7 @@ def test_without_a_gpu_the_processor_is_measured(asked):
     assert found.libs["torch"].startswith(torch.__version__.partition("+")[0])
 
 
-def test_what_decides_which_kernels_a_baseline_calls_is_among_the_versions(monkeypatch):
+def test_versions_include_all_that_selects_a_baselines_kernels(monkeypatch):
     installed = {
         "torch": "2.11.0",
         "flashinfer-python": "0.7.2.post1",

@@ -1,4 +1,4 @@
-"""A function of a notebook or a script, written into a file of its own and measured as any other Solution."""
+"""A function of a notebook or a script, written into a separate file and measured as any other Solution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_a_function_uses_comes_along():
 
 
 @pytest.mark.parametrize("package", ["triton", "tilelang", "cuda.tile"])
-def test_a_language_is_told_by_its_import(package: str):
+def test_language_is_recognised_by_its_import(package: str):
     assert language_of(f"import {package} as one\n") == {"cuda.tile": "cutile"}.get(package, package)
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_written_out_is_named():
 
 
 @pytest.mark.slow
-def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: Path, home: Path):
+def test_right_function_passes_the_screen_and_a_wrong_one_fails(row_scale: Path, home: Path):
     report = tilegym_db.bench(scaled, definition="row_scale", devices="cpu", quick=True)
     verdicts = {(trace.tier, trace.solution.startswith("row_scale_function_")): trace.status for trace in report.traces}
     assert verdicts == {("screen", True): "PASSED", ("screen", False): "PASSED"}
@@ -76,7 +76,7 @@ def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: 
     assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
 
 
-def test_a_function_is_not_verified_and_must_take_the_definitions_arguments(row_scale: Path):
+def test_function_is_not_verified_but_must_take_all_arguments(row_scale: Path):
     with raises(UsageError, "signature_differs", "doubled(x)"):
         tilegym_db.bench(doubled, definition="row_scale")
     with raises(UsageError, "function_not_verified", "tilegym-db add-solution"):

@@ -59,9 +59,7 @@ def screened(catalog: Catalog, home: Path, *names: str) -> dict[str, Trace]:
     return {trace.solution: trace for trace in report.traces}
 
 
-def test_what_omits_an_output_is_judged_by_the_others_and_has_no_time(
-    catalog: Callable[..., Catalog], home: Path
-) -> None:
+def test_solution_that_omits_an_output_is_judged_but_not_timed(catalog: Callable[..., Catalog], home: Path) -> None:
     wrong = PART.replace("* factor)", "* factor * 1.01)")
     gaps = PART.replace("out.copy_(x", "out[1:].copy_(x[1:]")
     records = catalog(
@@ -93,9 +91,7 @@ def test_an_output_that_is_not_optional_cannot_be_omitted(catalog: Callable[...,
         records.solution("row_peak_bad")
 
 
-def test_promotion_refuses_it_by_name_and_leaves_it_out_of_the_rest(
-    catalog: Callable[..., Catalog], home: Path
-) -> None:
+def test_promotion_of_an_omitted_output_is_refused_by_name(catalog: Callable[..., Catalog], home: Path) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     with raises(UsageError, "solution_not_timed", "row_peak_part omits peak"):
         verify(("row_peak_part",), devices="cpu", catalog=records, store_home=home, allow_unsandboxed=True)
@@ -105,7 +101,7 @@ def test_promotion_refuses_it_by_name_and_leaves_it_out_of_the_rest(
     assert any("omits peak" in skipped.reason for skipped in report.plan.skipped if skipped.solution == "row_peak_part")
 
 
-def test_no_ranking_lists_it_even_where_a_trace_claims_a_promotion(
+def test_ranking_leaves_out_omitted_outputs_even_if_promoted(
     catalog: Callable[..., Catalog], home: Path, tmp_path: Path
 ) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
@@ -144,7 +140,7 @@ def _promoted(trace: Trace, performance: Performance, run: str, factor: float) -
     )
 
 
-def test_a_failure_is_reproduced_and_a_tool_calls_it_without_the_output(catalog: Callable[..., Catalog]) -> None:
+def test_failure_without_the_output_is_reproduced_for_a_tool(catalog: Callable[..., Catalog]) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     found = reproduce(
         "row_peak_part", axes={"M": 5, "N": 7}, dtypes={"T": "float32"}, scalars={"factor": 0.5}, layouts={},

@@ -121,7 +121,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, WorkerHandle]]:
     return checked
 
 
-def test_the_shapes_to_come_are_verified_once_by_the_worker_itself_while_helpers_fuzz(make, shapes):
+def test_worker_verifies_coming_shapes_while_helpers_fuzz(make, shapes):
     subject = make()
     subject.look_ahead()
     found = subject.verdicts()
@@ -130,7 +130,7 @@ def test_the_shapes_to_come_are_verified_once_by_the_worker_itself_while_helpers
     assert {id(handle) for _, handle in shapes} == {id(subject.verification.handle)}
 
 
-def test_the_verdicts_are_those_of_one_worker_that_looks_at_nothing_ahead(make):
+def test_verdicts_equal_those_of_one_worker_without_lookahead(make):
     alone, ahead = make(workers=1), make(workers=3)
     ahead.look_ahead()
     for one, other in zip(alone.verdicts(), ahead.verdicts(), strict=True):
@@ -170,7 +170,7 @@ def test_contents_that_are_not_drawn_yet_wait_for_their_turn(make, shapes):
 @pytest.mark.parametrize(
     ("wrong", "status"), [(WRONG_AT, "INCORRECT_NUMERICAL"), (DIES_AT, "RUNTIME_ERROR"), (WAITS_AT, "TIMEOUT")]
 )
-def test_a_shape_that_does_not_pass_ahead_gets_its_verdict_and_costs_no_other_its_own(make, shapes, wrong, status):
+def test_shape_that_fails_ahead_costs_no_other_shape_its_verdict(make, shapes, wrong, status):
     subject = make(KERNEL + wrong, limits=RunnerLimits(first_call_s=2.0))
     subject.look_ahead()
     first, second, third = subject.verdicts()

@@ -21,7 +21,7 @@ def test_what_threads_take_is_added_up_and_taken_once():
     assert phases.take() == {}
 
 
-def test_processor_time_counts_children_that_live_and_children_that_have_ended():
+def test_processor_time_counts_live_and_ended_children():
     before = processor_seconds()
     burn = "import time\nwhile time.process_time() < 0.5: pass\n"
     subprocess.run([sys.executable, "-S", "-c", burn], check=True)

@@ -95,7 +95,7 @@ def run(catalog, home, peaks: GpuPeaks | None) -> BenchReport:
     return run_plan(plan, machine, home, TimingBudget.quick(), SCREEN, Observer(), peaks)
 
 
-def test_every_timed_trace_of_a_run_says_how_near_the_speed_of_light_it_is(make_catalog, tmp_path):
+def test_timed_trace_says_how_near_the_speed_of_light_it_is(make_catalog, tmp_path):
     catalog = make_catalog(tmp_path)
     (trace,) = run(catalog, tmp_path / "home", peaks()).traces
     assert trace.performance is not None
@@ -117,9 +117,7 @@ def test_a_run_rejects_a_time_that_no_memory_could_keep_up_with(make_catalog, tm
     assert "tilegym-db bench row_scale_stock" in trace.failure.command
 
 
-def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report_says_what_is_missing(
-    make_catalog, tmp_path, monkeypatch
-):
+def test_uncalibrated_gpu_is_measured_and_the_report_says_so(make_catalog, tmp_path, monkeypatch):
     def fail(*arguments: object) -> None:
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 

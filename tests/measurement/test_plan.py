@@ -63,7 +63,7 @@ def reasons(plan: Plan) -> dict[tuple[str, str], str]:
     return {(item.solution, item.workload): item.reason for item in plan.skipped}
 
 
-def test_a_processor_times_python_and_interprets_small_calls_of_the_languages_that_have_an_interpreter(plan):
+def test_processor_times_python_and_interprets_small_calls(plan):
     made = plan()
     interpreted = {f"{language} {kind}" for language in INTERPRETERS for kind in ("tiny", "decode")}
     assert pairs(made) == {"stock tiny", "stock modest", "stock decode"} | interpreted
@@ -90,12 +90,12 @@ def test_one_name_may_be_given_without_a_tuple():
     assert names_of("rms_norm") == names_of(("rms_norm",)) == names_of(["rms_norm"])
 
 
-def test_a_solutions_name_brings_the_stock_code_to_compare_it_with(plan):
+def test_solution_name_brings_the_stock_code_for_its_comparison(plan):
     solutions = {pair.split()[0] for pair in pairs(plan("row_scale_cutile", machine=H200))}
     assert solutions == {"cutile", "stock"}
 
 
-def test_stock_code_plays_against_whoever_is_new_though_it_was_measured_before(plan, catalog):
+def test_stock_code_is_compared_with_new_solutions_every_time(plan, catalog):
     definition, stock = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     done = {
         (stock.digest, definition.digest, workload.uuid, DEFAULTS) for workload in catalog.workloads_for("row_scale")
@@ -129,7 +129,7 @@ def test_a_uuid_selects_one_workload(plan, catalog):
     assert {pair.split()[1] for pair in pairs(plan(machine=H200, workload=uuid))} == {"prefill"}
 
 
-def test_a_workload_that_is_asked_for_runs_on_a_processor_however_large(plan):
+def test_requested_workload_runs_on_a_processor_at_any_size(plan):
     assert pairs(plan(workload="stage:prefill")) == {"stock prefill"}
 
 
@@ -139,7 +139,7 @@ def test_a_glob_that_selects_nothing_is_wrong_usage(machine, plan):
         plan(machine=machine, workload="stage:decoding")
 
 
-def test_quick_takes_one_workload_of_each_kind_that_suits_the_machine(plan):
+def test_quick_takes_a_suitable_workload_of_each_kind(plan):
     assert {pair.split()[1] for pair in pairs(plan(quick=True))} == {"tiny", "modest"}
     assert {pair.split()[1] for pair in pairs(plan(quick=True, machine=H200))} == {"decode", "prefill"}
 
@@ -155,7 +155,7 @@ def test_what_has_a_trace_is_not_measured_again_unless_asked(plan, catalog):
     assert "stock tiny" in pairs(plan(done=done, force=True))
 
 
-def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catalog):
+def test_trace_of_another_source_or_meaning_does_not_count(plan, catalog):
     definition, solution = catalog.definition("row_scale"), catalog.solution("row_scale_stock")
     tiny = catalog.workloads_for("row_scale")[0]
     for done in ((solution.digest, "another", tiny.uuid), ("another", definition.digest, tiny.uuid)):
@@ -208,7 +208,7 @@ def test_an_interpreter_runs_the_defaults_only(plan, tuned):
     assert plan("row_scale_triton", tuned=tuned).pair_count == plan("row_scale_triton").pair_count
 
 
-def test_a_language_without_its_toolchain_is_left_out_with_the_fix(plan):
+def test_language_without_its_toolchain_is_left_out_with_the_fix(plan):
     missing = {"cutile": "cutile cannot be used here: ... Fix: pip install 'tilegym-db[cutile]'"}
     made = plan(machine=H200, unusable=missing)
     assert {pair.split()[0] for pair in pairs(made)} == {"stock", "triton", "tilelang"}
@@ -241,7 +241,7 @@ def test_an_operator_without_solutions_is_nothing_to_run(make_catalog, tmp_path)
 
 @pytest.fixture
 def held_by(catalog) -> Callable[..., dict]:
-    """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and who comes close."""
+    """``held_by("cutile", ("tilelang", {...}))``: the fastest so far where one token is decoded, and those that come close."""
     workload = catalog.workloads_for("row_scale")[2]
 
     def hold(*likely_fastest: str | tuple[str, dict]) -> dict:
@@ -264,7 +264,7 @@ def taking_part(plan: Plan) -> set[tuple[str, str, str]]:
     }
 
 
-def test_what_is_new_is_screened_beside_the_fastest_so_far_where_there_is_one(plan, held_by):
+def test_new_solution_is_screened_beside_the_fastest_so_far(plan, held_by):
     made = plan("row_scale_triton", machine=H200, workload="model:*", likely_fastest=held_by("cutile", "tilelang"))
     assert taking_part(made) == {
         ("stock", "decode", ""),
@@ -276,7 +276,7 @@ def test_what_is_new_is_screened_beside_the_fastest_so_far_where_there_is_one(pl
     assert made.pair_count == 5
 
 
-def test_it_is_promoted_beside_all_who_may_be_the_fastest(plan, held_by, catalog):
+def test_it_is_promoted_beside_all_that_may_be_the_fastest(plan, held_by, catalog):
     found = held_by("cutile", ("tilelang", {"threads": 4}))
     made = plan("row_scale_triton", machine=H200, workload="M=1,*", tier="promotion", likely_fastest=found)
     assert taking_part(made) == {
@@ -292,7 +292,7 @@ def test_it_is_promoted_beside_all_who_may_be_the_fastest(plan, held_by, catalog
     assert current_best == ["row_scale_cutile"]
 
 
-def test_whoever_takes_part_is_not_said_to_be_left_out(plan, held_by, catalog):
+def test_participants_are_not_reported_as_left_out(plan, held_by, catalog):
     (key,) = found = held_by("cutile")
     done = {(catalog.solution(f"row_scale_{name}").digest, *key, DEFAULTS) for name in ("cutile", "tilelang")}
     made = plan(machine=H200, workload="M=1,*", done=done, likely_fastest=found)
@@ -300,7 +300,7 @@ def test_whoever_takes_part_is_not_said_to_be_left_out(plan, held_by, catalog):
     assert reasons(made) == {("row_scale_tilelang", "M=1,N=4096"): "already measured (--force repeats it)"}
 
 
-def test_nobody_is_measured_again_only_to_be_compared_with_itself_or_with_stock_code(plan, held_by, catalog):
+def test_no_solution_is_measured_again_just_to_be_compared(plan, held_by, catalog):
     mine = held_by("triton")
     made = plan("row_scale_triton", machine=H200, workload="M=1,*", likely_fastest=mine)
     assert made.definitions[0].likely_fastest == {}
@@ -337,7 +337,7 @@ def test_one_of_the_likely_fastest_stays_away_where(why, plan, held_by, catalog)
     assert {name for name, _, _ in taking_part(made)} == {"stock", "triton"}
 
 
-def test_what_is_only_interpreted_has_nobody_to_beat(plan, held_by):
+def test_interpreted_solution_has_no_competitor(plan, held_by):
     assert (
         plan("row_scale_triton", workload="M=1,*", likely_fastest=held_by("stock")).definitions[0].likely_fastest == {}
     )

@@ -1,4 +1,4 @@
-"""``benchmarks/pressure.py``: a kernel that is right alone and wrong beside others is told, an honest one beside it is not."""
+"""``benchmarks/pressure.py``: a kernel that is right alone and wrong beside others is reported, an honest one is not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def press(root: Path, log: Path, *more: str) -> tuple[int, list[dict[str, Any]]]
     return status, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_what_goes_wrong_at_once_is_told_with_all_that_repeats_it(
+def test_pressure_failure_is_reported_with_all_that_repeats_it(
     make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     solutions = {"honest": HONEST, "drifting": DRIFTING, "sharing": SHARING, "raising": RAISING}
@@ -79,7 +79,7 @@ def test_honest_kernels_pass(make_catalog: Any, tmp_path: Path) -> None:
     assert {line["mismatches"] + line["errors"] for line in lines} == {0}
 
 
-def test_workers_share_the_turns_and_take_every_operator_before_any_comes_again(
+def test_workers_take_every_operator_before_any_repeats(
     make_catalog: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_catalog(tmp_path / "honest", {"first": HONEST, "second": HONEST, "third": HONEST}, (TINY,))

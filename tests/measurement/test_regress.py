@@ -60,7 +60,7 @@ def verdicts(report: RegressionReport) -> dict[str, str]:
     return {row.solution: row.verdict for row in report.rows}
 
 
-def test_a_version_that_became_slow_is_a_regression_and_the_way_back_an_improvement(root):
+def test_slow_version_regresses_and_the_reverse_improves(root):
     before = git(root, "rev-parse", "HEAD")
     rewrite(root, SLOW)  # not committed: the working tree is what is compared
     report = run(root, "HEAD")
@@ -99,7 +99,7 @@ def test_only_what_is_asked_for_is_compared(root):
         run(root, "HEAD", "row_scale_mew")
 
 
-def test_a_version_that_no_longer_passes_is_broken_even_where_times_say_nothing(root):
+def test_version_that_no_longer_passes_is_broken_without_times(root):
     rewrite(root, WRONG)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))
     assert report.void != []
@@ -108,14 +108,14 @@ def test_a_version_that_no_longer_passes_is_broken_even_where_times_say_nothing(
     assert row.reason.startswith("passed before, now INCORRECT_NUMERICAL")
 
 
-def test_a_control_that_differs_from_itself_takes_a_regression_back(root):
+def test_control_that_differs_from_itself_cancels_a_regression(root):
     rewrite(root, SLOW)
     report = run(root, "HEAD", bars=Bars(control_shift=-1.0, floor_us=-1.0))
     assert report.void[0].startswith("row_scale M=128,N=256, float32: the control differs from itself by")
     assert report.findings == []
 
 
-def test_an_old_version_that_does_not_pass_or_does_not_fit_is_not_compared_and_says_why(root):
+def test_old_version_that_fails_or_does_not_fit_is_not_compared(root):
     rewrite(root, WRONG)
     rewrite(root, FAST.replace("factor, out", "out"), "row_scale_other")
     commit(root, "wrong and of another signature")
@@ -150,7 +150,7 @@ def test_a_solution_that_is_new_is_not_compared(root, make_catalog):
     assert found["row_scale_added"] == "did not exist at HEAD"
 
 
-def test_what_is_neither_run_nor_revision_is_named_with_where_to_look(root, make_catalog, tmp_path):
+def test_unknown_run_or_revision_is_named_with_where_to_look(root, make_catalog, tmp_path):
     with raises(NotFoundError, "run_unknown", "'v9'", "kernels", "SELECT DISTINCT run_id"):
         run(root, "v9")
     with raises(NotFoundError, "run_unknown", "'--help'"):
@@ -167,7 +167,7 @@ def test_nothing_that_was_measured_is_stored(root):
     assert not (root.parent.parent / "home" / "runs").exists()
 
 
-def test_a_solution_that_moved_to_its_family_is_found_where_it_was(root):
+def test_solution_moved_to_its_family_is_found_in_its_old_place(root):
     before = git(root, "rev-parse", "HEAD")
     own = root / "solutions" / "elementwise" / "row_scale" / "row_scale_new"
     old = Catalog((root,)).solution("row_scale_new")

@@ -34,7 +34,7 @@ def control(noise: float = 0.002, apart: float = 0.0) -> Control:
         (5.0, 5.6, "regression"),
     ],
 )
-def test_a_change_counts_beyond_three_percent_and_half_a_microsecond(old, new, verdict):
+def test_change_counts_beyond_3_percent_and_half_a_microsecond(old, new, verdict):
     found = compare_versions(rounds(old), rounds(new, seed=3), control(), Bars())
     assert found.verdict == verdict
     assert found.change == pytest.approx(new / old - 1, abs=0.005)
@@ -62,7 +62,7 @@ def test_a_control_that_differs_from_itself_voids_the_session(apart):
     assert void_reason(control(apart=apart / 3), Bars()) is None
 
 
-def test_a_control_may_differ_by_less_than_what_counts_as_a_change():
+def test_control_may_differ_by_less_than_a_change():
     assert void_reason(compare_control(rounds(5), rounds(5.3, seed=1)), Bars()) is None
 
 

@@ -74,7 +74,7 @@ def sized(m: int, n: int, k: int) -> dict[str, int]:
     return {"M": m, "N": n, "K": k}
 
 
-def test_a_large_product_is_bound_by_compute_and_one_row_by_memory(operator):
+def test_large_product_is_bound_by_compute_and_one_row_by_memory(operator):
     gemm = operator(*GEMM)
     large = speed_of_light(gemm, sized(8192, 8192, 8192), {}, h200())
     row = speed_of_light(gemm, sized(1, 128256, 4096), {}, h200())
@@ -98,7 +98,7 @@ def test_the_memorys_rate_depends_on_the_share_of_writes(operator, written, rate
     assert sol.bytes / sol.us * 1e6 == pytest.approx(rate * T)
 
 
-def test_a_reading_kernel_that_is_slower_than_the_copy_lowers_no_peak(operator):
+def test_reading_kernel_slower_than_the_copy_lowers_no_peak(operator):
     definition = operator("0", "1000000 + 0 * M")
     for read in (measured(4.0 * T), None):
         sol = speed_of_light(definition, sized(0, 0, 1), {}, h200(read_bytes_per_s=read))
@@ -117,7 +117,7 @@ def test_a_reading_kernel_that_is_slower_than_the_copy_lowers_no_peak(operator):
         ("float4_e2m1", "float4_e2m1", "ieee", 1400),  # there are no float4 products on Hopper
     ],
 )
-def test_the_product_that_applies_is_the_fastest_that_the_operands_allow(operator, a, b, math_mode, tflops):
+def test_applicable_product_is_the_fastest_for_the_operands(operator, a, b, math_mode, tflops):
     peaks = h200(flops={**h200().flops, "float8_e4m3fn": measured(1400 * T)})
     sol = speed_of_light(operator("1e15 + 0 * M", GEMM[1], a, b), sized(1, 1, 1), {}, peaks, math_mode=math_mode)
     assert (sol.bound_by, sol.us) == ("compute", pytest.approx(1e15 / (tflops * T) * 1e6))
@@ -192,34 +192,34 @@ def copied(size: int, peaks: GpuPeaks, operator: Callable[..., Definition]) -> A
         (32 << 20, True, 32 << 20),  # all the output stays in the L2; all the input comes from memory
     ],
 )
-def test_only_bytes_that_must_cross_the_bus_during_the_call_count(operator, size, cold, crossing):
+def test_only_bytes_that_cross_the_bus_during_the_call_count(operator, size, cold, crossing):
     peaks = h200()
     floor = floor_of(copied(size, peaks, operator), peaks, cold_l2=cold)
     assert floor == pytest.approx(0.95 * crossing / BUS * 1e6)
 
 
-def test_a_warm_working_set_inside_the_l2_has_only_the_floor_of_a_launch(operator):
+def test_warm_set_inside_the_l2_has_only_the_floor_of_a_launch(operator):
     peaks = h200()
     sol = copied(16 << 20, peaks, operator)
     assert floor_of(sol, peaks, cold_l2=False) == pytest.approx(2.0)
     assert below_floor(3.1, sol, peaks, cold_l2=False, timer="events") is None
 
 
-def test_no_product_is_faster_than_every_tensor_core_at_its_highest_clock(operator):
+def test_no_product_is_faster_than_all_tensor_cores_at_top_clock(operator):
     peaks = h200()
     sol = speed_of_light(operator(*GEMM), sized(8192, 8192, 8192), {}, peaks)
     assert floor_of(sol, peaks) == pytest.approx(0.95 * 2 * 8192**3 / CEILING * 1e6)
     assert below_floor(sol.us * 0.9, sol, peaks, cold_l2=True, timer="events") is None  # a better kernel than cuBLAS
 
 
-def test_the_floor_of_float32_is_that_of_tf32_whatever_the_solution_declares(operator):
+def test_floor_of_float32_is_that_of_tf32_even_for_ieee(operator):
     definition = operator(*GEMM, "float32", "float32", "float32")
     ieee = speed_of_light(definition, sized(8192, 8192, 8192), {}, h200())
     assert floor_of(ieee, h200()) == pytest.approx(0.95 * 2 * 8192**3 / (CEILING / 2) * 1e6)
 
 
 @pytest.mark.parametrize(("spread", "floor"), [(0.0, 2.0), (0.1, 1.8), (3.0, 1.0)])
-def test_a_launch_is_told_from_none_with_the_spread_of_the_calibration(operator, spread, floor):
+def test_launch_is_distinguished_from_an_idle_call_by_the_spread(operator, spread, floor):
     peaks = h200(launch_us=measured(3.0, spread))
     sol = copied(2, peaks, operator)
     assert floor_of(sol, peaks) == pytest.approx(floor)
@@ -247,7 +247,7 @@ def test_a_quarantined_time_is_explained(operator, latency_us, axes, said):
     assert f"{latency_us:.4g} us is below the physics floor" in found
 
 
-def test_experts_that_nobody_may_have_chosen_are_not_in_the_floor():
+def test_experts_that_may_not_be_chosen_are_not_in_the_floor():
     definition = Catalog((shipped_root(),)).definition("moe_experts")
     axes = definition.bind_axes({"M": 16, "H": 2048, "I": 768, "E": 128, "K": 8})
     light = speed_of_light(definition, axes, {"T": "bfloat16", "W": "bfloat16"}, h200())

@@ -173,7 +173,7 @@ def test_each_solution_gets_its_own_verdict_on_every_workload(solution, report):
     assert all(re.search(reason, trace.reason) for trace in traces), traces[0].reason
 
 
-def test_stock_code_is_measured_on_every_workload_whatever_happens_beside_it(report):
+def test_stock_code_is_measured_on_every_workload_in_all_events(report):
     assert [trace.status for trace in traces_of(report, "row_scale_stock")] == ["PASSED", "PASSED"]
 
 
@@ -221,7 +221,7 @@ def test_nothing_but_the_journal_and_the_database_is_left_behind(report, folder)
     ]
 
 
-def test_python_code_that_is_declared_for_gpus_is_not_tried_on_a_cpu_and_a_kernel_is_interpreted(tmp_path):
+def test_cpu_run_skips_gpu_python_code_and_interprets_a_kernel(tmp_path):
     catalog = Catalog.default()
     for name, reason in (("attention_prefill_cudnn", "it is not declared for cpu"), ("gemm_triton", None)):
         files = catalog.solution(name)

@@ -80,7 +80,7 @@ def test_every_solution_is_in_one_batch_and_languages_take_turns(sweeping, chose
     assert sum(len(batch.solutions) for batch in batches) == 10
 
 
-def test_the_smallest_cases_with_something_to_do_are_taken_and_of_several_dtypes(sweeping, catalog) -> None:
+def test_smallest_useful_cases_of_several_dtypes_are_taken(sweeping, catalog) -> None:
     (item,) = choose_solutions(catalog, ["rms_norm_triton"], H200)
     kept = sweeping.smallest(item, catalog.workloads_for(item.definition.name), 2, seed=3)
     assert len({str(one.call.dtypes) for one in kept.cases}) == 2
@@ -146,9 +146,7 @@ def test_a_clean_kernel_and_one_that_no_time_was_left_for(sweeping, pool, chosen
     ]
 
 
-def test_a_process_that_outlives_the_deadline_is_ended_and_proves_nothing(
-    sweeping, pool, chosen, tmp_path: Path
-) -> None:
+def test_process_past_the_deadline_is_ended_and_proves_nothing(sweeping, pool, chosen, tmp_path: Path) -> None:
     sweep = sweep_of(pool, tool(tmp_path, "sleep 60"), [], limit_s=0.5)
     started = time.monotonic()
     outcomes = sweep.run([pool.Batch("memcheck", chosen)])
@@ -158,9 +156,7 @@ def test_a_process_that_outlives_the_deadline_is_ended_and_proves_nothing(
     assert sweeping.summary(results, 1.0).splitlines()[1].split()[-2:] == ["1", "0"]
 
 
-def test_a_hung_kernel_is_ended_alone_and_what_was_done_before_it_is_run_again(
-    pool, sweeping, chosen, tmp_path: Path
-) -> None:
+def test_hung_kernel_ends_alone_and_the_work_before_it_reruns(pool, sweeping, chosen, tmp_path: Path) -> None:
     good, hung = chosen[0].files.name, chosen[1].files.name
     script = f"""
 request=$(for word in "$@"; do last=$word; done; echo $last)

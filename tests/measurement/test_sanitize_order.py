@@ -43,7 +43,7 @@ def result(digest: str, tool: str, said: str) -> dict:
     return {"kernel": "k", "language": "triton", "digest": digest, "tool": tool, "result": said, "shapes": ["a", "b"]}
 
 
-def test_the_record_takes_what_was_clean_and_loses_what_was_found_since(order: ModuleType) -> None:
+def test_record_adds_clean_kernels_and_drops_those_found_later(order: ModuleType) -> None:
     first = [
         MACHINE,
         result("d1", "memcheck", "clean"),
@@ -68,9 +68,7 @@ def test_a_kernel_that_was_changed_since_was_never_checked(order: ModuleType, ch
     assert order.never_checked(chosen, before, "racecheck") == [item.files.name for item in chosen]
 
 
-def test_controls_run_first_then_what_memcheck_never_saw_then_the_other_tools_over_triton(
-    order: ModuleType, chosen: list[Chosen]
-) -> None:
+def test_controls_run_first_then_unchecked_kernels_then_triton(order: ModuleType, chosen: list[Chosen]) -> None:
     from benchmarks.sanitize_catalog import batches_of
     from benchmarks.sanitize_pool import Batch, Sweep
 
@@ -98,7 +96,7 @@ def test_controls_run_first_then_what_memcheck_never_saw_then_the_other_tools_ov
     assert [(tool, old) for tool, _, old in ran[-3:]] == [("memcheck", True)] * 3
 
 
-def test_every_line_of_the_record_is_of_a_kernel_and_of_a_known_tool(order: ModuleType) -> None:
+def test_every_line_of_the_record_has_a_kernel_and_a_known_tool(order: ModuleType) -> None:
     lines = order.read_lines(order.RECORD)
     assert len(lines) > 100
     assert {tool for line in lines for tool in line["tools"]} <= set(order.TOOLS)

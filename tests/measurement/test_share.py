@@ -70,7 +70,7 @@ def traces(root: Path, definition: dict[str, Any]) -> dict[str, Trace]:
 
 
 @pytest.mark.slow
-def test_the_harness_passes_strays_with_their_share_and_nothing_that_is_missing(tmp_path):
+def test_harness_accepts_strays_but_no_missing_value(tmp_path):
     found = traces(tmp_path, PRODUCT)
     strays = found["fp8_product_strays"]
     assert strays.status == "PASSED", strays.reason
@@ -81,7 +81,7 @@ def test_the_harness_passes_strays_with_their_share_and_nothing_that_is_missing(
 
 
 @pytest.mark.slow
-def test_the_same_strays_are_refused_where_the_definition_has_no_share(tmp_path):
+def test_strays_are_refused_if_the_definition_has_no_share(tmp_path):
     strays = traces(tmp_path, STRICT)["fp8_product_strays"]
     assert strays.status == "INCORRECT_NUMERICAL"
     assert strays.correctness.gate == "elementwise"

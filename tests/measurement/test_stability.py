@@ -34,7 +34,7 @@ def workloads(*sizes: int) -> list[Workload]:
     return [Workload.from_dict({**content, "axes": {"M": size, "N": 8}, "inputs": {}}) for size in sizes]
 
 
-def test_the_same_winner_in_every_run_is_identical_however_close_it_was(stability):
+def test_same_winner_in_every_run_is_identical_if_close(stability):
     runs = [{"a": rounds(10), "b": rounds(10.01)}, {"a": rounds(9), "b": rounds(12)}]
     assert stability.agreement(runs) == "identical"
 
@@ -45,11 +45,11 @@ def test_two_winners_agree_only_where_they_tie_in_both_runs(stability, apart, ve
     assert stability.agreement(runs) == verdict
 
 
-def test_a_winner_that_another_run_could_not_time_is_a_difference(stability):
+def test_winner_that_another_run_could_not_time_is_a_difference(stability):
     assert stability.agreement([{"a": rounds(10)}, {"b": rounds(10)}]) == "different"
 
 
-def test_an_operator_with_many_workloads_does_not_outweigh_the_others(stability):
+def test_operator_with_many_workloads_does_not_outweigh_others(stability):
     groups = {"many": workloads(*range(1, 50)), "few": workloads(1, 2)}
     drawn = stability.stratified(groups, 6, random.Random(0))
     assert [pair.definition for pair in drawn] == ["few", "many", "few", "many", "many", "many"]

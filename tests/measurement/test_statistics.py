@@ -29,17 +29,17 @@ def test_the_median_is_the_middle_value(samples, middle):
 
 
 @pytest.mark.parametrize("count", [*range(8, 200, 7), 500, 999])
-def test_the_interval_is_the_narrowest_that_covers_the_median_with_99_percent(count):
+def test_interval_is_the_narrowest_that_covers_99_percent(count):
     assert coverage(count, left_out(count)) >= 0.99 > coverage(count, left_out(count) + 1)
 
 
 @pytest.mark.parametrize("count", [1000, 1001, 3000])
-def test_the_interval_of_many_samples_covers_the_median_with_99_percent_too(count):
+def test_interval_of_many_samples_covers_99_percent_too(count):
     assert 0.99 <= coverage(count, left_out(count)) < 0.9925
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_with_fewer_than_eight_samples_the_interval_is_their_range(count):
+def test_interval_of_fewer_than_eight_samples_is_their_range(count):
     samples = [float(value) for value in range(1, count + 1)]
     assert median_interval(samples) == Interval(median(samples), 1.0, float(count))
 
@@ -55,7 +55,7 @@ def test_the_interval_covers_as_often_as_it_says():
 
 
 @given(times)
-def test_an_interval_holds_its_median_and_lies_within_the_samples(samples):
+def test_interval_holds_its_median_and_lies_within_the_samples(samples):
     interval = median_interval(samples)
     assert min(samples) <= interval.low <= interval.median <= interval.high <= max(samples)
 

@@ -44,7 +44,7 @@ SEED = 20_261_122
 
 @pytest.fixture
 def make(tmp_path: Path, write_solution: Callable[..., SolutionFiles]) -> Iterator[Any]:
-    """A verification of a source, in a worker of its own."""
+    """Return a verification of a source, in a separate worker."""
     with ExitStack() as stack:
 
         def verification(name: str, source: str, **spec: Any) -> Verification:
@@ -64,7 +64,7 @@ def verified(subject: Verification) -> VerifiedWorkload | Failure:
     return subject.verify(contents, [workload], SEED, cache)
 
 
-def test_a_case_that_stock_code_fails_too_is_dropped_with_a_note_and_one_that_it_passes_is_not(make: Any) -> None:
+def test_case_that_stock_code_fails_too_is_dropped_with_a_note(make: Any) -> None:
     stock = make("scaled_stock", NAN_AT_INFINITY, role="baseline", provides="stock")
     subject = make("scaled_same", NAN_AT_INFINITY)
     alone = verified(subject)
@@ -96,7 +96,7 @@ def test_without_stock_code_nothing_is_excused(make: Any) -> None:
     assert outcome.gate == "nan_inf_mask"
 
 
-def test_what_stock_code_said_of_other_contents_of_the_same_case_is_not_taken_for_these(make: Any) -> None:
+def test_result_of_stock_code_on_other_contents_is_not_reused(make: Any) -> None:
     """A first seed at which it fails, and another of the same shape and kind of contents at which it does not."""
     wrong_once = "def run(x, weight, out):\n    out.copy_(x * weight * (0.3 if x.sum() > 0 else 3.0))\n"
     stock = make("scaled_stock", wrong_once, role="baseline", provides="stock")
@@ -110,7 +110,7 @@ def test_what_stock_code_said_of_other_contents_of_the_same_case_is_not_taken_fo
     baseline_check.close()
 
 
-def test_stock_code_is_asked_what_it_gives_whether_that_is_right_or_not(make: Any) -> None:
+def test_stock_code_gives_its_result_even_if_it_is_wrong(make: Any) -> None:
     stock = make("scaled_stock", RIGHT.replace("0.3", "3.0"), role="baseline", provides="stock")
     cache = ExpectedCache(Definition.from_dict(SCALED), "cpu")
     expected = WorkloadContents.draw(stock.handle.definition, Workload.from_dict(WORKLOAD), SEED, cache).sets[0]

@@ -48,7 +48,7 @@ def test_the_speedup_is_the_geometric_mean_against_stock_alone():
     assert row.speedup == pytest.approx(2)
 
 
-def test_the_ratio_to_the_best_before_is_over_the_workloads_that_had_one():
+def test_ratio_to_the_best_before_covers_workloads_with_a_best():
     (row,) = summarise([trace("kernel", ratio=4.0, over_best=1.2), trace("kernel", ratio=4.0)])
     assert (row.over_best, row.speedup) == (pytest.approx(1.2), pytest.approx(4))
 
@@ -60,7 +60,7 @@ def test_the_share_of_the_speed_of_light_is_a_geometric_mean_too():
     assert stock.sol_ratio is None
 
 
-def test_the_first_failure_gives_the_note_and_what_is_excluded_does_not_count():
+def test_first_failure_gives_the_note_and_exclusions_are_ignored():
     traces = [
         trace("kernel", "UNSUPPORTED", "N <= 8"),
         trace("kernel", "TIMEOUT", "too slow"),

@@ -120,7 +120,7 @@ def said(package: Path, tmp_path: Path) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "handicap", [NO_LANDLOCK, NO_CAPABILITIES + NO_LANDLOCK], ids=["no Landlock", "nor namespaces"]
 )
-def test_what_the_package_ships_is_promoted_and_serves_this_user_and_nobody_else(said, handicap, tmp_path):
+def test_shipped_code_is_promoted_and_serves_only_this_user(said, handicap, tmp_path):
     found = said(handicap)
     assert (found["level"], found["doctor"]) == (1, ["missing"])
     assert found["traces"] == {"row_scale_fast": ["PASSED", 1], "row_scale_stock": ["PASSED", 1]}
@@ -149,7 +149,7 @@ def test_several_devices_keep_to_the_same_rule(said, monkeypatch):
 
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
-def test_a_source_that_nobody_ships_is_refused_with_the_reason(said, package, tmp_path):
+def test_unshipped_source_is_refused_with_the_reason(said, package, tmp_path):
     refused = said(NO_LANDLOCK, "row_scale_mine")["refused"]
     assert "The package ships no source of row_scale_mine" in refused
     assert "With --allow-unsandboxed" in refused
@@ -161,7 +161,7 @@ def test_a_source_that_nobody_ships_is_refused_with_the_reason(said, package, tm
 @NEEDS_LANDLOCK
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")
-def test_in_a_container_workers_are_confined_and_everything_may_be_promoted(said):
+def test_workers_in_a_container_are_confined_and_may_be_promoted(said):
     found = said("", preexec_fn=keep_a_containers_capabilities)
     assert (found["level"], found["doctor"]) == (2, ["ok"])
     assert {level for _, level in found["traces"].values()} == {2}

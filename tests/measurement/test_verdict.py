@@ -34,7 +34,7 @@ def test_the_median_of_a_pareto_tail_is_covered_however_heavy(tail, count, seed)
 
 @settings(max_examples=8)
 @given(st.floats(0.05, 0.45), st.floats(1.01, 1.5), st.integers(8, 60), st.integers(0, 2**32))
-def test_the_median_is_covered_where_the_clock_hops_between_two_states(share, slower, count, seed):
+def test_median_is_covered_if_the_clock_hops_between_two_states(share, slower, count, seed):
     generator = random.Random(seed)
 
     def draw() -> float:
@@ -55,7 +55,7 @@ def test_the_median_is_covered_when_a_coarse_clock_makes_ties(scale, count, seed
 
 
 def rounds(generator: random.Random, speedup: float, count: int) -> tuple[list[float], list[float]]:
-    """Times of this and of the other in interleaved rounds: 2% of drift that both see, heavy-tailed noise of their own."""
+    """Return times of both in interleaved rounds: 2% of drift that both see, and separate heavy-tailed noise."""
     this, other, level = [], [], 0.0
     for _ in range(count):
         level += generator.gauss(0, 0.02 / math.sqrt(count))
@@ -65,14 +65,14 @@ def rounds(generator: random.Random, speedup: float, count: int) -> tuple[list[f
 
 
 @pytest.mark.parametrize("count", [8, 12, 40])
-def test_equal_kernels_are_told_apart_in_one_of_a_hundred_runs_at_most(count):
+def test_equal_kernels_differ_in_one_of_a_hundred_runs_at_most(count):
     generator = random.Random(count)
     decided = sum(verdict_of(paired_ratio(*rounds(generator, 1.0, count))) != "tie" for _ in range(REPEATS))
     assert decided <= FEW_MISSES
 
 
 @pytest.mark.parametrize(("speedup", "verdict"), [(1.03, "faster"), (1 / 1.03, "slower")])
-def test_three_percent_are_found_in_twelve_rounds_in_spite_of_drift(speedup, verdict):
+def test_three_percent_are_found_in_twelve_rounds_despite_drift(speedup, verdict):
     generator = random.Random(1)
     found = [verdict_of(paired_ratio(*rounds(generator, speedup, 12))) for _ in range(REPEATS)]
     assert found.count(verdict) / REPEATS > 0.98

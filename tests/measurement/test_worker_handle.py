@@ -50,7 +50,7 @@ def test_a_source_that_did_not_load_gets_another_process(make: Callable[..., Wor
         (60.0, "RUNTIME_ERROR", "the source does not load"),
     ],
 )
-def test_only_what_its_own_source_does_is_held_against_a_solution(
+def test_solution_answers_only_for_faults_of_its_own_source(
     limit_s: float, status: str, says: str, make: Callable[..., WorkerHandle]
 ) -> None:
     failure = make(limit_s).load()

@@ -161,7 +161,7 @@ NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 
 
 def _build(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A tiny model in eval mode; the same weights at every call. Norm weights are random, not ones."""
+    """Build a tiny model in eval mode with the same weights at every call. Norm weights are random, not ones."""
     prefix, own = MODELS[name]
     config_class = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
 
 
 def _layouts(definition: Definition) -> list[dict[str, str]]:
-    """The layouts in which models pass these tensors, in any combination; all others are contiguous.
+    """Return the layouts in which models pass these tensors, in any combination; all others are contiguous.
 
     Heads and tokens may change places; the rows of a norm may be padded.
     """
@@ -197,7 +197,7 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
 
 
 def _size(definition: Definition, axis: str, size: int) -> int:
-    """As large as everything else, where that is a call: heads have a limit or hold pairs, groups hold two experts at least."""
+    """Return a size as large as everything else, within the limits: heads are limited or hold pairs, groups hold two experts."""
     if "D <= 256" in definition.constraints and axis == "D":
         return min(size, LARGEST_HEAD)
     if "2 * P <= D" in definition.constraints and axis == "D":
@@ -206,13 +206,13 @@ def _size(definition: Definition, axis: str, size: int) -> int:
 
 
 def _products(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every choice of a value for each name."""
+    """Return every choice of a value for each name."""
     return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
 
 
 @functools.cache
 def _selecting(op: str) -> dict[str, Sequence[Any]]:
-    """The inputs that select what code runs: flags, and whole numbers that are no sizes, as Workloads have them."""
+    """Return the inputs that select what code runs: flags, and whole numbers that are no sizes, as Workloads have them."""
     definition, found = SHIPPED.definition(op), dict[str, Sequence[Any]]()
     for name, spec in definition.inputs.items():
         if spec.is_scalar and is_code_selecting(definition, name):
@@ -222,7 +222,7 @@ def _selecting(op: str) -> dict[str, Sequence[Any]]:
 
 
 def _source(solution: SolutionFiles) -> bytes:
-    """The source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each."""
+    """Return the source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each."""
     file, _, entry = solution.record.spec.entry_point.partition("::")
     source = solution.sources[file]
     return source if entry == "run" else source + f"\n\nrun = {entry}\n".encode()
@@ -290,7 +290,7 @@ class Shop:
     def _table(
         self, without: tuple[str, ...], device: tuple[str, str], smallest: int, smallest_of: Mapping[str, int]
     ) -> list[dict[str, Any]]:
-        """What is published of every kernel that was written: the entries of a table."""
+        """Return what is published of every kernel that was written: the entries of a table."""
         entries: list[dict[str, Any]] = []
         catalog = Catalog((shipped_root(), self.root))
         for op in (op for op in (*OPS, *BACKWARDS) if op not in without and self._folder(op).is_dir()):
@@ -342,7 +342,7 @@ class Shop:
         (folder / "solution.json").write_text(json.dumps(record))
 
     def _entries(self, catalog: Catalog, op: str, smallest: int) -> list[dict[str, Any]]:
-        """The smallest and the largest call of each dtype and layout: everything between is the nearest of the two."""
+        """Return the smallest and the largest call of each dtype and layout: all others are nearest to one of the two."""
         definition, solution = catalog.definition(op), catalog.solution(f"{op}_cpu")
         candidate = {
             "solution": solution.name,
@@ -377,19 +377,19 @@ class Shop:
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are read here as whole sentences, which 80 columns would break."""
+    """Widen the terminal: reports are read here as whole sentences, which 80 columns would break."""
     monkeypatch.setenv("COLUMNS", "400")
 
 
 @pytest.fixture
 def shop(home: Path) -> Shop:
-    """The user's overlay; nothing is offered and nothing published yet."""
+    """Return the user's overlay; nothing is offered and nothing published yet."""
     return Shop(home / "catalog", home)
 
 
 @pytest.fixture
 def restated(tmp_path: Path) -> Callable[..., Catalog]:
-    """The shipped catalog, in which a Definition says otherwise how it is served: ``restated("rms_norm", code=[...])``."""
+    """Return the shipped catalog with other rules of serving a Definition: ``restated("rms_norm", code=[...])``."""
 
     def restate(name: str, **changes: Any) -> Catalog:
         root = tmp_path / "restated"
@@ -407,19 +407,19 @@ def restated(tmp_path: Path) -> Callable[..., Catalog]:
 
 @pytest.fixture
 def kernels(shop: Shop) -> Catalog:
-    """A catalog with a stock-backed kernel for each operator, published for the CPU."""
+    """Return a catalog with a stock-backed kernel for each operator, published for the CPU."""
     return shop.offer()
 
 
 @pytest.fixture
 def training_kernels(shop: Shop) -> Catalog:
-    """As ``kernels``, and kernels for the gradients."""
+    """Return the catalog of ``kernels`` with kernels for the gradients."""
     return shop.offer(ops=(*OPS, *BACKWARDS))
 
 
 @pytest.fixture
 def poison(shop: Shop) -> Catalog:
-    """Kernels that write NaN: whoever runs one is found out."""
+    """Return kernels that write NaN, so that every use of one shows."""
     return shop.offer(NAN)
 
 
@@ -437,7 +437,7 @@ def prompt() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def logits() -> Callable[..., torch.Tensor]:
-    """The logits of one forward pass without grad."""
+    """Return the logits of one forward pass without grad."""
 
     def run(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A new operator in a model, from records alone: no line of the package, and no list that somebody keeps.
+"""A new operator in a model, from records alone: no line of the package, and no list kept by hand.
 
-Each operator here is one that nobody ships. It lives in the user's catalog, as ``docs/how-to/add-an-operator.md`` says; a new
+No operator here ships with the package. It lives in the user's catalog, as ``docs/how-to/add-an-operator.md`` says; a new
 kind of part is one more file beside those of the package.
 """
 

@@ -1,4 +1,4 @@
-"""Every architecture, without a line that knows it: what is served, what stays stock and why, and that nobody can tell."""
+"""Every architecture, without a line that knows it: what is served, what stays stock and why, with unchanged results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "phi3": ({"rms_norm": 5, "silu_and_mul": 2, "rope_partial": 2}, {}),
     "olmo2": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
     "olmo3": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox": 2}, {}),
-    # What the layers of these two add is a view that the norm before it made, of memory that nobody has.
+    # What the layers of these two add is a view that the norm before it made, of memory that nothing else holds.
     "glm4": ({"rms_norm": 7, "fused_add_rms_norm": 2, "silu_and_mul": 2, "rope_pairs": 2}, {}),
     "gemma3": ({"rms_norm_gemma": 11, "fused_add_rms_norm_gemma": 2, "gelu_tanh_and_mul": 2, "rope_neox": 2}, {}),
 }

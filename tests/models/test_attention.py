@@ -1,4 +1,4 @@
-"""Attention: a kernel serves exactly the calls that a Definition describes, all others run stock, and nobody can tell.
+"""Attention: a kernel serves exactly the calls that a Definition describes, all others run stock, with unchanged results.
 
 The kernels here give the bits of stock for their own Definition, causal or one position, so that a call served by mistake
 (with a mask, a window, other lengths) changes the result.
@@ -110,7 +110,7 @@ def test_a_window_is_served_while_it_holds_the_whole_sequence(
     assert reasons(handle) == {part.MASKED}
 
 
-def test_layers_with_a_window_and_layers_without_are_told_apart(
+def test_layers_with_and_without_a_window_are_distinguished(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
     model, ids = build("gemma3"), prompt(2)
@@ -232,7 +232,7 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 
 
 def test_a_model_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=OPS)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

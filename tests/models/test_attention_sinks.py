@@ -1,4 +1,4 @@
-"""Attention with sinks: a kernel serves calls whose mask is plain, all others run the model's eager code, and nobody can tell.
+"""Attention with sinks: a kernel serves calls with a plain mask, all others run the model's eager code, with equal results.
 
 The kernels here give the bits of stock for their own Definition, so that a call served by mistake (with padding, another window,
 keys of an earlier chunk) changes the result.

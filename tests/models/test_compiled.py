@@ -45,7 +45,7 @@ SERVED = {
 
 
 VIEWS = {"deepseek_v2": {"aten.view.default", "aten.view_as_real.default", "aten.view_as_complex.default"}}
-"""What a graph may have besides: the complex table as an operator takes it, and back. It moves nothing."""
+"""Other nodes that a graph may have: the complex table as an operator takes it, and back. They move nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +326,7 @@ def test_graph_capture_runs_kernels_for_known_calls_only(
     stock = {ids: logits(model, ids) for ids in (known, new)}
     with patched(model, catalog=kernels) as handle:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-        logits(compiled, known)  # the warm-up that whoever captures makes first
+        logits(compiled, known)  # the warm-up that comes before a capture
         served, tables = handle.report().hits(), kernels_of(handle)
         for _, site in handle.sites:
             site.dispatcher.is_capturing = lambda: True

@@ -318,7 +318,7 @@ def test_experts_that_lie_otherwise_are_no_definition(kernels: Catalog) -> None:
     assert reason(experts(biased), kernels).startswith("its batched_mm experts cannot be probed: AttributeError")
 
 
-def test_clamped_gates_are_told_by_their_limit(kernels: Catalog) -> None:
+def test_clamped_gates_are_recognised_by_their_limit(kernels: Catalog) -> None:
     """gpt-oss and DeepSeek-V4: the number is the module's own, and one that is none is refused."""
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

@@ -175,7 +175,7 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 
 
 def test_a_layer_runs_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=(CAST, PRODUCT))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -269,7 +269,7 @@ def test_machine_unable_to_run_stock_code_serves_nothing(kernels: Catalog, monke
 
 
 @pytest.mark.parametrize("error", [PermissionError("no cache"), CorruptedCacheException("bad"), HTTPError("no route")])
-def test_a_hub_that_gives_no_kernel_is_told_of(
+def test_hub_that_gives_no_kernel_is_reported(
     error: Exception, kernels: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Residual sum and norm as one kernel: only where the code has that shape, and only in memory that nobody else holds."""
+"""Residual sum and norm as one kernel: only if the code has that shape, and only in memory that nothing else holds."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_shape_is_found_in_layers_that_norm_their_sum() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A layer of nobody's library."""
+    """A layer of no library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ WAYS_TO_CALL: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] =
 
 @pytest.mark.parametrize("sub_layer", SUB_LAYERS)
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_memory_is_owned_where_nobody_else_has_it(holder: str, sub_layer: str) -> None:
+def test_memory_is_owned_if_no_other_tensor_has_it(holder: str, sub_layer: str) -> None:
     is_view = SUB_LAYERS[sub_layer](torch.ones(2, 3, 8), torch.ones(8, 8))._is_view()
     nobody = holder == "nobody" or (holder == "its base" and not is_view)
     assert owned(SUB_LAYERS[sub_layer], HOLDERS[holder]) == nobody
@@ -351,7 +351,7 @@ def keeping(residual: torch.Tensor) -> torch.Tensor:
 
 
 def test_nothing_is_owned_in_code_that_was_compiled() -> None:
-    """Its frames drop a variable that is not read again, so that whoever else holds the tensor would make up for the frame."""
+    """Its frames drop a variable that is not read again, so that any other holder of the tensor would make up for the frame."""
     rewrite.own_holders()  # as code that is not compiled has it
     torch.compile(keeping, backend="eager")(torch.ones(3))
     torch.compiler.reset()

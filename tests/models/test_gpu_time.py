@@ -61,7 +61,7 @@ def test_gpu_work_belongs_to_the_mark_of_its_launch() -> None:
             work(3, 5.0),
             launch(4, 110, "cudaMemsetAsync"),
             work(4, 5.0, "gpu_memset"),
-            launch(5, 15, thread=OTHER),  # at the same time, by somebody else
+            launch(5, 15, thread=OTHER),  # at the same time, by another thread
             work(5, 6.0),
             launch(6, 200, "cudaMemcpyAsync"),
             work(6, 4.0, "gpu_memcpy"),

@@ -85,7 +85,7 @@ def test_unpatch_restores_every_class_and_leaves_no_trace(
     assert set(sys.modules) <= modules
     assert torch.equal(logits(model, ids), stock)
     with torch.no_grad():
-        assert not kept(torch.ones(1, 64)).isnan().any()  # even a bound method that somebody kept
+        assert not kept(torch.ones(1, 64)).isnan().any()  # even a bound method that was kept
 
 
 def test_an_exception_in_the_block_restores_the_model(kernels: Catalog, build: Any) -> None:

@@ -36,7 +36,7 @@ INPUTS: dict[str, tuple[torch.Tensor, list[int] | None]] = {
 
 
 def steps(value: torch.Tensor) -> list[int]:
-    """The strides that matter: nobody steps along an axis of one."""
+    """The strides that matter: no code steps along an axis of one."""
     return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
 
 

@@ -48,7 +48,7 @@ def match(name: str) -> DefinitionMatch:
     ("norm_class", "definition"),
     [(LlamaRMSNorm, "rms_norm"), (Olmo2RMSNorm, "rms_norm_fp32"), (Gemma3RMSNorm, "rms_norm_gemma")],
 )
-def test_a_norm_is_told_from_those_that_round_elsewhere(
+def test_norm_is_distinguished_from_those_that_round_elsewhere(
     norm_class: Any, definition: str, dtype: torch.dtype, size: int
 ) -> None:
     module = norm_class(size).to(dtype)
@@ -60,7 +60,7 @@ def test_a_norm_is_told_from_those_that_round_elsewhere(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_activation_is_told_from_other_gates(packed: bool) -> None:
+def test_activation_is_distinguished_from_other_gates(packed: bool) -> None:
     silu = "silu_and_mul" if packed else "swiglu"
 
     def gates(activation: Any) -> list[str]:
@@ -88,7 +88,7 @@ def test_an_activation_is_told_from_other_gates(packed: bool) -> None:
         (rotate_pairs, ["rope_pairs"], []),
     ],
 )
-def test_rotations_are_told_apart(function: Any, full_width: list[str], part: list[str] | None) -> None:
+def test_rotations_are_distinguished(function: Any, full_width: list[str], part: list[str] | None) -> None:
     assert matched(rope.probe_function(function, match("rope_neox"), CPU), ROPES) == full_width
     if part is not None:
         assert matched(rope.probe_function(function, match("rope_partial"), CPU), ["rope_partial"]) == part

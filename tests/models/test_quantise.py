@@ -142,7 +142,7 @@ def test_a_twin_that_shares_the_weights_is_not_touched(model: Any, catalog: Cata
     before.check(twin, lambda: logits(twin, prompt()))
 
 
-def test_weights_that_nobody_else_has_are_freed_and_made_anew(model: Any, catalog: Catalog) -> None:
+def test_weights_with_no_other_owner_are_freed_and_made_anew(model: Any, catalog: Catalog) -> None:
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.requires_grad_(False).note = "an attribute"
     own, weight = layer.weight.detach().clone(), weakref.ref(layer.weight)
@@ -255,7 +255,7 @@ def test_layer_inexact_or_not_called_keeps_its_weight(catalog: Catalog) -> None:
 
 
 class Reading(Layers):
-    """Code that reads the weight of ``first`` in one way, besides calling it."""
+    """Return code that reads the weight of ``first`` in one way and also calls it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

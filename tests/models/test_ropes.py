@@ -1,4 +1,4 @@
-"""Rotations of pairs, and by half tables: found by their code, served with the bits of stock, and told apart."""
+"""Rotations of pairs, and by half tables: found by their code, served with the bits of stock, and distinguished."""
 
 from __future__ import annotations
 

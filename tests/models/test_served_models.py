@@ -32,7 +32,7 @@ def test_autocast_keeps_its_dtypes(kernels: Catalog, build: Any, prompt: Any) ->
         assert torch.equal(want, got)
     hits = handle.report().hits()
     assert hits["swiglu"] == 2
-    assert hits["rope_neox"] == 0  # q is bf16 and its tables are fp32 here: another operator, which nobody measured
+    assert hits["rope_neox"] == 0  # q is bf16 and its tables are fp32 here: another operator, without a measurement
 
 
 def test_outputs_are_recorded_as_ever(kernels: Catalog, build: Any, prompt: Any) -> None:

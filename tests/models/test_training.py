@@ -131,7 +131,7 @@ def test_frozen_norms_get_no_gradient_and_pass_one_on(training_kernels: Catalog,
     assert "rms_norm_backward" not in hits
 
 
-def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
+def test_gradient_without_its_own_measurement_is_left_to_stock(
     training_kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model, ids = build().requires_grad_(False), prompt()
@@ -145,7 +145,7 @@ def test_a_gradient_that_nobody_measured_alone_is_left_to_stock(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_who_wants_no_gradients_is_told_how_to_say_so(
+def test_call_without_gradients_is_shown_how_to_say_so(
     training: bool, kernels: Catalog, build: Any, prompt: Any
 ) -> None:
     model = build().train(training)
@@ -272,7 +272,7 @@ print(json.dumps({"errors": errors, "hits": handle.report().hits()}))
 
 @pytest.mark.nightly
 def test_a_model_trains_on_the_triton_kernels_themselves(shop: Any) -> None:
-    """In a process of its own, in which the interpreter of Triton runs them on the CPU."""
+    """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=("rms_norm", "swiglu", "rope_neox", *BACKWARDS))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -39,7 +39,7 @@ def tensor(*shape: int, dtype: str = "bfloat16", strides: tuple[int, ...] | None
 NORM = define({"x": (["M", "N"], "T"), "weight": (["N"], "T"), "eps": (None, "float32")}, {"out": (["M", "N"], "T")})
 
 
-def test_axes_dtypes_layouts_and_scalars_are_read_off_the_arguments() -> None:
+def test_axes_dtypes_layouts_and_scalars_are_read_off_arguments() -> None:
     padded = tensor(4, 8, strides=(16, 1))
     binding = bind_arguments(NORM, {"x": padded, "weight": tensor(8), "eps": 1e-5})
     assert binding.axes == {"M": 4, "N": 8}
@@ -65,7 +65,7 @@ def test_an_expression_with_one_unknown_axis_is_solved(shape: str, size: int, ex
     assert solve_axes(op, {"x": (5, size)}) == {"M": 5, "I": expected}
 
 
-def test_an_expression_that_cannot_be_undone_waits_for_another_tensor() -> None:
+def test_expression_that_cannot_be_inverted_waits_for_a_tensor() -> None:
     op = define({"scale": (["N // 4"], "T"), "x": (["M", "N"], "T")}, {"out": (["M"], "T")})
     assert solve_axes(op, {"scale": (2,), "x": (3, 9)}) == {"M": 3, "N": 9}
 

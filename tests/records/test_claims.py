@@ -14,7 +14,7 @@ QUIET = between(0.995, 1.005)
 GOOD = {"rounds": 10, "kernel_calls": 4, "control": QUIET}
 
 
-def test_an_interval_beyond_what_stock_shows_against_itself_is_a_claim():
+def test_interval_beyond_stock_against_itself_is_a_claim():
     assert claim_of(between(1.05, 1.2), **GOOD).verdict == "faster"
     assert claim_of(between(0.8, 0.9), **GOOD).verdict == "slower"
 
@@ -45,5 +45,5 @@ def test_an_interval_has_two_ends_or_none():
     assert fault["ctx"]["error"].code == "interval_open"
 
 
-def test_eight_samples_are_the_fewest_whose_range_is_a_99_percent_interval():
+def test_eight_samples_are_the_fewest_with_a_99_percent_interval():
     assert 1 - 2 / 2**MIN_ROUNDS >= 0.99 > 1 - 2 / 2 ** (MIN_ROUNDS - 1)

@@ -176,7 +176,7 @@ def test_an_unknown_key_is_named_before_all_that_is_missing(definition_record):
         ("M ==", "'M =='"),
     ],
 )
-def test_a_rule_about_contents_that_nobody_could_evaluate_is_refused(definition_record, text, name):
+def test_rule_about_contents_that_cannot_be_evaluated_is_refused(definition_record, text, name):
     with raises(RecordError, "content_constraint", "content_constraints[0]: ", name):
         Definition.from_dict(definition_record(content_constraints=[text]))
 

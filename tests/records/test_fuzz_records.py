@@ -249,7 +249,7 @@ DAMAGE: list[Callable[[str], bytes]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BASES)
-def test_a_damaged_record_is_read_or_refused_by_an_error_that_names_it(kind: str, tmp_path: Path):
+def test_damaged_record_is_read_or_refused_by_name(kind: str, tmp_path: Path):
     folders = (tmp_path / str(number) for number in itertools.count())
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -29,7 +29,7 @@ def make(definition_record):
     )
 
 
-def test_functions_of_the_reference_say_what_is_ranked_and_what_follows(make):
+def test_reference_functions_state_what_is_ranked_or_follows(make):
     record = make()
     assert (record.gathers, record.unordered, record.follows) == (
         {"index": "ranked"}, ("index",), {"out": "weights_of"},
@@ -85,7 +85,7 @@ def sampled(law="law", uniforms="uniform", output="index"):
     return {"sampled": {output: {"law": law, "uniforms": uniforms}}}
 
 
-def test_a_record_names_the_law_of_what_is_drawn_and_its_random_numbers(drawn):
+def test_record_names_the_law_of_draws_and_its_random_numbers(drawn):
     assert drawn().sampled["index"].law == "law"
     assert drawn().digest != drawn(**sampled("plain")).digest != drawn(sampled={}).digest
 

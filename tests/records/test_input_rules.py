@@ -88,6 +88,6 @@ def test_how_inputs_are_drawn_is_part_of_the_meaning(make):
     assert make(joint_inputs={"inputs": ["ids"], "source": DRAW}).digest != make().digest
 
 
-def test_a_record_that_went_through_a_dump_with_every_field_is_the_same(make):
+def test_record_is_unchanged_by_a_dump_with_every_field(make):
     definition = make(input_generators={"scale": {"kind": "positive"}})
     assert type(definition).model_validate(definition.model_dump()) == definition

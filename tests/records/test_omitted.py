@@ -40,7 +40,7 @@ def operator(make: Callable[..., dict[str, Any]], *optional: str, **changes: Any
         (["peak"], {"in_place": {"x": "peak"}}, "optional_needed"),
     ],
 )
-def test_only_the_last_outputs_that_nothing_relies_on_may_be_optional(
+def test_only_last_outputs_without_dependants_may_be_optional(
     definition_record: Callable[..., dict[str, Any]], optional: list[str], changes: dict[str, Any], code: str
 ) -> None:
     if changes:
@@ -82,7 +82,7 @@ def test_an_entry_point_is_not_given_what_it_omits(
     assert "calls it with (x, weight, factor, out, rms)" in problem
 
 
-def test_the_view_of_a_solution_has_the_digest_of_the_whole_operator(
+def test_view_of_a_solution_has_the_digest_of_the_whole_operator(
     definition_record: Callable[..., dict[str, Any]],
 ) -> None:
     definition = operator(definition_record, "rms", "peak", codes={})

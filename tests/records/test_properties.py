@@ -254,7 +254,7 @@ def _grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 @EXAMPLES
 @given(st.recursive(operands, _grow, max_leaves=10).filter(lambda text: len(text) <= 400))
-def test_an_expression_has_pythons_value_unless_it_leaves_the_range(text):
+def test_expression_has_pythons_value_unless_it_leaves_the_range(text):
     try:
         found: Any = evaluate(text, AXES)
     except RecordError as error:
@@ -300,7 +300,7 @@ tokens = st.sampled_from(
 
 @EXAMPLES
 @given(st.lists(tokens, max_size=40).map("".join) | st.text(max_size=40), st.sampled_from([0, 700]))
-def test_any_text_has_a_value_or_is_refused_however_deep_the_caller_is(text, depth):
+def test_any_text_has_a_value_or_is_refused_at_any_stack_depth(text, depth):
     def deeper(left: int) -> object:
         if left:
             return deeper(left - 1)

@@ -14,7 +14,7 @@ from tilegym_db.records.expressions import parse_expression
 
 
 @pytest.mark.parametrize("size", ["4", True, 4.0, "4.0", None, [4]])
-def test_the_size_of_an_axis_is_a_whole_number_and_nothing_like_it(size, workload_record, definition_record):
+def test_size_of_an_axis_must_be_a_whole_number(size, workload_record, definition_record):
     with raises(RecordError, "value_type", "axes.M: "):
         Workload.from_dict(workload_record(axes={"M": size, "N": 8}))
     if size is not None:
@@ -65,7 +65,7 @@ def test_a_key_that_is_given_twice_is_refused(text, key):
         ("N + " + "9" * 390, "9" * 390),
     ],
 )
-def test_an_expression_of_unbounded_cost_is_refused_when_it_is_read(text, part, definition_record):
+def test_expression_of_unbounded_cost_is_refused_on_reading(text, part, definition_record):
     begun = time.process_time()
     if part is None:
         parse_expression(text)

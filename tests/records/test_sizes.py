@@ -58,7 +58,7 @@ def test_a_scalar_that_is_no_size_is_refused(make, top_k, code, name):
         bind_arguments(make(), {"z": LOGITS, "top_k": top_k, "flag": True})
 
 
-def test_an_output_of_another_size_than_the_scalar_says_is_refused(make):
+def test_output_of_another_size_than_its_scalar_is_refused(make):
     with raises(UsageError, "size_differs", "dimension 1 of 'ids'", "K = 3"):
         bind_arguments(make(), {"z": LOGITS, "top_k": 3, "flag": True, "ids": Info((4, 5), (5, 1), "int64")})
 
@@ -68,7 +68,7 @@ def test_a_size_selects_no_code_beside_its_axis_and_a_flag_does(make):
     assert is_code_selecting(make(), "flag")
 
 
-def test_axis_and_scalar_complete_each_other_and_may_not_disagree(make):
+def test_axis_and_scalar_complete_each_other_and_must_agree(make):
     assert axes_with_scalars(make(), {"M": 4, "E": 16}, {"top_k": 3}) == {"M": 4, "E": 16, "K": 3}
     assert scalars_with_axes(make(), {"flag": True}, {"M": 4, "E": 16, "K": 3}) == {"flag": True, "top_k": 3}
     with raises(UsageError, "size_scalar_differs", "K=4", "'top_k'"):

@@ -55,13 +55,13 @@ def test_only_low_precision_inputs_make_strays(definition_record):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int32", "float8_e8m0fnu"])
-def test_only_outputs_that_are_compared_element_by_element_have_strays(dtype):
+def test_only_outputs_compared_element_by_element_have_strays(dtype):
     outputs = {"out": {"shape": ["M", "N"], "dtype": "bfloat16" if dtype == "float32" else dtype}}
     with raises(RecordError, "share_without_output", f"tolerance.{dtype}.share: "):
         Definition.from_dict({**RECORD, "outputs": outputs, "tolerance": {dtype: TOLERANCE}})
 
 
-def test_a_trace_may_have_matched_as_little_as_the_share_and_no_less():
+def test_trace_may_match_down_to_the_share_and_no_less():
     bounds = bounds_of(layer(TOLERANCE), AXES, {}, None, cold_l2=True, timer="events")
     assert bounds.matched_ratio == 0.95
     assert why_implausible(bounds, **figures(0.951)) is None

@@ -110,5 +110,5 @@ def test_an_unknown_gpu_or_target_lists_the_known_ones():
         ("a100", []),
     ],
 )
-def test_a_name_means_the_gpu_called_so_or_every_one_of_that_family(asked, meant):
+def test_name_means_the_gpu_called_so_or_all_of_that_family(asked, meant):
     assert gpus_meant(asked, ["h200", "h200-nvl", "h100-sxm", "cpu", "h100-pcie", "h100-sxm"]) == meant

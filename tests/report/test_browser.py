@@ -73,9 +73,7 @@ def body_rows(tab: Any, table: str) -> list[str]:
     return rows
 
 
-def test_every_table_sorts_both_ways_and_the_best_time_comes_first(
-    shipped_report: ReportData, show: Callable[..., Any]
-):
+def test_every_table_sorts_both_ways_with_the_best_time_first(shipped_report: ReportData, show: Callable[..., Any]):
     tab = show(shipped_report)
     for table in TABLES:
         for up, rising, down, falling in tab.evaluate(SORTED, table):
@@ -98,7 +96,7 @@ def model_ways(home: Path, catalog: Catalog) -> list[dict[str, Any]]:
         return [row for row in model_rows(store) if row["model"] == run.model]
 
 
-def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
+def test_model_is_shown_beside_stock_and_peers_as_other_evidence(
     shipped_report: ReportData, show: Callable[..., Any], catalog: Catalog, tmp_path: Path
 ):
     ways = model_ways(tmp_path / "home", catalog)
@@ -120,7 +118,7 @@ def test_a_model_is_shown_beside_stock_and_peers_as_evidence_of_another_kind(
     assert "no run of a whole model" in tab.locator("#table-models").inner_text()
 
 
-def test_where_nothing_may_be_claimed_of_a_model_no_speedup_is_shown(
+def test_model_without_a_permitted_claim_shows_no_speedup(
     shipped_report: ReportData, show: Callable[..., Any], catalog: Catalog, tmp_path: Path
 ):
     ways = [
@@ -133,9 +131,7 @@ def test_where_nothing_may_be_claimed_of_a_model_no_speedup_is_shown(
     assert "2.00" not in row
 
 
-def test_the_gpus_of_a_language_are_side_by_side_in_the_coverage_map(
-    shipped_report: ReportData, show: Callable[..., Any]
-):
+def test_gpus_of_a_language_are_side_by_side_in_the_coverage_map(shipped_report: ReportData, show: Callable[..., Any]):
     tab = show(shipped_report)
     gpus = sorted({row["gpu"] for row in shipped_report.coverage})
     assert len(gpus) == 2
@@ -153,7 +149,7 @@ def test_the_gpus_of_a_language_are_side_by_side_in_the_coverage_map(
         assert line.startswith(f"{gpu} {len(operators)} of {len(shipped_report.definitions)} operators verified")
 
 
-def test_a_shape_shows_what_is_fastest_on_each_gpu_and_the_ratio_that_sql_gives(
+def test_shape_shows_the_fastest_per_gpu_and_the_ratio_of_sql(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
     tab = show(shipped_report, "#q=rms_norm_backward_x")
@@ -201,7 +197,7 @@ def test_the_filter_of_a_gpu_leads_the_plots_too(shipped_report: ReportData, sho
         assert tab.locator("#table-coverage thead tr:last-child th").all_inner_texts()[2:] == [gpu] * 4
 
 
-def test_search_and_filters_work_from_the_keyboard_and_from_the_address(
+def test_search_and_filters_work_from_keyboard_and_address(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
     # A table shows 50 rows until more are asked for; this operator has fewer.
@@ -220,7 +216,7 @@ def test_search_and_filters_work_from_the_keyboard_and_from_the_address(
     assert all("rope_neox" in row and "tilelang" in row for row in body_rows(tab, "kernels"))
 
 
-def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
+def test_point_shows_the_number_of_sql_and_opens_its_kernel(
     shipped_report: ReportData, show: Callable[..., Any], store: Store
 ):
     tab = show(shipped_report, "#q=softmax")
@@ -267,9 +263,7 @@ def test_arrow_keys_move_over_the_points_that_the_filters_leave(shipped_report: 
     assert points.first.evaluate("node => node === document.activeElement")
 
 
-def test_ten_thousand_rows_are_filtered_within_a_tenth_of_a_second(
-    shipped_report: ReportData, show: Callable[..., Any]
-):
+def test_ten_thousand_rows_are_filtered_in_a_tenth_of_a_second(shipped_report: ReportData, show: Callable[..., Any]):
     rows = [row for row in shipped_report.evidence if row["is_fastest_in_language"]]
     many = (rows * (10_000 // len(rows) + 1))[:10_000]
     tab = show(replace(shipped_report, evidence=many))
@@ -321,7 +315,7 @@ SERIOUS = ("serious", "critical")
 
 
 def serious_findings(tab: Any) -> list[str]:
-    """What axe-core finds on the page that keeps somebody from using it."""
+    """Return what axe-core finds on the page that keeps people from using it."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(tab).response

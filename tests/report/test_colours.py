@@ -1,4 +1,4 @@
-"""The colours of languages differ for people who see fewer of them, too; marks differ in shape besides."""
+"""The colours of languages differ for people who see fewer of them, too; marks also differ in shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = {
 XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
 WHITE = (0.9505, 1.0, 1.089)
 APART = 15.0
-"""CIE 1976 difference; 2.3 is what can be told side by side, and marks are small and scattered."""
+"""Smallest CIE 1976 difference; 2.3 is visible side by side, and marks are small and scattered."""
 
 
 def product(matrix: tuple[tuple[float, ...], ...], vector: list[float]) -> list[float]:
@@ -29,7 +29,7 @@ def product(matrix: tuple[tuple[float, ...], ...], vector: list[float]) -> list[
 
 
 def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
-    """CIE L*a*b* of ``#rrggbb`` as somebody sees it."""
+    """Return CIE L*a*b* of ``#rrggbb`` as a person sees it."""
     rgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
     linear = [min(1.0, max(0.0, part)) for part in product(seen, linear)]
@@ -40,7 +40,7 @@ def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float,
 
 @pytest.mark.parametrize("person", SEEN)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_any_two_languages_can_be_told_apart(scheme: str, person: str):
+def test_any_two_languages_are_distinguishable(scheme: str, person: str):
     style = Path(page.__file__).with_name("page.css").read_text()
     part = style.split("@media (prefers-color-scheme: dark)")[scheme == "dark"]
     colours = {name: colour for name, colour in re.findall(r"--(\w+): (#\w{6})", part) if name in LANGUAGES}

@@ -47,7 +47,7 @@ def test_the_work_of_a_call_is_what_its_definition_states(shipped_report: Report
     assert row["bytes"] >= 2 * m * n
 
 
-def test_coverage_counts_the_verified_workloads_of_each_operator_and_language(shipped_report: ReportData, store: Store):
+def test_coverage_counts_verified_workloads_per_language(shipped_report: ReportData, store: Store):
     for row in shipped_report.coverage:
         assert row["verified"] <= row["workloads"]
         assert not row["verified"] or row["solutions"]
@@ -64,7 +64,7 @@ def test_coverage_counts_the_verified_workloads_of_each_operator_and_language(sh
     assert {"h100-sxm", "h200"} <= of_softmax.keys()
 
 
-def test_operators_that_are_open_and_kernels_that_nothing_verified_are_named(shipped_report: ReportData, store: Store):
+def test_open_operators_and_unverified_kernels_are_named(shipped_report: ReportData, store: Store):
     open_names = {row["definition"] for row in shipped_report.open if row["kind"] == "operator is open"}
     assert open_names == {row["name"] for row in store.rows("SELECT name FROM definitions WHERE is_open")}
     unverified = {row["solution"] for row in shipped_report.open if row["kind"].startswith("solution not")}
@@ -98,7 +98,7 @@ def test_the_command_names_config_scalars_and_layouts():
     )
 
 
-def test_the_command_of_what_a_file_held_measures_its_workload_again():
+def test_command_for_contents_of_a_file_repeats_its_workload():
     row = {"solution": "x", "workload_uuid": "u-1", "blobs_key": "ids=" + "ab" * 32}
     assert reproduce_command(row) == "tilegym-db bench x --workload u-1 --force"
 
@@ -118,7 +118,7 @@ def year_ago(shipped_report: ReportData) -> datetime:
     return shipped_report.newest - timedelta(days=365)
 
 
-def test_a_week_without_changes_says_so_and_has_where_the_field_stands(shipped_report: ReportData, store: Store):
+def test_week_without_changes_says_so_and_shows_the_standings(shipped_report: ReportData, store: Store):
     assert shipped_report.newest is not None
     later = weekly(store, shipped_report.newest + timedelta(days=1))
     for said in (
@@ -132,7 +132,7 @@ def test_a_week_without_changes_says_so_and_has_where_the_field_stands(shipped_r
     assert stands == {row["gpu"]: row["n"] for row in store.rows("SELECT gpu, count(*) AS n FROM best GROUP BY gpu")}
 
 
-def test_the_short_form_of_all_that_is_shipped_is_read_in_a_minute(year_ago: datetime, store: Store):
+def test_short_form_of_all_shipped_data_is_read_in_a_minute(year_ago: datetime, store: Store):
     short = weekly(store, year_ago, see_all="SEE ALL")
     models = [row for row in model_rows(store) if row["timestamp"] >= year_ago]
     assert len(short.splitlines()) <= 90
@@ -140,7 +140,7 @@ def test_the_short_form_of_all_that_is_shipped_is_read_in_a_minute(year_ago: dat
     assert "SEE ALL" not in weekly(store, year_ago, whole=True, see_all="SEE ALL")
 
 
-def test_the_runs_of_a_week_are_listed_and_where_they_are_many_gathered_by_model(catalog: Catalog, tmp_path: Path):
+def test_runs_of_a_week_are_listed_or_gathered_by_model_if_many(catalog: Catalog, tmp_path: Path):
     def models(count: int, *, whole: bool = False) -> list[dict[str, str]]:
         for number in range(count):
             control = {"timing": timing(1.0), "against": {"stock": speedups(1.0)}, "equal_tokens": 12}
@@ -212,7 +212,7 @@ def test_revocations_come_first_and_what_does_not_fit_is_counted(
     assert len(table_of(weekly(store, year_ago, whole=True), "Revocations and regressions")) == 21
 
 
-def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_award(shipped_report: ReportData, store: Store):
+def test_stock_code_is_no_change_and_a_weak_pass_no_award(shipped_report: ReportData, store: Store):
     roles = {row["name"]: row["role"] for row in shipped_report.solutions}
     news = [row for row in shipped_report.changes if row["kind"] in ("award", "verified")]
     assert {roles[row["solution"]] for row in news if row["solution"] in roles} == {"kernel"}

@@ -52,7 +52,7 @@ def checked(text: str) -> Checked:
     return parser
 
 
-def test_the_page_of_the_shipped_data_is_whole_small_and_asks_no_network(shipped_report: ReportData):
+def test_page_of_the_shipped_data_is_whole_small_and_offline(shipped_report: ReportData):
     text = page(shipped_report, version="0.2.0")
     assert len(text.encode()) < 3_000_000
     found = checked(text)
@@ -95,11 +95,11 @@ def test_an_empty_database_makes_a_page(shipped_report: ReportData):
     assert "newest measurement never" in page(report, version="0.2.0")
 
 
-def test_the_page_carries_the_library_of_its_plots_with_versions_and_licence(shipped_report: ReportData):
+def test_page_has_its_plot_library_with_versions_and_licence(shipped_report: ReportData):
     library = checked(page(shipped_report, version="0")).scripts[1]
     locked = json.loads((ROOT / "tools" / "d3" / "package-lock.json").read_text())["packages"]
     licence = (ROOT / "tilegym_db" / "report" / "vendor" / "d3.LICENSE").read_text()
-    assert licence in library  # who sends the page to somebody sends the licence along
+    assert licence in library  # the licence is sent along with the page
     assert "Permission to use, copy, modify, and/or distribute" in licence
     named = re.findall(r"(d3-[a-z]+|internmap) (\d+\.\d+\.\d+)", licence)
     assert {"d3-array", "d3-axis", "d3-format", "d3-scale", "d3-selection", "d3-shape"} <= {name for name, _ in named}

@@ -75,7 +75,7 @@ def two(store: Store, catalog: Catalog, tmp_path_factory: pytest.TempPathFactory
         yield opened
 
 
-def test_two_runs_differ_where_one_is_slower_and_where_one_has_no_measurement(two: Store) -> None:
+def test_two_runs_differ_if_one_is_slower_or_lacks_a_measurement(two: Store) -> None:
     diff = read_diff(two, A, B)
     assert {change: len(diff.of(change)) for change in CHANGES if diff.of(change)} == {
         "slower": 1, "not known": 4, "only in A": 1,
@@ -90,7 +90,7 @@ def test_a_run_against_itself_has_no_difference(two: Store) -> None:
     assert diff.circumstances == []
 
 
-def test_a_run_goes_by_the_start_of_its_id_and_an_unknown_one_is_refused(two: Store) -> None:
+def test_run_is_found_by_an_id_prefix_and_unknown_ones_refused(two: Store) -> None:
     assert read_diff(two, A[:-1], B).a["run_id"] == A
     with raises(NotFoundError, "run_unknown", "'x'"):
         read_diff(two, "x", A)
@@ -100,7 +100,7 @@ def test_a_run_goes_by_the_start_of_its_id_and_an_unknown_one_is_refused(two: St
 
 @needs_chromium
 @pytest.mark.slow
-def test_the_page_opens_without_a_network_and_axe_finds_nothing_serious(two: Store, tmp_path: Path) -> None:
+def test_page_opens_offline_and_axe_finds_nothing_serious(two: Store, tmp_path: Path) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     diff = read_diff(two, A, B)

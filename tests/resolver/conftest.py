@@ -60,7 +60,7 @@ class Shop:
         return Catalog((self.root,))
 
     def definition(self, name: str) -> Definition:
-        """One Definition."""
+        """Return one Definition."""
         return self.catalog.definition(name)
 
     def define(self, name: str, **content: Any) -> None:
@@ -87,7 +87,7 @@ class Shop:
         return SolutionFiles.read(folder)
 
     def candidate(self, files: SolutionFiles, latency_us: float = 10.0, **changes: Any) -> dict[str, Any]:
-        """A table candidate: verified, 1.5x faster than stock, with a 1% interval."""
+        """Return a table candidate: verified, 1.5x faster than stock, with a 1% interval."""
         spec = files.record.spec
         return {
             "solution": files.name,
@@ -111,7 +111,7 @@ class Shop:
     def entry(
         self, definition: str, axes: dict[str, int], candidates: list[dict[str, Any]], **changes: Any
     ) -> dict[str, Any]:
-        """A measured point; the first choice of every dtype variable unless ``dtypes`` is given."""
+        """Return a measured point; it has the first choice of every dtype variable unless ``dtypes`` is given."""
         record = self.definition(definition)
         return {
             "definition": definition,
@@ -135,7 +135,7 @@ class Shop:
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ship: Callable[[Path], Path]) -> Shop:
-    """A catalog with three Definitions, no Solutions, and nothing published."""
+    """Return a catalog with three Definitions, no Solutions, and nothing published."""
     shop = Shop(tmp_path / "shipped", tmp_path / "home")
     for name, content in DEFINITIONS.items():
         shop.define(name, **content)
@@ -150,7 +150,7 @@ KERNEL = "def run(x, weight, eps, out, *, BIAS=0):\n    out.copy_(x * weight + e
 
 @pytest.fixture
 def stock(shop: Shop) -> SolutionFiles:
-    """The stock code of ``scale_rows``, which returns its output."""
+    """Write the stock code of ``scale_rows``, which returns its output."""
     return shop.add(
         "scale_rows", "scale_rows_stock", STOCK, role="baseline", provides="stock", destination_passing_style=False
     )
@@ -158,7 +158,7 @@ def stock(shop: Shop) -> SolutionFiles:
 
 @pytest.fixture
 def kernel(shop: Shop) -> SolutionFiles:
-    """A destination-passing kernel of ``scale_rows``; its tunable BIAS shows which config ran."""
+    """Write a destination-passing kernel of ``scale_rows``; its tunable BIAS shows which config ran."""
     return shop.add("scale_rows", "scale_rows_kernel", KERNEL, tunables={"BIAS": [0, 1]})
 
 

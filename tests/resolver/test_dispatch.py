@@ -22,7 +22,7 @@ def args(m: int = 4, n: int = 8, **changes: Any) -> list[Any]:
 
 
 def plain_stock(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """Marks its output, so that a test sees who ran."""
+    """Callable that marks its output, so that a test sees which one ran."""
     out.fill_(-1)
 
 

@@ -1,4 +1,4 @@
-"""A call site whose calls grow: one decision for a span of sizes, and never a kernel where a decision of its own gave none."""
+"""A call site whose calls grow: one decision for a span of sizes, and never a kernel if a separate decision gave none."""
 
 from __future__ import annotations
 

@@ -259,5 +259,5 @@ def test_index_prefers_the_point_with_an_equal_scalar() -> None:
         decision = index.find(Call(DEFINITION.name, **{**CALL, "scalars": {"swap": False, "eps": eps}}))
         assert decision is not None
         assert decision.solution is SOLUTIONS[name]
-    # What nobody verified is no point of the index: each candidate is judged by the range that it was verified in.
+    # An unverified size is no point of the index: each candidate is judged by the range that it was verified in.
     assert index.find(Call(DEFINITION.name, **{**CALL, "scalars": {"swap": False, "eps": 1.0}})) is None

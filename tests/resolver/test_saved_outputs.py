@@ -47,7 +47,7 @@ def test_saved_output_of_the_kernel_reaches_the_backward(training: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     out, size = training.ask((x,), training=True)
     assert float(size.min()) >= 1000  # the kernel's own, not the reference's
-    assert not size.requires_grad  # nobody gives the gradient of what is only saved
+    assert not size.requires_grad  # what is only saved has no gradient
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
     torch.testing.assert_close(grad, size[:, None].expand(4, 8))
 

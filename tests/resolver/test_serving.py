@@ -1,4 +1,4 @@
-"""Serving a call that has no outputs yet: they are allocated for a kernel, and for nobody else."""
+"""Serving a call that has no outputs yet: they are allocated for a kernel only."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ sys.exit(ctypes.CDLL(None).unshare(mounts | ipc | processes | network) != 0)
 
 
 def offered_by_kernel() -> int:
-    """The highest level that this kernel should allow this user, asked in other ways than the sandbox itself does."""
+    """Return the highest level that this kernel should allow this user, found in other ways than the sandbox uses."""
     landlock = ctypes.CDLL(None).syscall(444, None, 0, 1)
     if landlock < 3 or not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
         return 1
-    # unshare needs a process of its own: there is no way back from it
+    # unshare needs a separate process: there is no way back from it
     if os.geteuid() != 0 or subprocess.run([sys.executable, "-c", CAN_UNSHARE]).returncode != 0:
         return 2
     return 3
@@ -61,13 +61,13 @@ LEVELS = [pytest.param(level, marks=() if level <= OFFERED else NOT_HERE, id=f"l
 
 @pytest.fixture(scope="session")
 def offered_level() -> int:
-    """The highest level that this kernel should allow this user."""
+    """Return the highest level that this kernel should allow this user."""
     return OFFERED
 
 
 @pytest.fixture(scope="session", params=LEVELS)
 def confining_level(request: pytest.FixtureRequest) -> int:
-    """Each level that confines."""
+    """Return each level that confines."""
     return int(request.param)
 
 
@@ -84,7 +84,7 @@ def write_peer() -> Callable[[Path, str], Path]:
 
 @pytest.fixture
 def peer(tmp_path: Path, write_peer: Callable[[Path, str], Path]) -> Iterator[Callable[..., WorkerProcess]]:
-    """A worker process whose other end runs these lines once it got its first request; at level 1 unless told otherwise."""
+    """Yield a worker process whose other end runs these lines once it got its first request; the default is level 1."""
     with contextlib.ExitStack() as stack:
         numbers = itertools.count()
 

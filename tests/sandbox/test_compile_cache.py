@@ -47,7 +47,7 @@ def ask(worker: WorkerProcess) -> dict[str, object]:
 
 
 @pytest.mark.nightly
-def test_a_worker_with_a_compile_cache_builds_only_its_own_kernel(start, folder):
+def test_worker_with_a_compile_cache_builds_only_its_own_kernel(start, folder):
     body = "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\n"
     found = ask(start(f"{body}answer(began_with=began_with, built=built(), result=result)", compile_cache=folder))
     assert found["began_with"]
@@ -56,7 +56,7 @@ def test_a_worker_with_a_compile_cache_builds_only_its_own_kernel(start, folder)
 
 
 @pytest.mark.nightly
-def test_a_header_that_was_not_made_for_it_is_built_in_the_workers_own_folder(start, folder):
+def test_unprepared_header_is_built_in_the_workers_own_folder(start, folder):
     body = (
         "torch._inductor.config.cpp.simdlen = 1\n"  # other flags
         "result = torch.compile(lambda x: x * 3 + 1)(torch.ones(8)).tolist()\nanswer(built=built(), result=result)"
@@ -78,7 +78,7 @@ def test_a_worker_cannot_write_to_its_compile_cache(start, folder, offered_level
     assert found["seen"] == sorted(path.name for path in folder.iterdir())
 
 
-def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_compile_cache(start, folder):
+def test_fork_server_has_no_more_threads_for_its_compile_cache(start, folder):
     def threads(worker: WorkerProcess) -> int:
         worker.wait_until_ready()
         return len(os.listdir(f"/proc/{worker.fork_server_pid}/task"))
@@ -88,9 +88,7 @@ def test_a_process_that_workers_are_forked_from_has_no_more_threads_for_its_comp
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("trouble", ["no compiler", "spoilt"])
-def test_where_none_can_be_had_workers_begin_without_and_nothing_of_it_is_left(
-    trouble, start, folder, tmp_path, monkeypatch
-):
+def test_failed_compile_cache_leaves_no_files_and_workers_start(trouble, start, folder, tmp_path, monkeypatch):
     if trouble == "spoilt":
         ask(start(compile_cache=folder))  # so that there is one
     else:
@@ -108,14 +106,14 @@ def test_where_none_can_be_had_workers_begin_without_and_nothing_of_it_is_left(
 
 
 @pytest.mark.parametrize("cache", ["a file", "no/such/folder"])
-def test_where_there_is_no_cache_folder_to_write_to_there_is_no_compile_cache(cache, tmp_path, monkeypatch):
+def test_no_writable_cache_folder_means_no_compile_cache(cache, tmp_path, monkeypatch):
     (tmp_path / "a file").touch()
     place = tmp_path / cache if cache == "a file" else Path("/proc") / cache
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     assert compile_cache_folder() is None
 
 
-def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_compile_cache(folder, tmp_path, monkeypatch):
+def test_pytorch_with_other_header_places_gives_no_compile_cache(folder, tmp_path, monkeypatch):
     codecache = type(sys)("codecache")
     monkeypatch.setitem(sys.modules, "torch._inductor.codecache", codecache)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -124,7 +122,7 @@ def test_a_pytorch_that_keeps_its_headers_otherwise_gives_no_compile_cache(folde
         use_compile_cache(folder, tmp_path)
 
 
-def test_solutions_that_use_torch_compile_are_told_by_their_text():
+def test_solutions_with_torch_compile_are_found_by_their_text():
     shipped = Catalog.default().solutions["swiglu_compile"]
     assert shipped.uses_torch_compile
 

@@ -34,7 +34,7 @@ def test_early_import_of_the_fork_server_exists(name: str):
     assert importlib.util.find_spec(name) is not None
 
 
-def test_workers_with_the_same_libraries_come_from_one_process_and_share_nothing_of_their_own(peer):
+def test_workers_with_equal_libraries_share_a_process_only(peer):
     workers = [peer("answer(environment=dict(os.environ), folder=os.getcwd(), session=os.getsid(0))") for _ in range(2)]
     answers = [worker.request("call", timeout_s=20).content for worker in workers]
     assert fork_server_of(workers[0]) == fork_server_of(workers[1])
@@ -44,13 +44,13 @@ def test_workers_with_the_same_libraries_come_from_one_process_and_share_nothing
     assert answers[0]["session"] != answers[1]["session"] or answers[0]["session"] == 0  # 0: of another namespace
 
 
-def test_a_worker_has_no_file_of_the_process_that_it_was_forked_from(peer):
+def test_worker_has_no_file_of_the_process_it_was_forked_from(peer):
     answer = peer("answer(files=sorted(map(int, os.listdir('/proc/self/fd'))))").request("call", timeout_s=20)
     opened_by_looking = 1
     assert len(answer.content["files"]) <= 4 + opened_by_looking  # standard streams and the channel
 
 
-def test_a_fork_server_that_was_killed_ends_its_workers_and_is_replaced(tmp_path, write_peer):
+def test_killed_fork_server_ends_its_workers_and_is_replaced(tmp_path, write_peer):
     script = write_peer(tmp_path / "peer.py", "answer()")
     first = WorkerProcess("cpu", tmp_path / "1", script=script)
     try:
@@ -70,7 +70,7 @@ def test_a_fork_server_that_was_killed_ends_its_workers_and_is_replaced(tmp_path
         first.close()
 
 
-def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(tmp_path, write_peer, monkeypatch):
+def test_abandoned_answer_is_not_taken_for_the_next(tmp_path, write_peer, monkeypatch):
     script = write_peer(tmp_path / "peer.py", "answer(home=os.environ['HOME'])")
     with monkeypatch.context() as patch:
 
@@ -117,7 +117,7 @@ def test_a_worker_that_sees_its_fork_server_cannot_reach_it(attempt, peer, offer
     assert answer.content["error"] == "PermissionError"
 
 
-def test_environments_that_libraries_read_at_import_get_fork_servers_of_their_own():
+def test_environments_read_at_import_get_their_own_fork_servers():
     common = supervisor_process._fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"})
     other = supervisor_process._fork_server({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "2"})
     try:

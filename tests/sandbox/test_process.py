@@ -59,7 +59,7 @@ def test_anything_else_is_a_death_that_says_how(body, code, fact, peer):
 
 
 @pytest.mark.parametrize("second", ["answer(second=True)", 'say(b"half a mess")', 'say({"id": 7})'])
-def test_what_nobody_asked_for_ends_the_worker_and_is_no_answer(second, peer):
+def test_unrequested_message_ends_the_worker_and_is_no_answer(second, peer):
     worker = peer(f"answer(); {second}")
     assert worker.request("call", timeout_s=10).ok
     time.sleep(0.2)
@@ -68,7 +68,7 @@ def test_what_nobody_asked_for_ends_the_worker_and_is_no_answer(second, peer):
     assert not worker.alive
 
 
-def test_a_worker_for_which_the_gpu_has_no_memory_left_is_told_from_one_that_dies(tmp_path):
+def test_worker_without_gpu_memory_is_separated_from_a_dead_one(tmp_path):
     script = tmp_path / "full.py"
     words = b'{"id": 0, "ok": false, "kind": "memory"}\n'
     script.write_text(f"import socket, sys\nsocket.socket(fileno=int(sys.argv[1])).send({words!r})\nsys.exit(1)\n")
@@ -149,7 +149,7 @@ def test_a_worker_is_killed_with_the_processes_that_it_started(peer):
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_only_what_compilers_need_of_the_environment_reaches_the_worker(peer, monkeypatch):
+def test_only_variables_that_compilers_need_reach_the_worker(peer, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "secret")
     worker = peer("answer(environment=dict(os.environ), folder=os.getcwd())", environment={"TRITON_INTERPRET": "1"})
     content = worker.request("call", timeout_s=10).content
@@ -164,7 +164,7 @@ def test_only_what_compilers_need_of_the_environment_reaches_the_worker(peer, mo
     assert all(Path(value).is_relative_to(worker.folder) for value in caches)
 
 
-def test_a_worker_has_its_channel_and_its_output_and_no_other_open_file(peer):
+def test_worker_has_its_channel_and_output_and_no_other_file(peer):
     body = 'answer(open=sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")))'
     assert set(peer(body).request("call", timeout_s=10).content["open"]) == {0, 1, 2, 3}
 
@@ -201,7 +201,7 @@ def test_an_error_can_be_stored_whatever_the_worker_says(content, summary, peer)
     reply.error.encode()
 
 
-def test_what_a_host_took_is_known_of_each_processor_and_only_grows():
+def test_time_taken_by_the_host_is_known_per_processor_and_grows():
     before = stolen_us()
     assert len(before) == len(list(Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology")))
     assert all(now >= then >= 0.0 for then, now in zip(before, stolen_us(), strict=True))

@@ -70,13 +70,13 @@ def test_what_is_left_behind_is_named_however_often_one_asks(what: str) -> None:
         assert [sentence.partition(" is ")[0] for sentence in watched.changes()] == [name]
 
 
-def test_what_was_done_before_a_solution_is_loaded_is_nobodys_fault() -> None:
+def test_changes_before_a_solution_is_loaded_are_not_its_fault() -> None:
     torch.rand(1)
     os.environ["LEFT_BEHIND"] = "1"
     assert watch().changes() == []
 
 
-def test_a_generator_of_its_own_and_what_is_put_back_are_no_change() -> None:
+def test_own_generator_and_restored_state_are_no_change() -> None:
     watched = watch()
     torch.rand(3, generator=torch.Generator())
     random.Random(1).random()
@@ -94,7 +94,7 @@ def test_a_filter_of_a_library_for_its_own_warnings_is_no_change() -> None:
     assert watched.changes() == []
 
 
-def test_torch_compile_may_change_what_it_changes_for_good_and_nothing_else() -> None:
+def test_torch_compile_may_only_change_its_lasting_settings() -> None:
     watched = watch(compiles=True)
     sys.setrecursionlimit(sys.getrecursionlimit() + 7)
     os.environ["LEFT_BEHIND"] = "1"
@@ -103,13 +103,13 @@ def test_torch_compile_may_change_what_it_changes_for_good_and_nothing_else() ->
     assert len(watched.changes()) == 1
 
 
-def test_a_language_that_is_not_installed_is_left_to_the_loader_to_name() -> None:
+def test_missing_language_is_left_to_the_loader_to_name() -> None:
     found = StateWatch()
     found.begin(["no_such_language"], compiles=False)
     assert found.changes() == []
 
 
-def test_what_importing_a_reviewed_library_changes_is_not_blamed_on_calls(tmp_path: Path, monkeypatch) -> None:
+def test_import_effects_of_reviewed_libraries_are_not_blamed(tmp_path: Path, monkeypatch) -> None:
     """As Liger-Kernel does, which every baseline that calls it was refused for."""
     (tmp_path / "sets_up.py").write_text("import random, warnings\nrandom.random()\nwarnings.simplefilter('error')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -60,7 +60,7 @@ def ends() -> Iterator[tuple[socket.socket, Channel]]:
 
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), values, max_size=3), min_size=1, max_size=3), st.integers(1, 50))
-def test_requests_are_told_apart_however_they_are_cut_into_pieces(contents, size):
+def test_requests_are_separated_however_they_are_cut(contents, size):
     messages = [{**content, "id": number} for number, content in enumerate(contents)]
     stream = b"".join(map(encode, messages))
     here, there = socket.socketpair()
@@ -74,7 +74,7 @@ def test_requests_are_told_apart_however_they_are_cut_into_pieces(contents, size
 
 
 @given(st.binary(max_size=200))
-def test_garbage_on_the_channel_is_refused_or_a_message_and_nothing_else(garbage):
+def test_garbage_on_the_channel_is_refused_or_a_message(garbage):
     here, there = socket.socketpair()
     with here, contextlib.closing(Channel(there.detach())) as channel:
         here.sendall(garbage + b"\n")

@@ -49,7 +49,7 @@ def test_any_message_is_one_line_and_comes_back(content, number):
 
 @EXAMPLES
 @given(messages, st.integers(0, 2**53), st.data())
-def test_a_message_that_was_tampered_with_is_refused_or_a_message(content, number, data):
+def test_tampered_message_is_refused_or_still_a_message(content, number, data):
     line = encode({**content, "id": number})
     start = data.draw(st.integers(0, len(line)))
     end = data.draw(st.integers(start, min(len(line), start + 12)))

@@ -107,7 +107,7 @@ time.sleep(90)
         pytest.param(DEEP_FOLDERS, "files (at most 500)", id="deep folders"),
     ],
 )
-def test_a_worker_that_takes_too_much_is_ended_and_told_why(body, bound, peer, confining_level):
+def test_worker_that_takes_too_much_is_ended_with_the_reason(body, bound, peer, confining_level):
     bounds = replace(SMALL, memory_bytes=4 << 30) if "processes" in bound else SMALL
     worker = peer(body, level=confining_level, bounds=bounds)
     # The bound on time is far above the second or two that it takes: a busy machine gives the supervisor its turn late.
@@ -150,7 +150,7 @@ line, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 1)
 request = json.loads(line)
 os.set_inheritable(descriptors[0], True)
 """
-# A process that forks and ends, over and over, as fast as a machine can: whoever looks for it by its number comes too late.
+# A process that forks and ends, over and over, as fast as a machine can: a search for it by its number comes too late.
 HOPPING = """
 import subprocess
 with open("hop.c", "w") as file:
@@ -222,7 +222,7 @@ def test_a_worker_that_stops_itself_is_a_timeout(peer, confining_level):
     assert_nothing_left(worker)
 
 
-def test_signals_to_its_own_group_reach_nobody_else(peer, confining_level):
+def test_signals_of_a_worker_to_its_group_reach_no_other_process(peer, confining_level):
     worker = peer("os.kill(0, signal.SIGKILL)", level=confining_level)
     with raises(WorkerDied, "worker_ended", "SIGKILL"):
         worker.request("call", timeout_s=10)
@@ -285,7 +285,7 @@ def test_bounds_grow_with_the_machine(monkeypatch: pytest.MonkeyPatch):
     assert replace(small, threads=large.threads, processes=large.processes) == large
 
 
-def test_a_harness_beside_others_takes_its_part_of_the_memory_and_of_a_containers_processors(monkeypatch, tmp_path):
+def test_harness_beside_others_takes_its_part_of_the_machine(monkeypatch, tmp_path):
     here = len(os.sched_getaffinity(0))
     assert available_processors(tmp_path) == here  # nothing says that there is a quota
     group = tmp_path / "sys/fs/cgroup"

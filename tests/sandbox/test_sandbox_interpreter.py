@@ -1,4 +1,4 @@
-"""bfloat16 in the repaired Triton interpreter, in a process of its own: it changes Triton for good."""
+"""bfloat16 in the repaired Triton interpreter, in a separate process: it changes Triton for good."""
 
 from __future__ import annotations
 

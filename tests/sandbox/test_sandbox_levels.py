@@ -31,7 +31,7 @@ def test_the_best_level_is_what_the_kernel_offers(offered_level):
     assert best_level("cpu") is sandbox
 
 
-def test_a_worker_gets_the_best_level_unless_told_otherwise_and_says_which_it_has(tmp_path, offered_level):
+def test_worker_gets_the_best_level_by_default_and_states_it(tmp_path, offered_level):
     worker = WorkerProcess("cpu", tmp_path / "worker")
     try:
         assert worker.sandbox_level == offered_level
@@ -59,7 +59,7 @@ def test_level_1_confines_nothing_but_resources(peer):
     assert "NoNewPrivs:\t0" in content["status"]
 
 
-def test_a_file_that_only_its_owner_can_read_costs_the_user_of_its_own_and_not_the_level(peer, tmp_path, offered_level):
+def test_owner_only_file_costs_the_separate_user_not_the_level(peer, tmp_path, offered_level):
     if offered_level < 3:
         pytest.skip("no level 3 here")
     (tmp_path / "solution").mkdir()
@@ -87,7 +87,7 @@ def test_two_workers_are_two_users(peer, offered_level):
         pytest.param(NO_LANDLOCK, 1, "this kernel has none", id="no Landlock"),
     ],
 )
-def test_where_a_level_is_refused_the_next_is_taken_and_the_reason_given(handicap, level, reason, offered_level):
+def test_refused_level_is_replaced_by_the_next_with_the_reason(handicap, level, reason, offered_level):
     if offered_level < 2:
         pytest.skip("level 2 is refused here without further ado")
     done = subprocess.run([sys.executable, "-c", handicap + REPORT], capture_output=True, text=True, check=True)
@@ -117,7 +117,7 @@ def test_what_the_harness_asks_survives_the_pipe():
     assert "\n" not in spec.to_json()
 
 
-def test_a_folder_of_the_harness_on_the_way_to_the_worker_shows_nothing_else(peer, tmp_path: Path, offered_level):
+def test_harness_folder_on_the_workers_path_shows_nothing_else(peer, tmp_path: Path, offered_level):
     if offered_level < 3:
         pytest.skip("no level 3 here")
     tmp_path.chmod(0o700)

@@ -352,7 +352,7 @@ def test_the_numbers_of_this_processor_are_those_of_its_headers():
 
 
 def test_level_2_takes_no_privilege(offered_level):
-    """Applied as the user nobody, by an interpreter that anybody can run."""
+    """Apply the filter as the unprivileged user, by an interpreter that any user can run."""
     python = Path("/usr/bin/python3")
     if os.geteuid() != 0 or offered_level < 2 or not python.exists():
         pytest.skip("needs root, to become nobody, and an interpreter of the system")

@@ -152,7 +152,7 @@ def test_every_rule_has_a_test() -> None:
 # -- what a finding says ----------------------------------------------------------------------------------------------
 
 
-def test_a_finding_names_the_place_the_rule_the_culprit_and_the_way_out() -> None:
+def test_finding_names_place_rule_culprit_and_way_out() -> None:
     (finding,) = scan("import math\n\nimport ctypes\n")
     assert (finding.path, finding.line, finding.column) == ("kernel.py", 3, 0)
     assert finding.severity is Severity.HARD
@@ -464,7 +464,7 @@ def test_a_disguise_is_seen_through(rule: str, text: str) -> None:
     assert rule in rules(scan(text))
 
 
-def test_bad_things_in_an_unreachable_place_are_found_at_their_line() -> None:
+def test_bad_code_in_an_unreachable_place_is_found_at_its_line() -> None:
     found = scan("def run(x):\n    if False:\n        for _ in ():\n            exec('')\n")
     assert [(finding.line, finding.rule) for finding in found] == [(4, "dynamic-code")]
 
@@ -512,7 +512,7 @@ def test_a_source_takes_no_name_of_another_module(name: str) -> None:
     assert rules(scan_sources(record, sources)) == {"shadowed-module"}
 
 
-def test_a_source_is_not_imported_by_its_plain_name_once_it_is_loaded() -> None:
+def test_loaded_source_is_not_imported_by_its_plain_name() -> None:
     assert "imports-unknown" in rules(scan("def run(x):\n    import part\n", part=""))
     assert scan("def run(x):\n    from . import part\n", part="") == ()
 
@@ -621,7 +621,7 @@ def test_torch_has_no_place_in_a_kernel_either() -> None:
     assert "torch-compute" in rules(scan(TRITON.replace("return x * 2", "return torch.exp(x)"), "triton"))
 
 
-def test_a_helper_of_kernels_counts_as_a_kernel_unless_the_host_calls_it_too() -> None:
+def test_helper_of_kernels_counts_as_one_unless_a_host_calls_it() -> None:
     text = "import cuda.tile as ct\ndef helper(t): return t.sum()\n@ct.kernel\ndef kernel(x): helper(x)\n"
     assert scan(text, "cutile") == ()
     assert "torch-compute" in rules(scan(f"{text}def run(x): helper(x)\n", "cutile"))
@@ -704,7 +704,7 @@ def test_what_kernels_really_need_is_clean(language: str, text: str) -> None:
 # -- dependencies -----------------------------------------------------------------------------------------------------
 
 
-def test_a_declared_library_is_noted_and_an_undeclared_one_refused() -> None:
+def test_declared_library_is_noted_and_an_undeclared_one_refused() -> None:
     sources = {"kernel.py": b"import flash_attn"}
     assert rules(scan_sources(solution(), sources)) == {"imports-unknown"}
     declared = scan_sources(solution(dependencies=["flash-attn >= 2.7"]), sources)

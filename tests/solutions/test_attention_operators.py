@@ -128,7 +128,7 @@ def test_what_models_pass_at_planned_lengths_is_not_copied(operators: Operators)
         assert [x.data_ptr() for x in passed] == [x.data_ptr() for x in (q, k, v)]
 
 
-def test_cudnn_is_given_few_lengths_and_none_is_an_eighth_too_long(operators: Operators) -> None:
+def test_cudnn_gets_few_lengths_at_most_an_eighth_too_long(operators: Operators) -> None:
     lengths = [*range(1, 300), 511, 512, 513, 1000, 1023, 1025]
     given = {}
     for tokens in lengths:

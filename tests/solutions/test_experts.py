@@ -1,4 +1,4 @@
-"""What routers rarely give the kernels of the experts, in Triton's interpreter, in a process of its own.
+"""Rare inputs from routers to the kernels of the experts, in Triton's interpreter, in a separate process.
 
 Run as a program with the name of a kernel, this file prints the relative error of its every case against the reference.
 """
@@ -68,7 +68,7 @@ def test_rare_routings_are_right_with_tiles_of_any_size(
 @pytest.mark.slow
 @pytest.mark.records(of=FP8_KERNEL)
 @pytest.mark.parametrize(("routing", "tile_rows"), FP8_CASES)
-def test_rare_routings_of_fp8_experts_are_right_with_tiles_of_any_size(
+def test_rare_routings_of_fp8_experts_are_right_at_any_tile_size(
     errors_of: Callable[[str], dict[str, float]], routing: str, tile_rows: int | None
 ) -> None:
     assert errors_of(FP8_KERNEL)[f"{routing}, {tile_rows}"] < 4e-3

@@ -86,7 +86,7 @@ def test_what_lies_otherwise_is_copied_for_cublas(name: str, entries: Entries, c
         check(name, entries[name], case, catalog)
 
 
-def test_activations_that_lie_column_by_column_are_cast_to_rows_of_codes(entries: Entries, catalog: Catalog) -> None:
+def test_column_major_activations_are_cast_to_rows_of_codes(entries: Entries, catalog: Catalog) -> None:
     case = Case(Call("row_scale", {"M": 16, "N": 256, "K": 512, "G": 128}, {}, {"x": "strided(1, M)"}))
     check(NAMES[1], entries[NAMES[1]], case, catalog)
 

@@ -1,4 +1,4 @@
-"""Products of FP8 codes whose groups and tiles are unusual, in Triton's interpreter, in a process of its own.
+"""Products of FP8 codes whose groups and tiles are unusual, in Triton's interpreter, in a separate process.
 
 Run as a program with names of kernels, this file prints the relative error of their every case against the reference.
 """

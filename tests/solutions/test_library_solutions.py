@@ -61,9 +61,7 @@ def answer(definition: Definition, entry: Any, expected: OracleCase, number: int
 
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", LIBRARY_SOLUTIONS)
-def test_a_call_of_a_library_has_its_signature_and_gives_what_the_definition_says(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_call_has_its_signature_and_the_defined_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library_stand_ins.install(monkeypatch)
     monkeypatch.setattr(load, "check_dependencies", lambda dependencies, needed_by: None)
     files = CATALOG.solution(name)
@@ -95,7 +93,7 @@ def test_a_baseline_of_a_library_uses_reviewed_members_only(name: str) -> None:
     assert {finding.rule for finding in findings} == {"imports-library"}, findings
 
 
-def test_each_listed_member_of_a_library_has_a_stand_in_and_a_use() -> None:
+def test_listed_member_of_a_library_has_a_stand_in_and_a_use() -> None:
     listed = {
         f"{module}.{name}"
         for module, names in MEMBERS.items()
@@ -113,7 +111,7 @@ def test_each_listed_member_of_a_library_has_a_stand_in_and_a_use() -> None:
     assert [path for path in listed if path.rpartition(".")[2].encode() not in sources] == []
 
 
-def test_without_the_library_its_baseline_is_left_out_with_the_package_and_how_to_get_it(tmp_path) -> None:
+def test_baseline_without_its_library_is_left_out_by_package(tmp_path) -> None:
     plan = RunSetup.of("cpu", CATALOG, tmp_path).plan(Options(("softmax_flashinfer",), workload="tiny"))
     assert [solution.name for item in plan.definitions for solution in item.timed] == ["softmax_stock"]
     (skipped,) = [item for item in plan.skipped if item.solution == "softmax_flashinfer"]

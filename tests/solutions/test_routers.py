@@ -1,4 +1,4 @@
-"""What a model that has gone wrong gives routers, in Triton's interpreter, in a process of its own.
+"""Inputs from a model that has gone wrong to routers, in Triton's interpreter, in a separate process.
 
 Run as a program, this file prints for every router what a row with a NaN gives.
 """
@@ -37,9 +37,7 @@ def answers() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "router", [pytest.param(name, marks=pytest.mark.records(of=f"{name}_triton")) for name in ROUTERS]
 )
-def test_a_row_with_a_nan_gives_experts_that_exist_and_weights_that_show_it(
-    answers: dict[str, Any], router: str
-) -> None:
+def test_row_with_a_nan_gives_real_experts_and_visible_weights(answers: dict[str, Any], router: str) -> None:
     one, every, healthy = answers[router]
     assert all(0 <= expert < E for row in (one, every, healthy) for expert in row["ids"])
     assert one["nan"] > 0

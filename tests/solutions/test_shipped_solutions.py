@@ -132,7 +132,7 @@ def sums_of_unrounded_products(ptx: str) -> list[str]:
 @pytest.mark.records("kernel")
 @pytest.mark.parametrize("kernel", TRITON)
 @pytest.mark.timeout(1200)
-def test_it_rounds_every_product_that_it_adds_to_in_half_precision(kernel: str, compiled: dict[str, list]) -> None:
+def test_it_rounds_every_product_that_it_adds_in_half_precision(kernel: str, compiled: dict[str, list]) -> None:
     """One whose Definition wants such a product fused would be named here; none is."""
     for job, result in compiled[kernel]:
         found = [line for ptx in ptx_of(result) for line in sums_of_unrounded_products(ptx)]
@@ -201,7 +201,7 @@ def test_it_passes_every_gate_in_the_interpreter_of_cutile(
     assert found <= {("interpreter", "PASSED"), ("interpreter", "UNSUPPORTED")}, [t.reason for t in traces]
 
 
-def test_every_verified_operator_has_a_kernel_in_triton_and_most_have_one_in_each_language() -> None:
+def test_verified_operator_has_a_triton_kernel_and_most_have_all() -> None:
     found: dict[str, set[str]] = {}
     for name in KERNELS:
         record = CATALOG.solutions[name].record
@@ -214,7 +214,7 @@ def test_every_verified_operator_has_a_kernel_in_triton_and_most_have_one_in_eac
     assert len([name for name in verified if found[name] == set(TILE_LANGUAGES)]) > len(verified) / 2
 
 
-def test_the_published_traces_are_of_the_sources_that_are_shipped() -> None:
+def test_published_traces_are_of_the_shipped_sources() -> None:
     for path in shipped_traces(CATALOG):
         for trace in read_journal(path).traces:
             assert trace.solution_digest == CATALOG.solution(trace.solution).digest, f"{trace.solution}: bench it again"
@@ -222,7 +222,7 @@ def test_the_published_traces_are_of_the_sources_that_are_shipped() -> None:
 
 
 @pytest.mark.parametrize(("C", "H", "J", "excluded"), [(13, 5, 1, True), (13, 5, 2, False), (13, 4, 1, False)])
-def test_no_row_that_ends_between_16_bytes_goes_through_the_copy_engine_of_cutile(C, H, J, excluded) -> None:
+def test_row_that_ends_between_16_bytes_avoids_the_copy_engine(C, H, J, excluded) -> None:
     """cuTile 1.7 stores an array of one row by TMA, whatever its length; TMA writes whole 16 bytes, here past the end."""
     record = CATALOG.solution("mhc_norm_fn_backward_cutile").record
     why = record.unsupported({"M": 17, "C": C, "H": H, "J": J}, {"T": "bfloat16"})

@@ -1,6 +1,6 @@
 """The backward of the experts' activation without rows, and with more choices than rows, in Triton's interpreter.
 
-Run as a program, in a process of its own, this file prints what differs from the reference.
+Run as a program, in a separate process, this file prints what differs from the reference.
 """
 
 from __future__ import annotations

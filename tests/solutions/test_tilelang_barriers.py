@@ -135,7 +135,7 @@ def test_every_pipeline_has_a_schedule_and_is_tried_above() -> None:
                     assert function.name in tried, f"{files.name}: add {function.name} to KERNELS"
 
 
-def test_what_tilelang_makes_without_a_schedule_lets_four_warps_wait() -> None:
+def test_tilelang_without_a_schedule_lets_four_warps_wait() -> None:
     """Where this fails, TileLang has mended it, and the schedules can go."""
     source = generated(unscheduled, ())
     assert fetchers(source) == [128]

@@ -94,13 +94,13 @@ def write_catalog(root: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The folder of a catalog of two definitions."""
+    """Return the folder of a catalog of two definitions."""
     return write_catalog(tmp_path / "catalog")
 
 
 @pytest.fixture
 def shipped(root: Path, ship: Callable[[Path], Path]) -> Path:
-    """The catalog's folder, taken for the one that the package came with: its lock needs no signature."""
+    """Return the catalog's folder as the one that the package came with: its lock needs no signature."""
     return ship(root)
 
 
@@ -220,7 +220,7 @@ def write_traces(tmp_path: Path, home: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Catalog]:
-    """A store with one trace, for tests that only read: its home folder and its catalog."""
+    """Return a store with one trace, for tests that only read: its home folder and its catalog."""
     folder = tmp_path_factory.mktemp("asked")
     catalog = Catalog((write_catalog(folder / "catalog"),))
     with Journal("run-1", folder / "home") as journal:
@@ -241,7 +241,7 @@ def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of moto's S3 server, on loopback."""
+    """Yield the address of moto's S3 server, on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -264,7 +264,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def s3(server, monkeypatch, tmp_path) -> str:
-    """A new bucket's address, with the environment that reaches it."""
+    """Return a new bucket's address, with the environment that reaches it."""
     for name, value in {
         "AWS_ENDPOINT_URL": server,
         "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",

@@ -31,7 +31,7 @@ def test_arrow_keeps_the_types_of_the_database(store):
     assert table.to_pylist()[0]["latency_us"] == 7.5
 
 
-def test_a_notebook_shows_a_table_with_its_text_escaped_and_says_how_much_is_left_out(store):
+def test_notebook_table_escapes_text_and_says_how_much_is_cut(store):
     shown = store.sql("SELECT '<b>' || i AS label, NULL AS nothing FROM range(25) t(i)")._repr_html_()
     assert "<th>label</th>" in shown
     assert "<td>&lt;b&gt;19</td><td></td>" in shown
@@ -39,7 +39,7 @@ def test_a_notebook_shows_a_table_with_its_text_escaped_and_says_how_much_is_lef
     assert shown.endswith("<p>5 more rows</p>")
 
 
-def test_a_notebook_shows_a_plot_whose_points_say_the_numbers_of_the_rows(store):
+def test_notebook_plot_points_say_the_numbers_of_the_rows(store):
     answer = store.sql("SELECT i AS size, 2.5 * i AS us, '<b>' || i % 2 AS label FROM range(1, 7) t(i)")
     plot = answer.plot("size", "us", line="label")
     assert plot.lines == {"<b>1": [(1, 2.5), (3, 7.5), (5, 12.5)], "<b>0": [(2, 5.0), (4, 10.0), (6, 15.0)]}

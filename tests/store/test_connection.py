@@ -61,7 +61,7 @@ def names(store, view: str) -> list[str]:
     return [row["name"] for row in store.rows(f"SELECT name FROM {view} ORDER BY name")]
 
 
-def test_a_fresh_store_holds_the_catalog_the_shipped_traces_and_the_journals(opened, home, root, trace):
+def test_fresh_store_holds_catalog_shipped_traces_and_journals(opened, home, root, trace):
     shipped = root / "traces" / "h200" / "norm"
     shipped.mkdir(parents=True)
     (shipped / "scale.jsonl.gz").write_bytes(packed(trace_lines([trace().to_dict()], {})))
@@ -78,7 +78,7 @@ def test_a_fresh_store_holds_the_catalog_the_shipped_traces_and_the_journals(ope
         assert count_traces(store) == 2
 
 
-def test_a_reader_makes_the_store_where_there_is_none(opened, home):
+def test_reader_makes_a_missing_store(opened, home):
     with opened(read_only=True) as store:
         assert names(store, "definitions") == ["scale", "shift"]
     assert left_in(home) == ["tilegym.duckdb", "tilegym.duckdb.lock"]
@@ -92,7 +92,7 @@ def test_files_open_in_duckdb_1_5(opened, home):
     assert tags["storage_version"].startswith("v1.5.0")
 
 
-def test_a_table_is_written_and_scanned_in_more_pieces_than_duckdbs_own(opened, home):
+def test_table_is_written_and_scanned_in_more_pieces_than_usual(opened, home):
     with opened() as store:
         store.connection.execute(f"CREATE TABLE numbers AS FROM range({ROW_GROUP_SIZE + 1})")
     with opened(read_only=True) as store:
@@ -100,14 +100,14 @@ def test_a_table_is_written_and_scanned_in_more_pieces_than_duckdbs_own(opened, 
     assert pieces == [{"row_group_id": 0}, {"row_group_id": 1}]
 
 
-def test_a_process_that_has_the_store_open_already_is_told_so(opened):
+def test_opening_the_store_twice_in_a_process_says_so(opened):
     with opened(), raises(StoreError, "store_open_here", "tilegym.duckdb"), opened(read_only=True):
         pass
     with opened(read_only=True), raises(StoreError, "store_open_here", "tilegym.duckdb"), opened():
         pass
 
 
-def test_a_changed_catalog_reaches_the_next_reader_and_old_texts_stay(opened, root, catalog):
+def test_changed_catalog_reaches_the_next_reader_with_old_texts(opened, root, catalog):
     old = catalog.definition("scale")
     with opened():
         pass
@@ -122,7 +122,7 @@ def test_a_changed_catalog_reaches_the_next_reader_and_old_texts_stay(opened, ro
         assert definition_by_digest(store, "0" * 64) is None
 
 
-def test_an_invalid_record_is_named_once_left_out_and_back_when_it_is_mended(opened, root, home, caplog):
+def test_invalid_record_is_named_once_and_returns_when_mended(opened, root, home, caplog):
     with opened() as store:
         before = names(store, "definitions")
     path = root / "definitions" / "norm" / "scale.json"
@@ -170,7 +170,7 @@ def test_a_writer_waits_its_turn_and_says_for_whom(opened):
         pass
 
 
-def test_a_reader_beside_another_reader_goes_on_with_the_old_catalog_and_says_so(opened, root):
+def test_reader_beside_another_reader_reports_the_old_catalog(opened, root):
     with opened(read_only=True) as first:
         assert first.stale is None
         shutil.rmtree(root / "solutions" / "norm" / "scale" / "scale_tilelang")
@@ -220,9 +220,7 @@ def old_store(opened, home, root, catalog, trace, write_traces):
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_a_store_of_an_older_schema_is_made_anew_once_and_loses_nothing(
-    opened, old_store, catalog, home, caplog, read_only
-):
+def test_store_of_an_older_schema_is_remade_once_without_loss(opened, old_store, catalog, home, caplog, read_only):
     with opened(read_only=read_only) as store:
         assert read_traces(store, old_store) == old_store
         assert definition_by_digest(store, catalog.definition("scale").digest) is not None
@@ -242,13 +240,13 @@ def test_a_store_of_an_older_schema_is_made_anew_once_and_loses_nothing(
     ]
 
 
-def test_a_rebuild_makes_a_store_of_an_older_schema_anew_from_its_journals_alone(opened, old_store, home, root):
+def test_rebuild_remakes_an_older_store_from_its_journals_alone(opened, old_store, home, root):
     assert rebuild(home, catalog=Catalog((root,))).added == 1
     with opened() as store:
         assert read_traces(store, old_store) == dict([next(iter(old_store.items()))])
 
 
-def test_the_first_command_after_an_upgrade_says_on_stderr_that_the_store_is_made_anew(old_store, home, root):
+def test_first_command_after_an_upgrade_says_the_store_is_remade(old_store, home, root):
     code = (
         "import sys; from pathlib import Path; from tilegym_db.catalog import Catalog\n"
         "from tilegym_db.store.connection import open_store\n"
@@ -260,7 +258,7 @@ def test_the_first_command_after_an_upgrade_says_on_stderr_that_the_store_is_mad
     assert told[1] == ""
 
 
-def test_an_older_store_stays_whole_where_there_is_no_room_for_the_new_one(opened, old_store, home, file_size_limit):
+def test_older_store_stays_whole_if_the_new_one_has_no_room(opened, old_store, home, file_size_limit):
     before = (home / "tilegym.duckdb").read_bytes()
     for read_only in (True, False):
         with (
@@ -372,7 +370,7 @@ def test_importing_the_store_loads_no_engine_and_no_torch():
 
 
 @pytest.mark.parametrize(("pages", "limit"), [(1 << 16, "128.0 MiB"), (1 << 30, "2.0 GiB")])
-def test_a_writer_takes_half_of_the_memory_that_the_machine_has_when_it_connects(opened, monkeypatch, pages, limit):
+def test_writer_takes_half_of_the_memory_at_its_connection(opened, monkeypatch, pages, limit):
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
     with opened():
         pass  # the module was in use before

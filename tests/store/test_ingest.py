@@ -138,7 +138,7 @@ def test_metrics_are_columns_and_axes_are_a_map(opened, write_traces, trace):
     assert (row["failure"], row["failure_command"]) == (None, None)
 
 
-def test_where_a_trace_failed_is_a_struct_and_its_command_a_column(opened, write_traces, trace):
+def test_place_of_a_failure_is_a_struct_and_its_command_a_column(opened, write_traces, trace):
     with opened() as store:
         ingest(store, [write_traces(trace(status="TIMEOUT", failure=FAILURE))])
         (row,) = store.rows("""SELECT failure.gate, failure."index", failure."offset", failure.axes['M'] AS m,
@@ -237,7 +237,7 @@ def test_two_ingests_at_once_both_land(home, root, write_traces, trace):
     assert [process.communicate()[0].strip() for process in started] == ["50", "50"]
 
 
-def test_an_ingest_that_is_killed_afterwards_is_seen_by_readers_and_writers(opened, home, root, write_traces, trace):
+def test_ingest_killed_afterwards_is_seen_by_readers_and_writers(opened, home, root, write_traces, trace):
     file = write_traces(*(trace() for _ in range(50)))
     command = [sys.executable, "-c", KILLED, str(home), str(root), str(file)]
     assert subprocess.run(command, input="\n", capture_output=True, text=True).stdout.strip() == "50"
@@ -335,7 +335,7 @@ def test_a_rebuild_leaves_a_newer_store_and_an_open_one_alone(opened, home, cata
     assert (home / "tilegym.duckdb").read_bytes() == before
 
 
-def test_a_fifo_among_the_journals_is_passed_over_and_one_that_is_given_is_refused(opened, home):
+def test_fifo_among_journals_is_skipped_and_a_named_one_refused(opened, home):
     (home / "runs").mkdir(parents=True)
     for folder, name in (("runs", "run.jsonl"), ("tuning", "run.jsonl"), ("peaks", "a.json"), ("model_runs", "a.json")):
         (home / folder).mkdir(exist_ok=True)
@@ -348,7 +348,7 @@ def test_a_fifo_among_the_journals_is_passed_over_and_one_that_is_given_is_refus
         Journal("run", home)
 
 
-def test_small_files_reach_duckdb_as_one_and_large_ones_as_they_are(tmp_path):
+def test_small_files_reach_duckdb_as_one_and_large_ones_alone(tmp_path):
     contents = {"a.jsonl": "{}\n{}\n", "b.jsonl": "{}", "large.jsonl": '{"a": "long"}\n', "other.json": "{}\n"}
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
@@ -386,7 +386,7 @@ def test_a_published_file_that_is_cut_off_is_rejected(opened, tmp_path):
     ]
 
 
-def test_a_journal_whose_name_is_no_utf_8_is_named_and_stops_nothing(opened, home, catalog, trace):
+def test_journal_with_a_name_outside_utf_8_is_named_and_skipped(opened, home, catalog, trace):
     with Journal("run-1", home) as journal:
         journal.append(trace())
     odd = home / "runs" / os.fsdecode(b"\xff.jsonl")

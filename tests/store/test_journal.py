@@ -57,7 +57,7 @@ def test_killing_the_writer_loses_no_acknowledged_trace(home, trace):
     assert len(content.rejected) <= 1
 
 
-def test_a_torn_last_line_is_reported_and_swallows_nothing_that_follows(home, trace):
+def test_torn_last_line_is_reported_and_swallows_no_later_line(home, trace):
     first, second = trace(), trace()
     with Journal("run-1", home) as journal:
         journal.append(first)

@@ -48,7 +48,7 @@ def test_a_saved_run_is_ingested_once_and_survives_a_rebuild(opened: Any, home: 
     assert [row["run_id"] for row in rows(opened)] == ["one", "two"]
 
 
-def test_a_file_that_is_no_run_is_named_and_the_others_are_ingested(opened: Any, home: Path) -> None:
+def test_file_that_is_no_run_is_named_and_others_are_ingested(opened: Any, home: Path) -> None:
     good = save_model_run(model_run(run_id="good"), home)
     (good.parent / "bad.json").write_text(json.dumps({**model_run().to_dict(), "baches": 3}))
     (good.parent / "renamed.json").write_text(model_run().to_json())
@@ -78,7 +78,7 @@ WAYS = """
 """
 
 
-def test_every_way_of_a_run_is_a_row_and_one_that_was_absent_has_a_reason(opened: Any, home: Path) -> None:
+def test_way_of_a_run_is_a_row_and_an_absent_one_has_a_reason(opened: Any, home: Path) -> None:
     given = {"ways": {"liger": LIGER}, "absent": {"tilegym": "it is not installed"}, "kernels": {"swiglu": 4}}
     save_model_run(model_run(**given), home)
     ingested(opened)
@@ -126,13 +126,13 @@ def test_the_share_of_gpu_time_can_be_asked_for(opened: Any, home: Path) -> None
     ]
 
 
-# -- who vouches for a run ---------------------------------------------------------------------------------------------
+# -- trust in runs -----------------------------------------------------------------------------------------------------
 
 ORIGINS = "SELECT run_id, origin, trusted FROM model_runs ORDER BY run_id"
 
 
 @pytest.mark.parametrize("edit", [('"layers": 2', '"layers": 3'), ('"signature": "', '"signature": "0')])
-def test_a_run_that_was_edited_is_foreign_until_the_user_trusts_it(
+def test_edited_run_is_foreign_until_the_user_trusts_it(
     opened: Any, home: Path, catalog: Catalog, edit: tuple[str, str]
 ) -> None:
     save_model_run(model_run(), home)
@@ -236,7 +236,7 @@ def test_a_run_that_says_nothing_is_left_out_with_the_reason(published: Any, hom
     }
 
 
-def test_published_runs_fill_a_fresh_store_and_one_is_one_row_wherever_it_lies(
+def test_published_runs_fill_a_fresh_store_with_one_row_each(
     published: Any, opened: Any, home: Path, tmp_path: Path
 ) -> None:
     report = published(model_run(ways={"liger": LIGER}), home=home)
@@ -257,7 +257,7 @@ def test_published_runs_fill_a_fresh_store_and_one_is_one_row_wherever_it_lies(
         (None, "does not list it"),
     ],
 )
-def test_a_published_file_that_is_not_what_the_lock_says_is_not_used(
+def test_published_file_that_differs_from_its_lock_is_not_used(
     published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any, edit: tuple[str, str] | None, said: str
 ) -> None:
     path = published(*([model_run()] if edit else []), home=home).folder / TINY
@@ -267,7 +267,7 @@ def test_a_published_file_that_is_not_what_the_lock_says_is_not_used(
     assert [str(path) in record.getMessage() and said in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_line_of_a_published_file_that_is_no_run_of_its_gpu_is_named_and_left_out(
+def test_line_that_is_no_run_of_its_gpu_is_named_and_left_out(
     published: Any, opened: Any, home: Path, tmp_path: Path, caplog: Any
 ) -> None:
     folder = published(model_run(), home=home).folder

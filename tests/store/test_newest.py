@@ -78,7 +78,7 @@ def test_marked_traces_answer_as_all_of_them_would(opened, write_traces, trace, 
         assert pair["found"] == pair["wanted"] != {view: [] for view in pair["found"]}
 
 
-def test_a_later_pass_takes_the_mark_and_an_older_one_that_comes_late_does_not(opened, write_traces, trace):
+def test_later_pass_takes_the_mark_and_a_late_older_one_does_not(opened, write_traces, trace):
     late, first, second, other = trace(), trace(), trace(), trace(m=1)
     with opened() as store:
         ingest(store, [write_traces(first, other)])
@@ -89,7 +89,7 @@ def test_a_later_pass_takes_the_mark_and_an_older_one_that_comes_late_does_not(o
         assert marked(store) == [second.trace_id, other.trace_id]
 
 
-def test_when_a_foreign_trace_gives_way_what_it_superseded_is_the_newest_again(opened, write_traces, trace, tmp_path):
+def test_trace_superseded_by_a_foreign_one_is_the_newest_again(opened, write_traces, trace, tmp_path):
     one, two = trace(), trace()
     forged = Trace.from_dict({**two.to_dict(), "trace_id": new_trace_id("r", "promotion", 1, "d", {}, "w")})
     path = tmp_path / "foreign.jsonl"
@@ -104,7 +104,7 @@ def test_when_a_foreign_trace_gives_way_what_it_superseded_is_the_newest_again(o
         assert {row["trace_id"] for row in store.rows("FROM verified")} <= set(marked(store))
 
 
-def test_a_pass_that_is_doubted_later_gives_its_mark_to_the_one_before(opened, root, home, write_traces, trace):
+def test_pass_doubted_later_gives_its_mark_to_the_one_before(opened, root, home, write_traces, trace):
     from tilegym_db.paths import shipped_root
     from tilegym_db.records.roofline import GpuPeaks
     from tilegym_db.store.peaks_files import save_peaks

@@ -37,14 +37,14 @@ def test_a_fifo_is_no_file_of_ours(tmp_path: Path, place: str) -> None:
         PLACES[place](tmp_path)
 
 
-def test_fifos_among_files_of_which_there_may_be_any_number_are_passed_over(tmp_path: Path) -> None:
+def test_fifos_among_any_number_of_files_are_skipped(tmp_path: Path) -> None:
     for place in ("imported/flashinfer-trace/x/manifest.json", "tuning/x.jsonl"):
         (tmp_path / place).parent.mkdir(parents=True)
         os.mkfifo(tmp_path / place)
     assert imported_manifests(tmp_path) == own_tuning_files(tmp_path) == []
 
 
-def test_a_first_reader_waits_for_the_process_that_makes_the_database(
+def test_first_reader_waits_for_the_maker_of_the_database(
     tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LOCK_TIMEOUT_S", 0.01)
@@ -64,7 +64,7 @@ def test_a_first_reader_waits_for_the_process_that_makes_the_database(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "folder"])
-def test_what_is_no_file_in_the_place_of_the_database_is_named_at_once(make, tmp_path: Path, catalog: Catalog) -> None:
+def test_other_things_in_place_of_the_database_are_named_at_once(make, tmp_path: Path, catalog: Catalog) -> None:
     make(tmp_path / DATABASE_NAME)
     opening = (
         lambda: open_store(tmp_path, read_only=True, catalog=catalog),
@@ -83,7 +83,7 @@ def test_a_journal_in_utf_16_was_not_cut_off(tmp_path: Path) -> None:
     assert "UTF-16" in line.reason
 
 
-def test_a_path_that_duckdb_would_cut_at_a_question_mark_is_refused(tmp_path: Path, catalog: Catalog) -> None:
+def test_path_that_duckdb_cuts_at_a_question_mark_is_refused(tmp_path: Path, catalog: Catalog) -> None:
     for home in (tmp_path / "what?", tmp_path / "what?" / "deeper"):
         with raises(StoreError, "path_unfit", "TILEGYM_DB_HOME"):
             open_store(home, catalog=catalog)

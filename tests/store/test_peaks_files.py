@@ -51,7 +51,7 @@ def publish_by_hand(root, home, peaks: GpuPeaks) -> None:
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_the_newest_calibration_of_this_machine_counts_as_soon_as_it_is_stored(opened, home, read_only):
+def test_newest_calibration_counts_as_soon_as_it_is_stored(opened, home, read_only):
     with opened() as store:
         assert read_peaks(store, "h200") is None
     for peaks in (calibration(2), calibration(1)):
@@ -105,9 +105,7 @@ def test_a_file_of_peaks_that_is_not_valid_is_named_and_left_out(opened, home, c
     assert f"left out: {path}: not a valid peaks: l2_bytes" in record.getMessage()
 
 
-def test_own_peaks_are_published_beside_the_resolver_table_and_fill_another_store(
-    opened, home, root, trace, write_traces, tmp_path
-):
+def test_own_peaks_are_published_and_fill_another_store(opened, home, root, trace, write_traces, tmp_path):
     save_peaks(calibration(), home)
     with opened() as store:
         ingest(store, [write_traces(trace())])
@@ -124,7 +122,7 @@ def test_own_peaks_are_published_beside_the_resolver_table_and_fill_another_stor
     assert path.is_file()
 
 
-def test_peaks_of_a_host_whose_timer_adds_more_do_not_replace_published_ones(opened, home, root, trace, write_traces):
+def test_peaks_with_a_slower_timer_do_not_replace_published_ones(opened, home, root, trace, write_traces):
     publish_by_hand(root, home, calibration(1))
     path = root / "traces" / "h200" / "peaks.json"
     save_peaks(calibration(2, launch_us=measured(5.1), no_launch_us=measured(2.9)), home)

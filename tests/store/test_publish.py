@@ -32,7 +32,7 @@ def traces(trace):
     }
 
 
-def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_traces, traces, tmp_path):
+def test_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_traces, traces, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         report = publish(store, "h200", tmp_path / "out")
@@ -48,7 +48,7 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
     assert read_journal(folder / "activation" / "shift.jsonl.gz").traces == (traces["shift"],)
 
 
-def test_what_is_named_is_left_out_and_published_again_when_it_is_not(opened, write_traces, traces, tmp_path):
+def test_named_solution_is_left_out_and_published_again_later(opened, write_traces, traces, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         without = {traces["prefill"].solution_digest}
@@ -130,9 +130,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
     ]
 
 
-def test_publishing_again_changes_nothing_and_a_new_result_only_what_it_touches(
-    opened, write_traces, traces, trace, tmp_path
-):
+def test_publishing_again_changes_only_what_a_new_result_touches(opened, write_traces, traces, trace, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
@@ -154,7 +152,7 @@ def test_what_was_published_fills_a_fresh_store(opened, write_traces, traces, ro
         assert publish(store, "h200", root).written == ()
 
 
-def test_a_file_with_nothing_verified_any_more_is_reported_and_kept(opened, write_traces, traces, root, tmp_path):
+def test_file_without_verified_traces_is_reported_and_kept(opened, write_traces, traces, root, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         publish(store, "h200", tmp_path)
@@ -180,7 +178,7 @@ def test_what_a_later_failure_took_back_is_published_no_more(opened, write_trace
     assert read_journal(folder / "activation" / "shift.jsonl.gz").traces == (failure,)
 
 
-def test_a_store_that_has_the_older_snapshot_learns_what_was_taken_back(
+def test_store_with_an_older_snapshot_learns_what_was_taken_back(
     shipped, opened, write_traces, traces, trace, root, home
 ):
     with opened() as store:
@@ -218,9 +216,7 @@ def test_a_table_whose_last_pass_was_taken_back_is_emptied(opened, write_traces,
         ({"sandbox_level": 1}, "1: the worker was not confined"),
     ],
 )
-def test_a_gpu_where_nothing_can_be_published_says_why_and_writes_nothing(
-    opened, write_traces, trace, tmp_path, changes, reason
-):
+def test_gpu_without_publishable_results_says_why(opened, write_traces, trace, tmp_path, changes, reason):
     with opened() as store:
         ingest(store, [write_traces(trace(**changes))])
         with raises(NotFoundError, "nothing_to_publish", "'h200'", reason):
@@ -228,7 +224,7 @@ def test_a_gpu_where_nothing_can_be_published_says_why_and_writes_nothing(
     assert list(tmp_path.glob("traces/*")) == []
 
 
-def test_a_gpu_without_verified_traces_is_refused_with_those_that_have_some(opened, write_traces, traces, tmp_path):
+def test_gpu_without_verified_traces_is_refused_with_others(opened, write_traces, traces, tmp_path):
     with opened() as store:
         ingest(store, [write_traces(*traces.values())])
         with raises(NotFoundError, "traces_missing", "'b200'", "h200, l4", "tilegym-db bench"):

@@ -90,7 +90,7 @@ def test_shapes_differ_by_dtypes_scalars_and_layouts_too(filled, trace):
         assert len(best_rows(store)) == len(variants)
 
 
-def test_what_a_file_held_ranks_among_its_like_and_is_not_published(filled, trace):
+def test_result_on_file_contents_is_ranked_but_not_published(filled, trace):
     of_file = trace(latency_us=3.0, blobs={"x": "ab" * 32})
     beside = trace(kind="tilelang", latency_us=5.0, blobs={"x": "ab" * 32})
     drawn = trace(latency_us=9.0)
@@ -132,7 +132,7 @@ def test_the_newest_pass_counts_however_fast_an_older_one_was(filled, trace):
         assert [row["trace_id"] for row in best_rows(store)] == [other_shape.trace_id, other.trace_id]
 
 
-def test_of_passes_at_the_same_instant_every_reader_sees_the_same_one(filled, trace):
+def test_readers_see_the_same_of_several_simultaneous_passes(filled, trace):
     first = trace()
     twins = [first, trace(latency_us=1.0, timestamp=first.timestamp)]
     for order in (twins, twins[::-1]):
@@ -140,7 +140,7 @@ def test_of_passes_at_the_same_instant_every_reader_sees_the_same_one(filled, tr
             assert verified_ids(store) == [max(item.trace_id for item in twins)]
 
 
-def test_a_pass_without_a_sandbox_counts_here_and_supersedes_none_that_can_be_published(filled, trace):
+def test_unsandboxed_pass_counts_but_supersedes_no_public_one(filled, trace):
     confined, unconfined = trace(latency_us=9.0), trace(latency_us=1.0, sandbox_level=1)
     tuned, alone = trace(sandbox_level=0, latency_us=2.0, config={"BLOCK_M": 4}), trace("shift", sandbox_level=1)
     with filled(confined, unconfined, tuned, alone) as store:
@@ -149,7 +149,7 @@ def test_a_pass_without_a_sandbox_counts_here_and_supersedes_none_that_can_be_pu
 
 
 @pytest.mark.parametrize("status", REVOKING)
-def test_a_later_failure_takes_back_earlier_passes_of_that_source_and_config(filled, trace, status):
+def test_later_failure_takes_back_passes_of_source_and_config(filled, trace, status):
     passed, config = trace(m=1), {"BLOCK_M": 4}
     tuned = trace(config=config)
     elsewhere = trace(gpu="l4")
@@ -190,7 +190,7 @@ def test_a_compile_error_takes_back_its_own_workload_only(filled, trace):
         {"status": "REJECTED", "definition_digest": "0" * 64},
     ],
 )
-def test_what_says_nothing_about_this_kernel_on_this_gpu_takes_nothing_back(filled, trace, changes):
+def test_unrelated_failure_takes_no_pass_back(filled, trace, changes):
     passed = trace()
     with filled(passed, trace(**changes)) as store:
         assert verified_ids(store) == [passed.trace_id]
@@ -198,13 +198,13 @@ def test_what_says_nothing_about_this_kernel_on_this_gpu_takes_nothing_back(fill
 
 @pytest.mark.parametrize("failure", [{"tier": "screen"}, {"tier": "promotion", "sandbox_level": 0}])
 @pytest.mark.parametrize("status", ["REJECTED", "INCORRECT_NUMERICAL"])
-def test_a_failure_counts_in_whatever_tier_and_sandbox_it_was_found(filled, trace, status, failure):
+def test_failure_counts_from_any_tier_and_sandbox(filled, trace, status, failure):
     with filled(trace(), trace(status=status, **failure)) as store:
         assert verified_ids(store) == []
         assert best_rows(store) == []
 
 
-def test_only_the_catalogs_own_source_and_definition_are_verified(filled, trace):
+def test_only_the_catalogs_source_and_definition_are_verified(filled, trace):
     with filled(trace(solution_digest="0" * 64), trace("shift", definition_digest="0" * 64)) as store:
         assert verified_ids(store) == []
         assert len(traces_of(store, "scale_triton")) == 1
@@ -302,7 +302,7 @@ def test_what_passed_its_newest_screen_can_be_promoted(filled, trace):
 @pytest.mark.parametrize(
     ("status", "then"), [("PASSED", []), ("REJECTED", ["scale_triton"]), ("UNSUPPORTED", ["scale_triton"])]
 )
-def test_a_promotion_verdict_settles_a_pair_for_good_or_until_the_next_screen(filled, trace, status, then):
+def test_promotion_verdict_settles_a_pair_until_the_next_screen(filled, trace, status, then):
     first = trace(tier="screen")
     with filled(first, trace(status=status)) as store:
         assert promotable(store, "h200") == []
@@ -328,7 +328,7 @@ def test_a_promotion_verdict_settles_a_pair_for_good_or_until_the_next_screen(fi
         ([{"config": {"B": 2}}, {"config": {"B": 2}, "status": "UNSUPPORTED"}], []),
     ],
 )
-def test_the_config_that_tune_found_is_the_last_one_that_passed_and_stands(filled, trace, given, found):
+def test_tuned_config_is_the_last_one_that_passed_and_stands(filled, trace, given, found):
     with filled(*(trace(**{"tier": "screen", **changes}) for changes in given)) as store:
         assert list(tuned_configs(store, "h200").values()) == found
 
@@ -344,7 +344,7 @@ def test_passes_of_a_screen_are_counted_until_they_are_verified(filled, trace):
         assert count_unverified(store, op_type="activation", gpu="h100") == 1
 
 
-def test_a_trace_is_found_by_the_start_of_its_id_with_what_it_counts_for(filled, trace):
+def test_trace_is_found_by_a_prefix_of_its_id_with_its_standing(filled, trace):
     passed, changed = trace(), trace("shift", solution_digest="0" * 64)
     failed = trace(status="REJECTED")
     again = trace()
@@ -360,7 +360,7 @@ def test_a_trace_is_found_by_the_start_of_its_id_with_what_it_counts_for(filled,
         assert find_traces(store, "no such trace") == []
 
 
-def test_the_likely_fastest_are_the_fastest_and_whoever_another_host_might_have_found_faster(filled, trace, catalog):
+def test_likely_fastest_include_possible_winners_on_other_hosts(filled, trace, catalog):
     traces = [
         trace(latency_us=12.1, kind="stock"),
         trace(latency_us=10.0, config={"B": 2}),

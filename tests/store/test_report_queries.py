@@ -35,9 +35,7 @@ def test_a_slower_pass_is_a_regression_only_beyond_its_interval(trace: Any, home
     assert sorted(kinds(rows)["verified"]) == ["scale_tilelang", "scale_triton"]
 
 
-def test_a_failure_after_a_promotion_is_a_revocation_and_one_before_is_none(
-    trace: Any, home: Path, opened: Callable[..., Any]
-):
+def test_failure_revokes_only_after_a_promotion(trace: Any, home: Path, opened: Callable[..., Any]):
     passed, failed = trace(), trace(status="INCORRECT_NUMERICAL")
     early, late = trace(kind="tilelang", status="INCORRECT_NUMERICAL"), trace(kind="tilelang")
     journaled(home, passed, failed, early, late)
@@ -49,7 +47,7 @@ def test_a_failure_after_a_promotion_is_a_revocation_and_one_before_is_none(
         assert change_rows(store, after) == []
 
 
-def test_what_waits_for_promote_is_open_and_no_model_run_is_no_row(trace: Any, home: Path, opened: Callable[..., Any]):
+def test_work_waiting_for_promotion_is_open_and_no_run_is_no_row(trace: Any, home: Path, opened: Callable[..., Any]):
     journaled(home, trace(tier="screen"))
     with opened() as store:
         waiting = [row for row in open_rows(store) if row["kind"].startswith("passed a screen")]

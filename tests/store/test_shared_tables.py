@@ -69,7 +69,7 @@ class Team:
     def served(
         self, who: str, *, trust: bool = False, gpu: str = GPU, definition: str = "scale"
     ) -> dict[int, list[str]]:
-        """M -> the candidates that an installation may serve, by latency, with who vouches for them."""
+        """Return M -> the candidates that an installation may serve, by latency, with the signer of each."""
         self.at(who)
         table: ResolverTable | None = load_table(gpu, trust=trust)
         if table is None:
@@ -104,7 +104,7 @@ def files_of(team: Team, part: str) -> list[Path]:
 
 
 def rewritten(team: Team, change: Callable[[dict[str, Any]], None]) -> None:
-    """Replace the only lock by an edited one under the name that its content has, as somebody with access could."""
+    """Replace the only lock by an edited one under the name that its content has, as anyone with access could."""
     (path,) = files_of(team, "/by=")
     lock = json.loads(path.read_text())
     change(lock)
@@ -116,7 +116,7 @@ def rewritten(team: Team, change: Callable[[dict[str, Any]], None]) -> None:
 # -- what a team does -------------------------------------------------------------------------------------------------
 
 
-def test_a_table_of_another_installation_serves_once_it_is_trusted(anywhere, on):
+def test_table_of_another_installation_serves_once_it_is_trusted(anywhere, on):
     anywhere.share("ada", on(m=1, latency_us=2.0), on(latency_us=9.0), on("shift"))
     found = anywhere.sync("bob")
     assert (found.tables, found.new, found.waiting, found.problems) == (1, 1, 1, [])
@@ -172,7 +172,7 @@ def test_only_what_was_measured_here_is_in_a_table(team, on):
     assert len(files_of(team, "/by=")) == 2
 
 
-def test_a_newer_table_that_is_not_trusted_leaves_the_older_one_that_is(team, on):
+def test_newer_untrusted_table_leaves_the_older_trusted_one(team, on):
     team.share("ada", on(m=1))
     team.sync("bob", trust=True)
     team.share("ada", on())
@@ -208,7 +208,7 @@ def test_it_adds_to_the_published_table_which_comes_first(team, on, trace):
     assert team.served("bob") == served
 
 
-def test_a_failure_in_one_table_takes_back_the_earlier_pass_in_another(team, on):
+def test_failure_in_one_table_takes_back_a_pass_in_another(team, on):
     team.share("ada", on(), on(m=1))
     passed, failed = on(), on(status="INCORRECT_NUMERICAL")
     assert team.share("bob", passed, failed)
@@ -222,7 +222,7 @@ def test_a_failure_in_one_table_takes_back_the_earlier_pass_in_another(team, on)
 # -- what is not whole ------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_that_dies_at_any_moment_leaves_the_table_of_before(team, on, monkeypatch):
+def test_writer_that_dies_at_any_moment_leaves_the_old_table(team, on, monkeypatch):
     team.share("ada", on(m=1), on("shift"))
     team.measure("ada", on(), on("shift", m=1))
     add = SharedPlace.add
@@ -253,7 +253,7 @@ def test_a_writer_that_dies_at_any_moment_leaves_the_table_of_before(team, on, m
         (lambda path: path.unlink(), "is not there"),
     ],
 )
-def test_a_set_that_is_not_whole_is_named_and_the_table_before_counts(team, on, damage, reason):
+def test_incomplete_set_is_named_and_the_previous_table_counts(team, on, damage, reason):
     team.share("ada", on(m=1))
     before = set(files_of(team, "/sets/"))
     team.share("ada", on(m=1, latency_us=9.0), on())
@@ -279,7 +279,7 @@ def test_a_set_that_is_not_whole_is_named_and_the_table_before_counts(team, on, 
         (lambda lock: lock.pop("published"), "'published'"),
     ],
 )
-def test_a_lock_that_is_none_or_of_a_newer_version_is_named_and_the_others_are_read(team, on, change, reason):
+def test_bad_or_newer_lock_is_named_and_the_others_are_read(team, on, change, reason):
     team.share("ada", on(m=1))
     rewritten(team, change)
     team.share("bob", on())
@@ -323,8 +323,8 @@ def test_a_set_with_a_wrong_type_is_named(team, on):
     assert "op_type" in problem
 
 
-def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judged(team, root, trace):
-    """With every digest made to fit: times below the physics floor of an H200, whose peaks ship, serve nobody."""
+def test_edited_table_is_foreign_and_its_figures_are_judged(team, root, trace):
+    """Make every digest fit: times below the physics floor of an H200, whose peaks ship, are not served."""
     path = root / "definitions" / "norm" / "scale.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"cost": {"flops": "M*N", "bytes": "4*M*N"}}))
     team.share(
@@ -337,14 +337,14 @@ def test_an_edited_table_is_foreign_even_to_its_writer_and_its_figures_are_judge
     assert team.served("bob", gpu="h200") == {4096: ["scale_tilelang foreign"]}
 
 
-def test_errors_that_no_gate_lets_pass_serve_nobody(team, on):
+def test_errors_that_no_gate_lets_pass_are_not_served(team, on):
     team.share("ada", on(m=1))
     with_set(team, lambda text: text.replace('"rel_fro":0.001', '"rel_fro":0.5'))
     team.sync("bob", trust=True)
     assert team.served("bob") == {1: []}
 
 
-def test_a_set_that_was_edited_here_is_passed_over_and_fetched_again(team, on, caplog):
+def test_set_that_was_edited_here_is_skipped_and_fetched_again(team, on, caplog):
     team.share("ada", on())
     team.sync("bob", trust=True)
     (table,) = tables_in(team.home("bob"))
@@ -374,7 +374,7 @@ def test_trust_is_in_one_lock_of_one_installation(team, on):
     assert [one.standing for one in tables_in(team.home("carl"))] == ["foreign"]
 
 
-# -- what the user is told --------------------------------------------------------------------------------------------
+# -- messages for the user ---------------------------------------------------------------------------------------------
 
 
 def test_explain_and_doctor_say_what_is_used_and_why_not(team, on):
@@ -425,7 +425,7 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
     assert {one.origin for entry in table for one in entry.candidates} == {"foreign"}
 
 
-def test_a_decision_says_that_another_installation_measured_the_winner(team, on):
+def test_decision_says_that_another_installation_measured_it(team, on):
     from tilegym_db.resolver.resolve import resolve
 
     team.share("ada", on(latency_us=9.0))

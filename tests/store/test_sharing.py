@@ -28,7 +28,7 @@ from tilegym_db.store.sharing import Row, SharedDataSet, digest_of, query_data_s
 
 BATCHES, ROWS = 16, 20
 
-# Makes each line of its input a process of its own, forked where pyarrow is imported but nothing of it has begun.
+# Makes each line of its input a separate process, forked after pyarrow is imported but nothing of it has begun.
 WRITER = """import json, os, sys
 import pyarrow, pyarrow.parquet, pyarrow.dataset
 from tilegym_db.store.sharing import SharedDataSet, Row
@@ -78,7 +78,7 @@ def publish(opened, write_traces, shared):
     return share
 
 
-def test_a_folder_that_is_something_else_is_refused_before_it_is_listed_to_its_end(tmp_path):
+def test_unrelated_folder_is_refused_before_it_is_fully_listed(tmp_path):
     for number in range(30):
         (tmp_path / f"folder{number}").mkdir()
         (tmp_path / f"folder{number}" / "file.txt").touch()
@@ -153,7 +153,7 @@ def test_what_is_remembered_may_be_lost_or_damaged(publish, trace, shared, reads
         assert len(reads) == 1
 
 
-def test_traces_of_another_installation_are_foreign_until_they_are_trusted(publish, trace, shared, catalog, tmp_path):
+def test_traces_of_other_installations_are_foreign_until_trusted(publish, trace, shared, catalog, tmp_path):
     stock, fast = trace(kind="stock", latency_us=20.0), trace(latency_us=9.0, speedup=2.0)
     publish(stock, fast)
     other = tmp_path / "other"
@@ -176,7 +176,7 @@ def test_an_installation_knows_its_own_traces_again(publish, trace, shared, home
         assert [row["origin"] for row in store.rows("SELECT origin FROM traces")] == ["local"]
 
 
-def test_files_that_are_not_valid_are_named_and_the_others_are_read(publish, trace, shared, catalog, tmp_path):
+def test_invalid_files_are_named_and_the_others_are_read(publish, trace, shared, catalog, tmp_path):
     publish(trace(), trace(gpu="h100-sxm"), trace(gpu="l4"))
     files = {file.name.partition("/")[0]: Path(file.path) for file in shared.files()}
     whole = files["gpu=h200"].read_bytes()
@@ -217,7 +217,7 @@ def test_a_table_of_something_else_is_no_file_of_traces(shared, tmp_path):
     assert all(fact in problem for fact in ("other.parquet", "column record"))
 
 
-def test_an_empty_address_says_who_writes_the_first_traces(shared, catalog, tmp_path):
+def test_empty_address_says_which_command_writes_first_traces(shared, catalog, tmp_path):
     with (
         open_store(tmp_path / "other", catalog=catalog) as store,
         raises(StoreError, "data_set_empty", "tilegym-db publish --gpu auto --to"),
@@ -242,7 +242,7 @@ def test_the_same_rows_make_the_same_file_whatever_their_order(shared):
         ("hdfs://h/x", "address_invalid"),
     ],
 )
-def test_an_address_with_credentials_or_of_no_known_kind_is_refused_without_repeating_them(uri, code):
+def test_address_with_credentials_is_refused_without_showing_it(uri, code):
     with raises(UsageError, code) as error:
         SharedDataSet(uri)
     assert "secret@" not in str(error.value)
@@ -279,7 +279,7 @@ ALL = sorted(f"{batch}-{n}" for batch in range(BATCHES) for n in range(ROWS))
 
 
 def as_it_lies(uri: str) -> tuple[set[str], list[str]]:
-    """Files of a data set and what they hold; again, where a request that a killed writer had sent was carried out meanwhile."""
+    """Return files of a data set and their content; again, if a request of a killed writer was carried out in between."""
     while True:
         files = {file.name for file in SharedDataSet(uri).files()}
         found = held(SharedDataSet(uri))
@@ -411,6 +411,6 @@ def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("uri", ["s3://", "s3:///folder"])
-def test_an_address_without_a_bucket_is_refused_before_anything_is_listed(uri: str) -> None:
+def test_address_without_a_bucket_is_refused_before_any_listing(uri: str) -> None:
     with raises(UsageError, "bucket_missing", "s3://bucket/folder"):
         SharedDataSet(uri)

@@ -64,7 +64,7 @@ def test_many_operators_on_many_gpus_fit_a_checkout_and_a_wheel() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_traces_with_their_locks_and_is_small(tmp_path: Path) -> None:
+def test_wheel_holds_the_traces_with_their_locks_and_is_small(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_traces_with_their_locks_and_is_small(tmp_path: Path
     assert wheel.stat().st_size < 15 * MB
 
 
-def test_loading_one_definition_takes_as_long_however_many_there_are(tmp_path) -> None:
+def test_loading_one_definition_takes_as_long_among_many(tmp_path) -> None:
     shipped = ROOT / "traces" / "h200"
     for count in (1, DEFINITIONS):
         folder = tmp_path / str(count) / "traces" / "h200" / "norm"

@@ -1,4 +1,4 @@
-"""Who vouches for a trace: signatures, locks, and figures that cannot be true."""
+"""Trust in traces: signatures, locks, and figures that cannot be true."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_journal_that_was_edited_is_foreign(opened, home, trace, find_and_put)
         assert best_rows(store) == []
 
 
-def test_a_signature_of_another_installation_or_line_is_none(opened, home, trace, tmp_path):
+def test_signature_of_another_installation_or_line_is_invalid(opened, home, trace, tmp_path):
     first, second = trace(), trace()
     stranger = signed_line(tmp_path / "elsewhere", first.to_json())
     borrowed = signed_line(home, first.to_json()).rpartition(b", ")[2]
@@ -73,7 +73,7 @@ def test_a_signature_of_another_installation_or_line_is_none(opened, home, trace
         assert store.rows(ORIGINS) == [{"origin": "foreign", "trusted": False, "n": 2}]
 
 
-def test_foreign_traces_are_shown_and_used_for_nothing_until_they_are_trusted(opened, trace, tmp_path, root):
+def test_foreign_traces_are_shown_but_not_used_until_trusted(opened, trace, tmp_path, root):
     path = by_hand(tmp_path / "by_hand.jsonl", trace())
     with opened() as store:
         (note,) = ingest(store, [path]).notes
@@ -90,7 +90,7 @@ def test_foreign_traces_are_shown_and_used_for_nothing_until_they_are_trusted(op
         publish(store, "h200", tmp_path)
 
 
-def test_a_foreign_failure_takes_nothing_back_and_a_foreign_id_is_in_nobodys_way(opened, write_traces, trace, tmp_path):
+def test_foreign_failure_revokes_nothing_and_its_id_is_harmless(opened, write_traces, trace, tmp_path):
     own = trace()
     forged = Trace.from_dict(own.to_dict() | {"performance": {**own.to_dict()["performance"], "latency_us": 9.95}})
     with opened() as store:
@@ -110,7 +110,7 @@ def test_journals_of_older_versions_are_trusted_once_and_stay_so(opened, home, r
         assert store.rows(ORIGINS) == [{"origin": "foreign", "trusted": True, "n": 1}]
 
 
-def test_one_byte_of_a_shipped_set_is_noticed_and_the_set_not_used(published, opened, caplog):
+def test_changed_byte_in_a_shipped_set_makes_the_set_unusable(published, opened, caplog):
     path = published / "norm" / "scale.jsonl.gz"
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
@@ -135,9 +135,7 @@ def test_a_set_that_no_lock_lists_is_not_used(published, opened, caplog):
     assert f"{path} is not used" in caplog.text
 
 
-def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_edited(
-    published, ship, monkeypatch, tmp_path
-):
+def test_resolver_reads_a_requested_set_and_refuses_edited_ones(published, ship, monkeypatch, tmp_path):
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "empty"))
     ship(published.parent.parent)
     (published / "activation" / "shift.jsonl.gz").write_text("{}")
@@ -149,9 +147,7 @@ def test_the_resolver_reads_a_set_when_it_is_asked_for_and_refuses_one_that_was_
         table.entries("shift", {"T": "bfloat16"})
 
 
-def test_a_published_folder_from_elsewhere_is_served_only_when_trusted(
-    published, opened, ship, monkeypatch, tmp_path, caplog
-):
+def test_published_folder_from_elsewhere_serves_once_trusted(published, opened, ship, monkeypatch, tmp_path, caplog):
     ship(tmp_path / "nothing")
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "mine"))
     target = tmp_path / "mine" / "published" / "h200"
@@ -173,9 +169,7 @@ def test_a_published_folder_from_elsewhere_is_served_only_when_trusted(
         ({"ci_low_us": 11.0, "ci_high_us": 12.0}, "outside its own interval"),
     ],
 )
-def test_figures_that_cannot_be_true_do_not_count_even_where_trusted(
-    calibrated, opened, trace, tmp_path, changes, doubt
-):
+def test_impossible_figures_do_not_count_even_if_trusted(calibrated, opened, trace, tmp_path, changes, doubt):
     record = trace().to_dict()
     for part in ("performance", "correctness"):
         keys = ("rel_fro", "matched_ratio") if part == "correctness" else ("latency_us", "ci_low_us", "ci_high_us")

@@ -39,7 +39,7 @@ def step(number: int, **changes: object) -> TuningStep:
     )
 
 
-def test_steps_come_back_as_they_were_oldest_first_whatever_run_wrote_them(home):
+def test_steps_come_back_unchanged_and_oldest_first_from_any_run(home):
     with TuningLog("b", home) as log:
         log.append(step(1))
         log.append(step(3, outcome="failed", status="TIMEOUT", against=None, ratio=None))
@@ -117,7 +117,7 @@ def published(opened, root, trace, write_traces):
     return now
 
 
-def test_the_last_that_became_of_each_config_is_published_and_nothing_of_other_sources(searched, published, home):
+def test_last_result_of_each_config_of_this_source_is_published(searched, published, home):
     searched(1, config={"BLOCK": 1}, outcome="leads")
     led = searched(2, config={"BLOCK": 2}, outcome="leads")
     lost = searched(3, config={"BLOCK": 1}, against={"BLOCK": 2})
@@ -127,9 +127,7 @@ def test_the_last_that_became_of_each_config_is_published_and_nothing_of_other_s
     assert published() == [led, lost]
 
 
-def test_publishing_keeps_what_others_published_and_changes_nothing_the_second_time(
-    searched, published, opened, home, root
-):
+def test_publishing_keeps_others_work_and_then_changes_nothing(searched, published, opened, home, root):
     mine = searched(1, config={"BLOCK": 1})
     assert published() == [mine]
     (home / "tuning" / "run.jsonl").unlink()
@@ -190,7 +188,7 @@ def test_a_leader_that_fails_leads_no_more(searched, opened):
         assert store.rows("SELECT config, tried, failed FROM searches") == [{"config": None, "tried": 1, "failed": 1}]
 
 
-def test_a_search_under_way_leaves_readers_in_peace_and_is_seen_after_the_next_ingest(searched, opened, home):
+def test_search_under_way_leaves_readers_alone_until_an_ingest(searched, opened, home):
     with opened() as store:
         ingest(store)
     searched(1)
@@ -206,9 +204,7 @@ def test_a_search_under_way_leaves_readers_in_peace_and_is_seen_after_the_next_i
             assert store.rows("SELECT count(*) AS steps FROM tuning_records") == [{"steps": number}]
 
 
-def test_steps_of_a_source_that_changed_leave_the_view_and_the_file(
-    searched, published, opened, root, trace, write_traces
-):
+def test_steps_of_a_changed_source_leave_the_view_and_the_file(searched, published, opened, root, trace, write_traces):
     searched(1)
     assert len(published()) == 1
     path = Path(root, "solutions", "norm", "scale", "scale_triton", "kernel.py")

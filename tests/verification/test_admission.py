@@ -35,7 +35,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("body", "code", "fact"), BAD.values(), ids=BAD.keys())
-def test_what_a_reference_does_to_its_process_is_said_of_its_record(
+def test_damage_of_a_reference_to_its_process_is_reported_on_it(
     body: str, code: str, fact: str, definition_record: Callable[..., dict[str, Any]]
 ):
     record = Definition.from_dict(definition_record(reference=HEAD + body + "\n    return x\n"))
@@ -82,7 +82,7 @@ def test_a_cost_is_an_amount_of_work(
         run_reference_once(record, Path("draft.json"))
 
 
-def test_a_reference_that_came_with_the_checkout_need_not_be_tried_and_one_changed_by_hand_must(monkeypatch, tmp_path):
+def test_only_references_changed_by_hand_must_be_tried_again(monkeypatch, tmp_path):
     """Eighty processes with PyTorch, one after the other, took a minute of a promotion's start."""
     tried: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

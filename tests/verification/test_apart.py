@@ -1,4 +1,4 @@
-"""A call in a process of its own: what it prints, and how much of it."""
+"""A call in a separate process: what it prints, and how much of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_a_call_prints_comes_on_stderr(run: Callable[[str], subprocess.Comp
     assert {"on stdout", "on stderr", "past Python"} <= set(done.stderr.splitlines())
 
 
-def test_a_call_that_prints_without_end_is_ended_and_its_output_cut(
+def test_call_that_prints_without_end_is_ended_and_cut(
     run: Callable[[str], subprocess.CompletedProcess[str]],
 ):
     done = run("prints_without_end")

@@ -156,7 +156,7 @@ def test_contents_of_a_file_leave_room_for_rounding(
     assert not found.exact
 
 
-def test_a_rule_about_contents_drops_what_is_drawn_and_refuses_what_a_file_holds(
+def test_rule_about_contents_drops_drawn_ones_and_refuses_files(
     operator: Callable[..., Definition], stored: Stored, tmp_path: Path
 ) -> None:
     definition = operator(content_constraints=["x[0, 0].item() == 7"])

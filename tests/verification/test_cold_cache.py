@@ -39,12 +39,12 @@ def timed(timer: BlockTimer, call: Callable[[], object]) -> float:
     return median(sample.device_us for sample in samples[2:])
 
 
-def test_a_kernel_that_keeps_its_input_in_the_l2_is_timed_as_cold_as_another(read):
+def test_kernel_that_keeps_its_input_in_the_l2_is_timed_cold(read):
     timer = BlockTimer("cuda:0")
     assert timed(timer, lambda: read("evict_last")) > 0.95 * timed(timer, lambda: read(""))
 
 
-def test_such_a_kernel_would_be_faster_if_only_other_memory_were_written_in_between(read):
+def test_kernel_would_be_faster_if_other_memory_were_written(read):
     timer = BlockTimer("cuda:0")
     cold = timed(timer, lambda: read(""))
     timer._reset_persisting = lambda: 0

@@ -47,7 +47,7 @@ def one_step_up(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("contents", "gate"), [("normal", None), ("small_integers", "exact")])
-def test_an_output_that_rounds_nowhere_must_be_exact_on_small_integers_only(contents, gate, operator):
+def test_unrounded_output_must_be_exact_on_small_integers_only(contents, gate, operator):
     definition = operator("return (x.float() + weight.float()).to(x.dtype)", self_test=None)
     slightly = {"out": one_step_up}
     found = verdicts(definition, "bfloat16", slightly, contents)["out"]
@@ -64,7 +64,7 @@ ARGMAX = "order = x.float().sort(dim=-1, descending=True, stable=True).indices[:
 INDEX = {"shape": ["M", "4"], "dtype": "int64"}
 
 
-def test_indices_are_compared_by_what_they_gather_only_where_the_definition_says_so(operator):
+def test_indices_compare_by_gathered_values_only_if_declared(operator):
     plain = operator(ARGMAX, outputs={"index": INDEX}, self_test=None)
     gathers = operator(ARGMAX, outputs={"index": INDEX}, gathers={"index": "x"}, self_test=None)
     exchange = {"index": lambda index: index.flip(-1)}  # in ties, any order of equal values is as good
@@ -73,7 +73,7 @@ def test_indices_are_compared_by_what_they_gather_only_where_the_definition_says
     assert verdicts(gathers, "float32", exchange, "normal")["index"].gate == "exact"
 
 
-def test_indices_into_another_output_are_compared_by_the_oracles_values(operator):
+def test_indices_into_another_output_use_the_oracles_values(operator):
     body = "s = torch.sigmoid(x.float() * 1e-9); return s.to(x.dtype), s.argmax(dim=-1, keepdim=True)"
     index = {"shape": ["M", "1"], "dtype": "int64"}
     definition = operator(body, outputs={"s": ROW, "index": index}, gathers={"index": "s"}, self_test=None)

@@ -59,7 +59,7 @@ def of_tensor_cores(terms: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("remainder", [1e-4, 1e-5])
-def test_last_digits_of_the_terms_refute_no_sum_of_them(remainder: float) -> None:
+def test_last_digits_of_the_terms_do_not_fail_their_sum(remainder: float) -> None:
     expected = cancelling(remainder)
     honest = by_terms(dict(expected.inputs), lambda terms: terms)
     error = (honest["grad_scale"].double() - expected.outputs["grad_scale"]).abs() / expected.outputs[
@@ -87,7 +87,7 @@ def test_a_sum_of_other_terms_is_refused_on_the_same_contents(spoil: Callable[[t
     assert wrong.output == "grad_scale"
 
 
-def test_a_number_whose_terms_do_not_cancel_is_known_to_its_last_digits() -> None:
+def test_number_without_cancelling_terms_is_known_exactly() -> None:
     expected = cancelling(1e-3)
     outputs = by_terms(dict(expected.inputs), lambda terms: terms)
     outputs["grad_mix"][7, 2] *= 1.001
@@ -132,7 +132,7 @@ def with_weights_of(bits: int, inputs: Mapping[str, Any]) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("seed", [66, 168, 310, 354])
 @pytest.mark.parametrize(("bits", "right"), [(8, True), (4, False)])
-def test_weights_in_half_precision_refute_no_sum_of_values_that_cancel(seed: int, bits: int, right: bool) -> None:
+def test_half_precision_weights_do_not_fail_sums_that_cancel(seed: int, bits: int, right: bool) -> None:
     """The reference rounds its weights as well, each of them otherwise; on these contents it is luckier than a kernel."""
     case = Case(
         Call("row_scale", SHAPE, {"T": "bfloat16"}, scalars={"scale": 0.125}), distribution="channels", seed=seed
@@ -146,9 +146,7 @@ def test_weights_in_half_precision_refute_no_sum_of_values_that_cancel(seed: int
 
 @pytest.mark.parametrize("seed", [475, 7862, 8763])
 @pytest.mark.parametrize(("bits", "right"), [(8, True), (4, False)])
-def test_a_few_draws_do_not_decide_how_far_rounded_weights_put_an_element_off(
-    seed: int, bits: int, right: bool
-) -> None:
+def test_few_draws_do_not_decide_the_error_of_rounded_weights(seed: int, bits: int, right: bool) -> None:
     """One large value of a few decides such a row; draws may all move it by little."""
     axes = SINKS.bind_axes({"B": 5, "Hq": 64, "Hkv": 2, "L": 17, "D": 120})
     scalars = vary_scalars(SINKS, {"scale": 0.125}, "varied", seed)

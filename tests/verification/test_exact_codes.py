@@ -50,7 +50,7 @@ def gate(definition: Definition, rounded: bool, change: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("contents", "is_tried"), [("normal", True), ("max_quarter", False), ("small_integers", True)])
-def test_a_case_in_which_the_reference_itself_overflows_is_dropped(cast: Any, contents: str, is_tried: bool) -> None:
+def test_case_in_which_the_reference_overflows_is_dropped(cast: Any, contents: str, is_tried: bool) -> None:
     definition = cast(None, reference=CAST.replace("x.to(", "(x * 8 - x * 8).to("))
     case = Case(
         Call(definition.name, SIZES, {"T": "float32"}, scalars={"rounded": True}), distribution=contents, seed=3
@@ -71,7 +71,7 @@ def one_code_on(codes: torch.Tensor) -> None:
         ("exact when rounded", False, None),
     ],
 )
-def test_one_code_of_thousands_may_differ_only_where_codes_are_not_exact(codes, rounded, refused_by, cast):
+def test_one_code_of_thousands_may_differ_if_codes_are_not_exact(codes, rounded, refused_by, cast):
     assert gate(cast(codes), rounded, lambda codes: None) is None
     assert gate(cast(codes), rounded, one_code_on) == refused_by
 
@@ -86,7 +86,7 @@ def test_the_sign_of_a_zero_is_part_of_an_exact_code(cast):
     assert "4096 of 4096" in verdict.reason
 
 
-def test_zeros_of_either_sign_are_one_code_where_codes_are_not_exact(cast):
+def test_zeros_of_either_sign_are_equal_if_codes_are_not_exact(cast):
     # A fused multiply-add keeps the sign of a product that underflows; multiplied first and then added to 0, it is +0.
     tiny = torch.full((64, 64), -1e-30)
     inputs = {"x": tiny * 0 + 0.0, "rounded": True}
@@ -100,7 +100,7 @@ def test_zeros_of_either_sign_are_one_code_where_codes_are_not_exact(cast):
 
 
 @pytest.mark.parametrize(("code", "steps"), [(0x00, 0), (0x80, 0), (0x01, 1), (0x81, 1), (0x02, 2), (0x82, 2)])
-def test_steps_between_codes_are_counted_across_zero_as_if_it_had_no_sign(code, steps, cast):
+def test_steps_between_codes_are_counted_across_unsigned_zero(code, steps, cast):
     inputs = {"x": torch.zeros(64, 64), "rounded": True}
     definition = cast(None)
     truth = as_written(definition, inputs)
@@ -112,7 +112,7 @@ def test_steps_between_codes_are_counted_across_zero_as_if_it_had_no_sign(code, 
     assert verdict.matched_ratio == (1.0 if steps == 0 else 1 - 1 / 4096)
 
 
-def test_sums_whose_products_keep_their_sign_as_they_underflow_are_accepted():
+def test_sums_whose_products_keep_their_sign_at_underflow_pass():
     definition = Catalog((shipped_root(),)).definition("reduce_fused_to_fp8")
     axes = definition.bind_axes({"M": 17, "K": 2, "P": 48, "H": 16})
     case = Case(Call(definition.name, axes, {"T": "bfloat16"}), distribution="subnormals", seed=3)
@@ -146,7 +146,7 @@ def test_exactness_is_part_of_what_an_operator_means(cast):
 
 
 @pytest.mark.parametrize("name", ["per_token_cast", "per_block_cast", "per_channel_cast"])
-def test_shipped_casts_are_exact_where_their_scales_are_powers_of_two(name):
+def test_shipped_casts_are_exact_if_scales_are_powers_of_two(name):
     definition = Catalog((shipped_root(),)).definition(name)
     assert definition.codes == {"out": "exact when round_scale"}
 
@@ -159,7 +159,7 @@ BYTES = "# Source: https://example.org\ndef run(x, rounded):\n    return x\n"
 
 
 @pytest.mark.parametrize(("spec", "constraint"), [(NIBBLES, "N % 2 == 0"), (TWELVE_BITS, "3 * N % 2 == 0")])
-def test_a_packed_row_of_half_a_byte_names_the_missing_constraint(spec, constraint, cast):
+def test_packed_row_of_half_a_byte_names_the_missing_constraint(spec, constraint, cast):
     with pytest.raises(RecordError, match="leaves out part of a byte at N=1") as error:
         cast(None, outputs={"out": spec}, constraints=["N >= 1"])
     assert f"add the constraint '{constraint}'" in str(error.value)
@@ -172,7 +172,7 @@ def test_scales_and_other_divisions_need_no_such_constraint(cast):
     assert cast(None, outputs={"out": scales}, constraints=[]).outputs["out"].shape == ("M", "N // 128")
 
 
-def test_a_size_is_read_off_packed_codes_where_nothing_else_says_it(cast):
+def test_size_is_read_off_packed_codes_if_nothing_else_states_it(cast):
     packed = {"x": NIBBLES, "rounded": INPUTS["rounded"]}
     definition = cast(None, inputs=packed, outputs={"out": CODES}, constraints=["N % 2 == 0"], reference=BYTES)
     assert solve_axes(definition, {"x": (3, 32)}) == {"M": 3, "N": 64}
@@ -195,7 +195,7 @@ def test_drawn_bytes_hold_every_nibble_in_both_halves(spec, cast):
     assert set((drawn & 15).unique().tolist()) == set((drawn >> 4).unique().tolist()) == set(range(16))
 
 
-def test_nibbles_are_compared_one_by_one_and_twelve_bit_codes_as_bytes(cast):
+def test_nibbles_compare_singly_and_twelve_bit_codes_as_bytes(cast):
     nibbles = cast(None, outputs={"out": NIBBLES}, constraints=["N % 2 == 0"])
     limits = limits_for(nibbles, "float4_e2m1")
     assert limits is not None
@@ -218,7 +218,7 @@ def test_a_scale_beside_packed_bytes_is_equal_bit_for_bit(cast):
     assert limits_for(definition, "float32") is None
 
 
-def test_the_bytes_of_packed_codes_are_counted_as_they_are_stored(cast):
+def test_bytes_of_packed_codes_are_counted_as_stored(cast):
     definition = cast(
         None,
         outputs={"out": NIBBLES},
@@ -230,7 +230,7 @@ def test_the_bytes_of_packed_codes_are_counted_as_they_are_stored(cast):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", range(1152, 1168))
-def test_equal_codes_pass_whatever_their_number_where_a_mean_of_ones_is_not_one(cast, columns):
+def test_equal_codes_pass_in_any_number_if_their_mean_is_inexact(cast, columns):
     definition = cast("exact")
     case = Case(Call(definition.name, {"M": 5, "N": columns}, {"T": "float32"}, scalars={"rounded": True}), seed=3)
     inputs = draw_inputs(definition, case, "cuda:0")

@@ -42,7 +42,7 @@ def rows_of(definition: Definition, case: Case, name: str) -> tuple[int, list[in
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", WITH_ROWS)
-def test_every_run_has_rows_that_end_within_a_vector_and_begin_at_one_and_others_that_do_not(name, count):
+def test_every_run_has_padded_rows_with_and_without_alignment(name, count):
     for seed in range(50 if count < 24 else 20):  # the cases that count come first, and are alike in larger sets
         definition, cases = cases_of(name, count, seed)
         assert len(cases) == count
@@ -63,7 +63,7 @@ def test_every_run_has_rows_that_end_within_a_vector_and_begin_at_one_and_others
             assert steps[-1] % 16
 
 
-def test_the_copy_engine_gets_all_operands_of_a_product_so_or_it_would_not_be_used():
+def test_all_operands_of_a_product_fit_the_copy_engine():
     for seed in range(20):
         definition, cases = cases_of("gemm_triton", 4, seed)
         assert set(cases[0].call.layouts) == {*definition.tensor_inputs, *definition.written_outputs}
@@ -88,7 +88,7 @@ def test_both_kinds_of_rows_exist_at_every_size(size, dtype, operator):
     assert any(stride % 64 == 0 for stride in drawn[ROWS_ALIGNED])
 
 
-def test_rows_are_ragged_by_the_bytes_of_the_output_not_of_an_input(operator):
+def test_raggedness_of_rows_depends_on_the_bytes_of_the_output(operator):
     definition = operator()
     assert ragged_rows(definition, ["x", "out"], {"M": 3, "N": 6}, {"T": "float32"}) == 3
     assert ragged_rows(definition, ["x", "out"], {"M": 3, "N": 8}, {"T": "float32"}) == 0

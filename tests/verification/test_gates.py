@@ -48,7 +48,7 @@ def test_one_rounding_passes_in_every_dtype_and_shape(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_all_zero_softmax_over_a_vocabulary_fails_though_every_entry_is_tiny(dtype):
+def test_all_zero_softmax_over_a_vocabulary_fails(dtype):
     as_written, exact, e_base = softmax_over_a_vocabulary(dtype)
     assert judge(as_written, exact, e_base=e_base).passed
     assert torch.allclose(torch.zeros_like(exact), exact, atol=1e-2)  # the rule that was fooled by it
@@ -105,7 +105,7 @@ def test_a_nan_or_infinity_that_differs_from_the_oracle_fails(wrong, right):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [1.0, 300.0])
-def test_a_weight_that_hardware_flushes_is_no_error_whatever_it_is_multiplied_by(dtype, value):
+def test_weight_that_hardware_flushes_is_no_error_at_any_factor(dtype, value):
     """In attention a sink of 88 more than every score leaves weights of 1e-38, times values."""
     exact = torch.full((64, 64), 2.0**-127 * value, dtype=torch.float64)
     assert judge(torch.zeros(64, 64, dtype=dtype), exact).passed
@@ -182,7 +182,7 @@ def test_an_overflow_that_the_output_dtype_forces_is_expected():
     assert judge(torch.full((64, 64), 65504.0, dtype=torch.float16), exact).gate == "nan_inf_mask"
 
 
-def test_half_precision_accumulation_of_a_long_product_fails_where_float32_is_the_contract():
+def test_half_precision_sum_fails_under_a_contract_of_float32():
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(64, 4096, generator=generator).half()
     b = torch.randn(4096, 64, generator=generator).half()
@@ -209,7 +209,7 @@ def test_a_product_in_tf32_passes_only_where_it_is_declared():
     assert judge(actual, exact, "float32").gate == "rel_fro"
 
 
-def test_the_references_own_error_widens_the_norms_but_never_past_ten_times_tau():
+def test_references_error_widens_norms_at_most_to_ten_times_tau():
     exact = torch.ones(64, 64, dtype=torch.float64)
     off = (exact * (1 + 8e-6)).float()
     assert judge(off, exact).passed
@@ -227,7 +227,7 @@ def test_a_few_elements_are_held_to_the_elementwise_bound_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_zero_output_passes_where_zero_is_right_and_nothing_else_does(dtype):
+def test_zero_output_passes_only_if_zero_is_right(dtype):
     exact = torch.zeros(64, 64, dtype=torch.float64)
     actual = torch.zeros(64, 64, dtype=dtype)
     assert judge(actual, exact).passed
@@ -303,7 +303,7 @@ def test_scales_must_be_equal_bit_for_bit():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
-def test_figures_are_the_same_beside_a_row_that_is_rightly_not_finite(dtype, special):
+def test_figures_do_not_change_beside_a_rightly_infinite_row(dtype, special):
     exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     rounded, limits = (exact * 1.00001).to(dtype), LIMITS[str(dtype).removeprefix("torch.")]
     row = torch.full((1, 96), special, dtype=torch.float64)
@@ -318,7 +318,7 @@ def test_figures_are_the_same_beside_a_row_that_is_rightly_not_finite(dtype, spe
     assert not beside.error[-1].any()
 
 
-def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infinite():
+def test_number_that_overflows_only_in_rounding_must_be_infinite():
     exact = torch.ones(8, 64, dtype=torch.float64)
     exact[3, 5] = 7e4  # float16 ends at 65,504
     rounded = exact.half()
@@ -326,7 +326,7 @@ def test_a_number_that_only_overflows_when_it_is_rounded_is_expected_to_be_infin
     assert judge(rounded.nan_to_num(posinf=65504.0), exact).gate == "nan_inf_mask"
 
 
-def test_what_a_definition_forgives_is_no_error_of_its_reference_either():
+def test_forgiven_difference_is_no_error_of_the_reference_either():
     exact = torch.randn(64, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     off, limits = (exact + 5e-7).float(), LIMITS["float32"]
     assert compare_rows(off, exact, limits).deviation.rel_fro > 1e-7
@@ -367,7 +367,7 @@ def test_numbers_of_eight_bits_have_an_error_too(dtype):
     assert relative_error(lacking, exact) == pytest.approx(relative_error(right, exact), rel=0.1)
 
 
-def test_the_relative_error_of_something_against_nothing_is_infinite():
+def test_relative_error_of_something_against_nothing_is_infinite():
     zero = torch.zeros(4, 4, dtype=torch.float64)
     assert relative_error(zero.float(), zero) == 0
     assert relative_error(torch.ones(4, 4), zero) == math.inf
@@ -417,7 +417,7 @@ def test_a_product_of_inputs_rounded_to_eight_bits_fails(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_error_of_four_percent_fails_though_the_cosine_hardly_sees_it(dtype):
+def test_error_of_four_percent_fails_despite_a_good_cosine(dtype):
     _, exact = honest(dtype, 64, 128)
     noise = torch.randn(exact.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     actual = (exact + noise * 0.045 * exact.norm() / noise.norm()).to(dtype)
@@ -427,7 +427,7 @@ def test_an_error_of_four_percent_fails_though_the_cosine_hardly_sees_it(dtype):
     assert judge(actual, exact).gate == "rel_fro"
 
 
-def test_two_tokens_of_garbage_among_forty_fail_though_most_elements_match():
+def test_two_garbage_tokens_of_forty_fail_despite_many_matches():
     actual, exact = honest(torch.bfloat16, 40, 512)
     actual[[7, 31]] = torch.randn(2, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     verdict = judge(actual, exact)
@@ -453,7 +453,7 @@ def test_a_failure_says_where_and_what_as_fields_too():
 
 
 @pytest.mark.parametrize("kind", ["mask", "exact", "codes"])
-def test_the_worst_row_is_the_one_with_most_wrong_elements_where_there_is_no_error_to_measure(kind):
+def test_worst_row_has_most_wrong_elements_without_an_error(kind):
     dtype = {"mask": torch.float32, "exact": torch.int32, "codes": torch.float8_e4m3fn}[kind]
     actual, exact = honest(torch.float32, 64, 64)
     actual, exact = (actual * 10).to(dtype), (exact * 10).to(dtype)
@@ -470,7 +470,7 @@ def test_what_hardware_may_flush_to_zero_is_no_error(dtype):
     assert relative_error(torch.zeros(64, 64, dtype=dtype), exact) == 0.0
 
 
-def test_what_cancels_to_nothing_in_the_oracle_may_be_there_up_to_the_absolute_bound():
+def test_cancelled_element_may_differ_up_to_the_absolute_bound():
     limits = replace(LIMITS["bfloat16"], atol=1e-6)
     oracle = torch.zeros(1, 1, dtype=torch.float64)
     found = check_output("out", torch.full((1, 1), 7.6e-29, dtype=torch.bfloat16), oracle, limits)
@@ -503,18 +503,18 @@ def test_a_product_of_small_integers_must_be_exact(dtype):
     assert (verdict.gate, verdict.index) == ("exact", (3, 5))
 
 
-def test_the_sign_of_zero_does_not_matter_where_values_must_be_exact():
+def test_sign_of_zero_does_not_matter_if_values_must_be_exact():
     assert judge(torch.full((64, 64), -0.0), torch.zeros(64, 64, dtype=torch.float64), exact=True).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 64), (2, 40)])
-def test_a_function_that_rounds_need_not_be_exact_though_its_rounded_results_agree(dtype, shape):
+def test_rounding_function_need_not_be_exact_despite_agreement(dtype, shape):
     truth = torch.softmax(integers(*shape), dim=-1)
     assert not must_be_exact(truth.to(dtype), truth)
 
 
-def test_a_few_results_that_happen_to_be_exact_bind_nobody():
+def test_few_results_that_happen_to_be_exact_impose_no_exactness():
     truth = torch.full((3, 1), 2.0, dtype=torch.float64)
     assert not must_be_exact(truth.float(), truth)
 
@@ -525,12 +525,12 @@ def test_an_operator_that_rounds_on_its_way_need_not_be_exact():
     assert not must_be_exact(rounded_twice, truth)
 
 
-def test_an_oracle_that_is_the_reference_as_written_proves_nothing_exact():
+def test_oracle_that_equals_the_reference_proves_nothing_exact():
     value = integers(64, 64).float()
     assert not must_be_exact(value, value)
 
 
-def test_float32_scales_must_be_equal_bit_for_bit_but_any_nan_is_one():
+def test_float32_scales_must_be_bit_equal_but_any_nan_matches():
     scales = torch.tensor([1.0, 0.0, math.nan, 2.0**-120])
     other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert check_output("scale", torch.cat([scales[:2], other_nan, scales[3:]]), scales, None).passed
@@ -566,7 +566,7 @@ def probabilities(rows: int = 8, columns: int = 4096) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_probabilities_that_are_cut_to_zero_are_seen_where_no_norm_sees_them(dtype):
+def test_small_probabilities_cut_to_zero_fail_beyond_the_norms(dtype):
     truth, limits = probabilities(), LIMITS[str(dtype).removeprefix("torch.")]
     right = truth.to(dtype)
     cut = torch.where(right < 1e-3 * right.amax(), 0, right) if dtype == torch.bfloat16 else right * 1.0002
@@ -579,7 +579,7 @@ def test_small_probabilities_that_are_cut_to_zero_are_seen_where_no_norm_sees_th
     assert not verdict.passed
 
 
-def test_elements_of_any_operator_that_are_cut_to_zero_are_counted():
+def test_elements_cut_to_zero_are_counted_for_any_operator():
     truth = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth[:, 0] = 1024.0  # so that a row's rms is 16
     right = truth.bfloat16()
@@ -588,7 +588,7 @@ def test_elements_of_any_operator_that_are_cut_to_zero_are_counted():
     assert check_output("out", cut, truth, LIMITS["bfloat16"], conditioned=True).gate == "relative"
 
 
-def test_a_sum_that_cancels_is_not_judged_by_the_size_of_what_is_left():
+def test_cancelling_sum_is_not_judged_by_the_size_of_its_rest():
     a, b = (torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     truth = a.double() @ b.double().T
     right, limits = a @ b.T, LIMITS["float32"]

@@ -49,7 +49,7 @@ def are_distinct(ids: torch.Tensor) -> bool:
     return not bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any())
 
 
-def test_ids_come_in_every_kind_of_contents_and_are_distinct_in_a_row(draw):
+def test_ids_come_in_all_kinds_of_contents_and_differ_in_a_row(draw):
     found = {name: draw(IDS, "int64", distribution) for name, distribution in BY_CONTENTS.items()}
     assert set(found) == set(ID_CONTENTS)
     for name, ids in found.items():
@@ -110,7 +110,7 @@ def test_probabilities_sum_to_one_and_are_sharper_with_the_scale(draw):
     assert sharp.amax(dim=-1).mean() > flat.amax(dim=-1).mean() + 0.3
 
 
-def test_a_log_decay_is_never_above_zero_and_reaches_both_of_its_ends(draw):
+def test_log_decay_is_never_positive_and_reaches_both_ends(draw):
     decay = draw({"kind": "log_decay"})
     assert (decay.max(), decay.min()) == (0.0, -80.0)
     assert all(0.05 < float((decay == end).float().mean()) < 0.15 for end in (0.0, -80.0))
@@ -176,7 +176,7 @@ def together(operator):
     return definition
 
 
-def test_inputs_that_belong_together_are_drawn_together_by_seed_and_contents(together):
+def test_related_inputs_are_drawn_together_by_seed_and_contents(together):
     definition = together()
     one, same, other = (
         draw_inputs(definition, Case(Call(definition.name, {"M": 50}), seed=seed), "cpu") for seed in (1, 1, 2)

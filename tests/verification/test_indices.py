@@ -50,7 +50,7 @@ def test_nan_is_as_good_as_nan_and_minus_infinity_as_itself():
     assert not check_gathered("index", torch.tensor([[4, 1, 3]]), want, scores).passed
 
 
-def test_values_that_a_computed_source_cannot_tell_apart_may_be_exchanged():
+def test_indistinguishable_values_of_a_computed_source_may_swap():
     source = torch.tensor([[1.0, 1.0 + 1e-6, 0.5]], dtype=torch.float64)
     want, swapped = torch.tensor([[1, 0]]), torch.tensor([[0, 1]])
     assert check_gathered("index", swapped, want, source, LIMITS["float32"]).passed

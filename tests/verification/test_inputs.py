@@ -27,7 +27,7 @@ def case(distribution: str = "normal", seed: int = 1, dtype: str = "float32", **
 
 @pytest.mark.parametrize("distribution", CONTENTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_same_seed_draws_the_same_contents_and_another_seed_others(distribution, dtype, operator):
+def test_same_seed_draws_equal_contents_and_another_does_not(distribution, dtype, operator):
     definition = operator()
     one, same, other = (draw_inputs(definition, case(distribution, seed, dtype), "cpu") for seed in (1, 1, 2))
     assert list(one) == ["x", "weight", "factor"]
@@ -101,7 +101,7 @@ def test_row_scales_stay_finite_in_half_precision(operator):
     ("special_values", "found"),
     [(["nan", "inf"], {"nan", "inf", "-inf"}), (["nan"], {"nan"}), ([], set())],
 )
-def test_only_special_values_that_the_operator_is_defined_for_are_planted(special_values, found, operator):
+def test_only_special_values_allowed_by_the_operator_are_planted(special_values, found, operator):
     definition = operator(special_values=special_values)
     planted: set[str] = set()
     for seed in range(3):  # two may fall on one place
@@ -110,7 +110,7 @@ def test_only_special_values_that_the_operator_is_defined_for_are_planted(specia
     assert planted == found
 
 
-def test_a_vector_is_of_another_kind_from_seed_to_seed_and_plain_where_rows_must_not_drown(operator):
+def test_vector_kind_varies_by_seed_unless_rows_would_drown(operator):
     def weight(distribution: str, seed: int) -> torch.Tensor:
         return draw_inputs(operator(), case(distribution, seed), "cpu")["weight"]
 
@@ -138,7 +138,7 @@ def test_ranges_are_what_their_names_say(contents, holds, operator):
         assert holds(draw_inputs(operator(), case(contents, seed), "cpu")["x"])
 
 
-def test_at_most_one_input_of_a_call_is_loud_and_noise_takes_part(operator):
+def test_at_most_one_input_is_loud_and_noise_takes_part(operator):
     tensor = {"shape": ["M", "N"], "dtype": "T"}
     generators = {"y": {"kind": "normal"}}
     definition = operator(
@@ -154,7 +154,7 @@ def test_at_most_one_input_of_a_call_is_loud_and_noise_takes_part(operator):
     assert {styles_of(definition, "tiny", seed)["y"] for seed in range(5)} == {"tiny"}
 
 
-def test_continuous_scalars_are_varied_over_decades_and_grow_only_where_contents_are_no_challenge(operator):
+def test_scalars_vary_over_decades_and_grow_for_easy_contents(operator):
     def factors(distribution: str) -> list[float]:
         return [vary_scalars(operator(), {"factor": 2.0}, distribution, seed)["factor"] for seed in range(200)]
 
@@ -165,7 +165,7 @@ def test_continuous_scalars_are_varied_over_decades_and_grow_only_where_contents
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_of_codes_have_groups_that_end_at_or_beside_a_code_and_values_between_two(dtype, operator):
+def test_steps_of_codes_end_groups_at_or_beside_a_code(dtype, operator):
     step, found = torch.finfo(getattr(torch, dtype)).eps, set()
     for seed in range(20):
         drawn = replace(case(STEPS, dtype=dtype, M=8, N=1024), seed=seed)
@@ -187,7 +187,7 @@ def test_only_the_case_of_small_integers_is_exact():
     assert {name for name in DISTRIBUTIONS if case(name).exact} == {"small_integers"}
 
 
-def test_one_row_is_masked_where_infinities_are_defined_and_there_are_rows_to_spare(operator):
+def test_one_row_is_masked_if_infinities_are_defined(operator):
     def masked(rows: int, **changes: object) -> int:
         x = draw_inputs(operator(**changes), case(PLANTED, M=rows, N=64), "cpu")["x"]
         return int((x == -math.inf).sum(dim=1).ge(62).sum())  # two specials may lie in the masked row
@@ -197,7 +197,7 @@ def test_one_row_is_masked_where_infinities_are_defined_and_there_are_rows_to_sp
     assert masked(100, special_values=["nan"]) == 0
 
 
-def test_generated_inputs_stay_within_their_bounds_and_follow_the_axes(operator):
+def test_generated_inputs_stay_in_bounds_and_follow_the_axes(operator):
     tensor = {"shape": ["M", "N"], "dtype": "float32"}
     definition = operator(
         "return x * 0",

@@ -1,4 +1,4 @@
-"""Outputs whose strides a Workload or a Definition says: gaps between elements belong to nobody, and nobody writes there."""
+"""Outputs whose strides a Workload or a Definition says: gaps between elements have no owner and stay unwritten."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_the_strides_of_a_definition_are_those_of_every_call(by_columns):
     assert (tuple(out.shape), out.stride()) == ((5, 3), (1, 8))
 
 
-def test_fuzz_varies_the_gaps_of_a_definitions_strides_and_nothing_else(by_columns):
+def test_fuzz_varies_only_the_gaps_of_a_definitions_strides(by_columns):
     found = fuzzed_strides(by_columns, x="strided", out="strided")
     assert all(strides == (1, -(-shape[0] // 4) * 4) for shape, strides in found)
     assert len({strides[1] - shape[0] for shape, strides in found if 0 not in shape}) == 4
 
 
-def test_fuzz_gives_padded_columns_to_an_output_that_may_have_any_strides(definition_record):
+def test_fuzz_pads_columns_of_an_output_with_free_strides(definition_record):
     plain = Definition.from_dict(definition_record())
     gaps = {
         strides[1] - shape[0] for shape, strides in fuzzed_strides(plain, out="strided") if strides[0] == 1 < shape[0]
@@ -109,9 +109,7 @@ def test_strides_that_are_none_are_refused_with_their_key(layouts, message, defi
     assert message in str(error.value)
 
 
-def test_a_workload_neither_changes_what_a_definition_says_nor_gives_two_elements_one_address(
-    by_columns, definition_record
-):
+def test_workload_keeps_definition_strides_and_unique_addresses(by_columns, definition_record):
     with pytest.raises(RecordError, match=r"layouts\.out: row_scale states it"):
         workload(by_columns, layouts={"out": "strided(1, M)"})
     plain = Definition.from_dict(definition_record())
@@ -135,11 +133,11 @@ def test_a_workload_neither_changes_what_a_definition_says_nor_gives_two_element
         ((4096, 4096), (0, 1), "certain"),
     ],
 )
-def test_elements_that_have_one_address_are_counted_where_they_are_few(shape, strides, wanted):
+def test_elements_with_one_address_are_counted_if_they_are_few(shape, strides, wanted):
     assert overlap(shape, strides) == wanted
 
 
-def test_gaps_are_not_compared_and_who_writes_there_is_refused(by_columns):
+def test_gaps_are_not_compared_and_a_write_into_one_is_refused(by_columns):
     case = Case(Call("row_scale", {"M": 5, "N": 3}, {"T": "float32"}, scalars={"factor": 2.0}))
     with SharedBuffers(plan_slot(by_columns, case), 1, "cpu") as buffers:
         buffers.slot(0).fill_(255)  # NaN, in the gaps too
@@ -150,7 +148,7 @@ def test_gaps_are_not_compared_and_who_writes_there_is_refused(by_columns):
         written = read_outputs(buffers, 0, by_columns)["out"]
         assert written.is_contiguous()
         assert torch.equal(written, torch.zeros(5, 3))
-        out.as_strided((8, 3), (1, 8))[5:, 0] = 0.0  # the rest of the first column, which belongs to nobody
+        out.as_strided((8, 3), (1, 8))[5:, 0] = 0.0  # the rest of the first column, which has no owner
         failure = check_memory(buffers, 0, before, by_columns, case)
         assert failure is not None
         assert failure.gate == "memory"

@@ -15,7 +15,7 @@ SEEDS = range(12)
 
 
 @pytest.mark.parametrize(("streams", "proves"), [(4, True), (7, False)])
-def test_a_sum_that_only_its_own_order_keeps_inside_proves_nothing(streams: int, proves: bool) -> None:
+def test_sum_that_overflows_in_another_order_proves_nothing(streams: int, proves: bool) -> None:
     """Four terms of a quarter of the largest number cannot overflow; of seven, those of one sign that come first may."""
     axes = DEFINITION.bind_axes({"M": 2, "C": streams, "H": 512})
     cases = [

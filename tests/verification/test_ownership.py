@@ -36,14 +36,14 @@ def solution(language: str) -> Solution:
     )
 
 
-def test_only_functions_marked_as_kernels_count_and_none_with_a_librarys_name():
+def test_only_marked_functions_with_their_own_names_are_kernels():
     assert kernel_names(SOURCE) == {"_norm", "norm", "norm_kernel"}
 
 
 @pytest.mark.parametrize(
     "name", ["_norm", "norm_kernel", "norm_kernel_1", "_norm_KcT2f32s8_1", "void norm_kernel(float*, int)"]
 )
-def test_each_language_names_kernels_after_the_functions_of_the_source(name):
+def test_each_language_names_kernels_after_source_functions(name):
     assert own_kernel(kernel_names(SOURCE)).fullmatch(name)
 
 
@@ -63,7 +63,7 @@ def test_kernels_of_libraries_and_compilers_are_foreign(name):
     assert own_kernel(kernel_names(SOURCE)).fullmatch(name) is None
 
 
-def test_a_tenth_of_foreign_time_is_allowed_and_cleared_memory_is_nobodys():
+def test_foreign_time_of_a_tenth_is_allowed_and_clearing_is_free():
     used = [KernelUse("_norm", 95.0, 7), KernelUse(ATEN, 5.0, 7), KernelUse("Memset (Device)", 500.0, 7)]
     found = check_ownership(solution("triton"), SOURCE, used)
     assert found.problem is None
@@ -82,7 +82,7 @@ def test_nothing_on_the_device_is_no_work():
     assert check_ownership(solution("cutile"), SOURCE, []).problem == "nothing ran on the device"
 
 
-def test_python_solutions_may_call_what_they_like_but_only_on_their_stream():
+def test_python_solutions_may_call_anything_on_their_stream():
     assert check_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7)]).problem is None
     found = check_ownership(solution("python"), SOURCE, [KernelUse(ATEN, 5.0, 7), KernelUse(ATEN, 5.0, 23)])
     assert found.problem is not None
@@ -141,7 +141,7 @@ def believed(line: bytes) -> list[KernelUse]:
     return [use for use in used if use is not None]
 
 
-def test_a_profile_of_a_hundred_thousand_launches_is_as_short_as_that_of_a_hundred():
+def test_profile_of_many_launches_is_as_short_as_of_a_hundred():
     names = [f"void at::native::kernel_{number}<{'int, ' * 300}>" for number in range(100)]
     events = [Event(names[number % 100], 1500, 7) for number in range(100_000)]
     lines = [profiled(events[:number]) for number in (100, 100_000)]
@@ -170,7 +170,7 @@ def test_a_kernel_is_judged_by_all_its_launches():
     assert ATEN in found.problem
 
 
-def test_what_was_left_out_of_a_profile_is_nobodys_own_and_keeps_its_stream():
+def test_launches_left_out_of_a_profile_keep_their_stream():
     many = [(f"_norm_K{number}", 1.0, 7) for number in range(MAX_KINDS)]
     used = sum_uses([*many, ("_norm", 5.0, 7), ("_norm", 5.0, 23), ("_norm", 5.0, 7)])
     assert used[MAX_KINDS:] == [KernelUse(OTHERS, 10.0, 7, 2), KernelUse(OTHERS, 5.0, 23, 1)]

@@ -82,7 +82,7 @@ def test_weights_in_another_order_than_their_experts_are_refused():
 
 
 @pytest.mark.parametrize(("apart", "gate"), [(0.0, None), (1e-6, None), (1e-3, "exact")])
-def test_a_tie_may_be_broken_otherwise_within_the_rounding_of_what_is_ranked(apart, gate):
+def test_tie_may_break_otherwise_within_rounding_of_its_scores(apart, gate):
     logits = torch.full((1, 8), -4.0)
     logits[0, :2], logits[0, 2], logits[0, 5] = 3.0, 1.0 + apart, 1.0
     inputs = inputs_of(SOFTMAX, logits, 3, True)
@@ -91,7 +91,7 @@ def test_a_tie_may_be_broken_otherwise_within_the_rounding_of_what_is_ranked(apa
     assert judged(SOFTMAX, inputs, replaced(chosen, 7 - chosen))["ids"] == gate
 
 
-def test_the_weights_of_a_tie_are_those_of_the_expert_that_was_chosen():
+def test_weights_of_a_tie_belong_to_the_chosen_expert():
     logits, bias = rows(1), torch.zeros(16)
     logits[0, :3], logits[0, 3] = torch.tensor([4.0, 3.0, 1.0]), 0.0
     bias[3] = float(torch.sigmoid(torch.tensor(1.0)) - 0.5)  # ranked alike, at other weights
@@ -124,7 +124,7 @@ def test_of_groups_of_equal_value_any_may_be_kept():
 
 
 @pytest.mark.parametrize("wrong", [-1, 16, 1 << 40, "repeated"])
-def test_indices_that_point_nowhere_or_twice_are_refused_before_anything_is_read_there(wrong):
+def test_indices_out_of_range_or_repeated_are_refused_unread(wrong):
     def change(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs["ids"][0, 0] = outputs["ids"][0, 1] if wrong == "repeated" else wrong
         return outputs
@@ -150,7 +150,7 @@ def test_ids_of_another_width_are_read_alike(name):
         ("return torch.softmax", "raise ValueError('no')\n    return torch.softmax", "reference_raises", "ranked"),
     ],
 )
-def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(find, replace, code, fact):
+def test_function_without_a_ranked_row_per_index_row_is_named(find, replace, code, fact):
     inputs = inputs_of(SOFTMAX, rows(), 3, True)
     truth = oracle(SOFTMAX, inputs)
     record = SOFTMAX.to_dict()
@@ -161,7 +161,7 @@ def test_a_function_that_does_not_rank_a_row_for_each_row_of_indices_is_named(fi
         check_outputs(changed, {"T": "float32"}, inputs, truth, truth, dict.fromkeys(truth, EXACTLY))
 
 
-def test_fuzz_cases_vary_a_size_that_a_scalar_states_and_the_scalar_follows():
+def test_fuzz_varies_a_size_with_the_scalar_that_states_it():
     stock = CATALOG.solution("topk_sigmoid_bias_groups_stock").record
     workload = next(item for item in CATALOG.workloads_for(GROUPS.name) if "tiny" in item.tags)
     cases = fuzz_cases(GROUPS, stock, [workload.axes], {}, workload.scalars(), count=20, seed=3)
@@ -189,7 +189,7 @@ def candidates() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, smaller, larger
 
 
-def test_scores_that_are_ranked_as_they_are_rounded_are_judged_so() -> None:
+def test_scores_ranked_after_rounding_are_judged_after_rounding() -> None:
     logits = rows(200, 64).to(torch.bfloat16)
     inputs = inputs_of(ROUNDED, logits, torch.zeros(64), 6, 1.5)
     assert judged(ROUNDED, inputs, unchanged, "bfloat16") == PASSED

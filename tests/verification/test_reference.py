@@ -83,7 +83,7 @@ def test_an_in_place_output_is_named_and_the_input_left_alone(operator):
         ("return unknown", "reference_raises", "NameError"),
     ],
 )
-def test_a_reference_that_cannot_be_used_is_named_with_its_mistake(body, code, fact, operator):
+def test_unusable_reference_is_named_with_its_mistake(body, code, fact, operator):
     with raises(RecordError, code, "row_scale: reference", fact):
         run_reference(without_self_test(operator, body), {"x": torch.ones(1, 1)})
 
@@ -94,7 +94,7 @@ def test_a_source_that_raises_when_it_is_loaded_is_named(operator):
         run_reference(definition, {"x": torch.ones(1, 1)}, source="1 / 0\ndef run(x): return x")
 
 
-def test_a_reference_names_no_module_that_torch_compile_would_import():
+def test_reference_names_no_module_imported_by_torch_compile():
     """PyTorch 2.11 imports the module that the globals of an inlined function name; later releases do not."""
     half = "import torch\nHALF = 0.5\n\n\ndef _half(x):\n    return HALF * x\n\n\n"
     function = load_function(half + "def run(x):\n    return _half(x) + torch.sigmoid(x)\n", "half_and_sigmoid")

@@ -46,7 +46,7 @@ def test_each_alternative_is_chosen_now_and_then():
     assert {repair("D == 1 or D == M", seed=seed)["D"] for seed in range(20)} == {1, 77}
 
 
-def test_a_constraint_that_breaks_another_is_met_together_with_it():
+def test_constraint_that_breaks_another_is_met_together_with_it():
     constraints = ("N % 2 == 0", "N <= D")
     sizes = repair(*constraints)
     assert all(evaluate_bool(text, sizes) for text in constraints)

@@ -90,7 +90,7 @@ def from_the_last(inputs: Inputs) -> torch.Tensor:
 
 
 def by_exponential_race(inputs: Inputs) -> torch.Tensor:
-    """Random bits of its own from the number of the row, as a kernel with a generator would make them."""
+    """Derive separate random bits from the number of the row, as a kernel with a generator would make them."""
     bits = (inputs["uniform"].double() * 2**24).long()[:, None] * 0x9E3779B9 + torch.arange(inputs["probs"].shape[-1])
     for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
@@ -98,11 +98,11 @@ def by_exponential_race(inputs: Inputs) -> torch.Tensor:
 
 
 def in_reverse(inputs: Inputs) -> torch.Tensor:
-    """Each row has a number of its own still, if not the one at its place."""
+    """Give each row a separate number still, if not the one at its place."""
     return pick(kept_by_rank(inputs), inputs["uniform"].flip(0))
 
 
-def test_honest_samplers_pass_two_hundred_of_two_hundred_whichever_index_a_number_selects() -> None:
+def test_honest_samplers_pass_200_of_200_in_any_index_order() -> None:
     contents, samplers = tuple(CONTENTS), (honest, from_the_last, by_exponential_race, in_reverse)
     for seed in range(200):
         case = expected(TOP_K, contents[seed // 4 % len(contents)], rows=64, seed=seed)
@@ -193,7 +193,7 @@ def test_a_planted_mistake_is_refused(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 9, 64])
-def test_neighbours_that_share_a_random_number_are_refused_in_a_small_batch_as_well(rows: int) -> None:
+def test_small_batch_refuses_neighbours_with_one_random_number(rows: int) -> None:
     def sampler(inputs: Inputs) -> torch.Tensor:
         return pick(kept_by_rank(inputs), shared_by(inputs, 2))
 
@@ -203,7 +203,7 @@ def test_neighbours_that_share_a_random_number_are_refused_in_a_small_batch_as_w
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_random_numbers_of_too_few_bits_for_the_vocabulary_are_refused(dtype: torch.dtype) -> None:
+def test_random_numbers_with_too_few_bits_are_refused(dtype: torch.dtype) -> None:
     def sampler(inputs: Inputs) -> torch.Tensor:
         return pick(kept_by_rank(inputs), inputs["uniform"].to(dtype).float())
 
@@ -224,7 +224,7 @@ def opposite(uniform: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shared", [three_apart, opposite])
-def test_rows_that_depend_on_one_number_are_refused_however_they_do(
+def test_rows_that_depend_on_one_number_are_refused_in_any_form(
     shared: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     def sampler(inputs: Inputs) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_rows_that_depend_on_one_number_are_refused_however_they_do(
     assert found.gate == "distribution"
 
 
-def test_a_sampler_that_is_not_deterministic_need_not_keep_the_draws_of_other_rows() -> None:
+def test_random_sampler_need_not_keep_the_draws_of_other_rows() -> None:
     case = expected(TOP_K, "typical", rows=48)
 
     def call(given: OracleCase) -> dict[str, torch.Tensor]:
@@ -248,7 +248,7 @@ def test_a_sampler_that_is_not_deterministic_need_not_keep_the_draws_of_other_ro
     assert "changes what" in found.reason
 
 
-def test_a_sampler_that_takes_the_sum_of_a_row_for_one_is_refused() -> None:
+def test_sampler_that_assumes_rows_sum_to_one_is_refused() -> None:
     def sampler(inputs: Inputs) -> torch.Tensor:
         return pick(
             kept_by_rank(inputs), inputs["uniform"], kept_by_rank(inputs).sum(dim=-1, keepdim=True).clamp(max=1)
@@ -260,7 +260,7 @@ def test_a_sampler_that_takes_the_sum_of_a_row_for_one_is_refused() -> None:
     assert verdict(TOP_K, expected(TOP_K, "unnormalised", rows=48), honest) is None
 
 
-def test_what_was_found_is_said_with_figures_and_the_chance_of_a_false_alarm() -> None:
+def test_finding_states_figures_and_the_chance_of_a_false_alarm() -> None:
     found = verdict(TOP_K, expected(TOP_K, "typical"), PLANTED["always the largest"][1])
     assert isinstance(found, Failure)
     assert found.gate == "distribution"
@@ -285,7 +285,7 @@ def test_a_border_may_lie_as_far_away_as_sums_in_float32_round(moved: float, gat
     assert verdicts["samples"].gate == gate
 
 
-def test_a_row_whose_law_hangs_on_rounding_is_judged_by_membership_alone() -> None:
+def test_row_whose_law_hangs_on_rounding_needs_only_membership() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).repeat(512, 1)
     probs[:, :2] += torch.tensor([1e-7, -1e-7])
     inputs = {"probs": probs, "top_p": torch.full((512,), 0.5), "uniform": torch.rand(512)}
@@ -296,7 +296,7 @@ def test_a_row_whose_law_hangs_on_rounding_is_judged_by_membership_alone() -> No
     assert check_outputs(TOP_P, {}, inputs, outputs, outputs, {"samples": EXACTLY})["samples"].gate == "support"
 
 
-def test_laws_are_evaluated_in_groups_of_rows_with_the_same_result() -> None:
+def test_laws_in_groups_of_rows_give_the_same_result() -> None:
     case = expected(MIN_P, "one_law", rows=70)
     outputs = [dict(case.outputs), {"samples": case.outputs["samples"].roll(1)}]
     whole = check_sampled_outputs(MIN_P, case.inputs, case.outputs, outputs)
@@ -332,7 +332,7 @@ def test_bounds_are_those_of_the_inequalities_that_they_name() -> None:
     assert 2 * math.exp(-2 * distinct_bound(draws, chance) ** 2 / draws) == pytest.approx(chance)
 
 
-def test_the_number_of_different_draws_of_a_law_is_expected_as_it_is_found() -> None:
+def test_number_of_different_draws_of_a_law_is_as_expected() -> None:
     law = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
     drawn = torch.multinomial(law.expand(4000, 4), 5, replacement=True, generator=torch.Generator().manual_seed(1))
     found = sum(len(row.unique()) for row in drawn) / 4000
@@ -340,7 +340,7 @@ def test_the_number_of_different_draws_of_a_law_is_expected_as_it_is_found() -> 
     assert expected_distinct(torch.tensor([1.0, 0.0]), 1000) == 1.0
 
 
-def test_the_distance_of_honest_draws_stays_below_a_bound_of_one_in_a_hundred_about_as_often() -> None:
+def test_bound_on_honest_draws_is_exceeded_as_often_as_stated() -> None:
     generator = torch.Generator().manual_seed(5)
     draws = torch.rand((2000, 50), generator=generator, dtype=torch.float64).sort(dim=1).values
     steps = torch.arange(51, dtype=torch.float64) / 50

@@ -36,7 +36,7 @@ def case(contents: str = "normal", dtype: str = "float32") -> Case:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("contents", ["normal", "row_scale", "one_hot", "large"])
-def test_a_saved_tensor_is_what_the_forward_gives_for_the_inputs_of_the_same_case(contents, dtype):
+def test_saved_tensor_is_the_forwards_result_on_the_same_inputs(contents, dtype):
     drawn = draw_inputs(BACKWARD, case(contents, dtype), "cpu")
     assert list(drawn) == ["out", "grad_out"]
     scores = draw_inputs(FORWARD, case(contents, dtype), "cpu")
@@ -47,11 +47,11 @@ def test_a_saved_tensor_is_what_the_forward_gives_for_the_inputs_of_the_same_cas
 
 
 @pytest.mark.parametrize("contents", sorted(CONTENTS))
-def test_the_reference_passes_its_own_gates_on_saved_tensors_of_any_contents(contents):
+def test_reference_passes_its_gates_on_any_saved_tensors(contents):
     assert make_oracle_case(BACKWARD, case(contents), "cpu") is not None
 
 
-def test_a_saved_tensor_of_the_very_call_comes_from_the_inputs_that_the_backward_takes(definition_record):
+def test_saved_tensor_comes_from_the_inputs_of_the_backward(definition_record):
     forward, backward = with_factors(definition_record)
     drawn = draw_inputs(bind_forward(backward, forward), factors_case(), "cpu")
     want = run_reference(forward, {name: drawn[name] for name in forward.inputs})
@@ -152,7 +152,7 @@ def test_saved_names_tensors_of_a_backward(changes, message, definition_record):
     assert message in str(error.value)
 
 
-def test_without_its_forward_a_backward_cannot_be_drawn_and_says_what_to_do(definition_record):
+def test_backward_without_its_forward_is_not_drawn_and_says_so(definition_record):
     _, backward = with_factors(definition_record)
     with pytest.raises(RecordError, match="saved: 'rstd' is computed by 'scaled', which is in no catalog"):
         draw_inputs(backward, factors_case(), "cpu")

@@ -57,12 +57,12 @@ def test_a_planted_error_that_makes_no_difference_is_a_finding(changed_test, fin
     assert [text.split(": is accepted")[0] for text in found] == ["row_scale: planted error (the planted one)"]
 
 
-def test_a_planted_error_that_only_other_contents_show_is_no_finding(changed_test, findings):
+def test_planted_error_shown_by_other_contents_is_no_finding(changed_test, findings):
     cut = planted("x.float()", "x.float().clamp(-60, 60)")  # nothing of a normal draw is that large
     assert findings(changed_test(planted_errors=[*changed_test().self_test.model_dump()["planted_errors"], cut])) == []
 
 
-def test_a_planted_error_may_change_nothing_in_one_dtype_but_not_in_all(changed_test, workload_record):
+def test_planted_error_must_change_something_in_some_dtype(changed_test, workload_record):
     rounded = planted("x.float()", "x.bfloat16().float()")
     definition = changed_test(planted_errors=[*changed_test().self_test.model_dump()["planted_errors"], rounded])
     half, single = (
@@ -88,19 +88,19 @@ def test_an_independent_formulation_that_disagrees_is_a_finding(changed_test, fi
     assert "(fp64)" in found[1]
 
 
-def test_a_disagreement_below_the_output_dtypes_precision_is_a_finding_in_fp64(changed_test, findings):
+def test_disagreement_below_output_precision_is_found_in_fp64(changed_test, findings):
     other = "def run(x, weight, factor):\n    return (x.float() * weight.float() * (factor + 1e-4)).to(x.dtype)\n"
     found = findings(changed_test(independent=other))
     assert len(found) == 1
     assert "independent formulation: out: relative Frobenius error 0.0002" in found[0]
 
 
-def test_a_reference_that_loses_its_own_dtypes_precision_is_a_finding(operator, findings):
+def test_reference_that_loses_its_own_precision_is_a_finding(operator, findings):
     in_half = operator("return (x.half().float() * weight.float() * factor).to(x.dtype)")
     assert "reference: in its own dtype it fails its own comparison" in findings(in_half, "float32")[0]
 
 
-def test_a_reference_with_another_shape_or_dtype_than_declared_is_a_finding(operator, findings):
+def test_reference_with_undeclared_shape_or_dtype_is_a_finding(operator, findings):
     body = "return (x.float() * weight.float() * factor)[:1].to(x.dtype)"
     assert "'out' has shape (1, 128)" in findings(operator(body))[0]
     body = "return x.float() * weight.float() * factor"
@@ -119,7 +119,7 @@ def test_a_tolerance_that_accepts_a_coarser_format_is_a_finding(operator, findin
     assert not any("zeros" in text for text in found)
 
 
-def test_a_second_output_does_not_hide_what_the_first_lets_through(operator, findings):
+def test_second_output_does_not_hide_an_error_of_the_first(operator, findings):
     row = {"shape": ["M", "N"], "dtype": "T"}
     body = "out = (x.float() * weight.float() * factor).to(x.dtype); return out, (x * 0).to(x.dtype)"
     definition = operator(body, outputs={"out": row, "nothing": row})
@@ -165,11 +165,11 @@ TOPK = {
 BEST = "return x.float().sort(dim=-1, descending=True, stable=True).indices[:, :4].contiguous()"
 
 
-def test_an_operator_that_returns_indices_is_tested_by_what_they_gather(operator, findings):
+def test_index_outputs_are_tested_by_the_values_they_gather(operator, findings):
     assert findings(operator(BEST, **TOPK)) == []
 
 
-def test_a_planted_error_in_the_choice_among_ties_is_a_finding_where_any_choice_is_right(operator, findings):
+def test_planted_error_among_free_ties_is_a_finding(operator, findings):
     errors = [*TOPK["self_test"]["planted_errors"], planted(".sort(dim=-1,", ".flip(-1).flip(-1).sort(dim=-1,")]
     changed = {**TOPK, "self_test": {**TOPK["self_test"], "planted_errors": errors}}
     found = findings(operator(BEST, **changed))

@@ -42,12 +42,12 @@ def classes(definition: Definition, case: Case) -> dict[str, str]:
     }
 
 
-def test_the_same_seed_gives_the_same_cases_and_another_seed_others(operator):
+def test_same_seed_gives_the_same_cases_and_another_seed_others(operator):
     assert fuzz(operator(), seed=1) == fuzz(operator(), seed=1) != fuzz(operator(), seed=2)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_four_cases_have_an_offset_a_padded_row_an_odd_size_and_a_special_value(seed, operator):
+def test_four_cases_cover_offset_padding_odd_and_special_values(seed, operator):
     cases = fuzz(operator(), count=4, seed=seed, layouts=PADDED)
     assert len(cases) == 4
     assert any(case.offset for case in cases)
@@ -57,7 +57,7 @@ def test_four_cases_have_an_offset_a_padded_row_an_odd_size_and_a_special_value(
 
 
 @pytest.mark.parametrize("count", [5, 24])
-def test_casts_meet_groups_that_end_at_a_code_and_others_never_do(count, operator, definition_record):
+def test_casts_get_groups_that_end_at_a_code_and_others_do_not(count, operator, definition_record):
     outputs = {"out": {"shape": ["M", "N"], "dtype": "float8_e4m3fn"}}
     cast = operator(
         "return (x.float() * weight.float() * factor).to(torch.float8_e4m3fn)",
@@ -78,7 +78,7 @@ def test_every_second_case_takes_sizes_of_a_real_workload(seed, operator):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_full_set_of_cases_meets_every_kind_of_size_contents_and_layout(seed, operator):
+def test_full_set_of_cases_has_all_sizes_contents_and_layouts(seed, operator):
     definition = operator()
     cases = fuzz(definition, count=24, seed=seed, layouts=PADDED)
     assert {case.distribution for case in cases} == set(DISTRIBUTIONS)
@@ -97,18 +97,18 @@ def test_a_full_set_of_cases_meets_every_kind_of_size_contents_and_layout(seed, 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_full_set_of_cases_meets_most_contents_at_both_alignments(seed, operator):
+def test_full_set_of_cases_has_most_contents_at_both_alignments(seed, operator):
     cases = fuzz(operator(), count=24, seed=seed, layouts=PADDED)
     met = {(case.distribution, case.offset) for case in cases}
     assert len(met) >= 0.8 * 2 * len(DISTRIBUTIONS)
     assert len({(case.distribution, bool(case.call.layouts)) for case in cases}) >= 0.7 * 2 * len(DISTRIBUTIONS)
 
 
-def test_special_values_are_left_out_where_the_operator_is_not_defined_for_them(operator):
+def test_special_values_are_left_out_if_the_operator_has_none(operator):
     assert PLANTED not in {case.distribution for case in fuzz(operator(special_values=[]), count=24)}
 
 
-def test_one_case_of_a_full_set_of_cases_is_empty_where_an_axis_may_be(operator):
+def test_full_set_of_cases_has_an_empty_one_if_allowed(operator):
     cases = fuzz(operator(), count=24)
     assert [case.call.axes["M"] for case in cases].count(0) == 1
     assert all(case.call.axes["N"] for case in cases)  # the Definition forbids it
@@ -131,7 +131,7 @@ def test_one_case_of_a_full_set_of_cases_is_empty_where_an_axis_may_be(operator)
 )
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**62), own=st.sampled_from(("N <= 128", "M > 1")))
-def test_every_constraint_of_the_definition_and_of_the_solution_holds(constraints, seed, own, operator):
+def test_constraints_of_definition_and_solution_all_hold(constraints, seed, own, operator):
     definition = operator(constraints=[text for text in constraints if "sizeof" not in text])
     record = solution(*constraints, own, layouts=PADDED)
     cases = fuzz_cases(definition, record, ANCHORS, {"T": "float32"}, {}, count=4, seed=seed)
@@ -182,14 +182,14 @@ def test_a_solution_for_large_shapes_only_gets_large_ones(operator):
     assert [case.call.axes for case in cases] == [{"M": 256, "N": 16384}] * 4
 
 
-def test_a_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
+def test_solution_for_shapes_that_cannot_be_tried_gets_a_reason(operator):
     assert fuzz(operator(), "M == 12345", "N == 54321") == []
     assert fuzz(operator(), "N < 1") == []
     reason = why_no_case(operator(), solution("M == 12345", "N == 54321"))
     assert "(N >= 1 and M == 12345 and N == 54321)" in reason
 
 
-def test_an_operator_without_free_axes_still_varies_in_its_contents(operator):
+def test_operator_without_free_axes_still_varies_in_its_contents(operator):
     fixed = {"M": {"type": "const", "value": 40}, "N": {"type": "const", "value": 8}}
     cases = fuzz(operator(axes=fixed), count=24)
     assert {(case.call.axes["M"], case.call.axes["N"]) for case in cases} == {(40, 8)}
@@ -204,7 +204,7 @@ def test_a_shape_that_is_no_whole_number_is_left_out(operator):
 
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(CATALOG.solutions))
-def test_a_shipped_solution_gets_a_full_set_of_cases_of_memory_that_does_not_overlap_in_no_time(name):
+def test_shipped_solution_gets_a_full_set_of_cases_quickly(name):
     record = CATALOG.solution(name).record
     definition = CATALOG.definition(record.definition)
     anchors = [workload.axes for workload in CATALOG.workloads_for(definition.name)]

@@ -44,7 +44,7 @@ def judge(
 
 
 @pytest.mark.parametrize("contents", ["normal", "row_scale", "outliers"])
-def test_codes_a_step_off_are_refused_by_the_elementwise_bound_and_allowed_by_a_share(contents):
+def test_codes_a_step_off_fail_elementwise_and_pass_with_a_share(contents):
     given = expected(contents=contents)
     assert judge(given, definition=STRICT).gate == "elementwise"
     verdict = judge(given)
@@ -113,7 +113,7 @@ IN_SMALL = ("the last row dropped", "the last column dropped", "a row off by a t
 
 
 @pytest.mark.parametrize("name", IN_SMALL)
-def test_so_it_is_below_the_size_at_which_other_outputs_are_judged_by_norms(name):
+def test_outputs_with_a_share_are_judged_elementwise_when_small(name):
     assert SMALL["M"] * SMALL["N"] < 1024
     assert not judge(expected(SMALL), PLANTED[name][0]).passed
 
@@ -179,7 +179,7 @@ def test_no_element_may_be_further_off_than_the_cap():
     assert off(flat(), (3, 5), 1.05 * CAP * bound).gate == "elementwise"
 
 
-def test_a_missing_element_is_too_far_off_however_wide_the_bound_is():
+def test_missing_element_is_too_far_off_under_any_bound():
     value = flat(8, 4096)
     wrong = value.clone()
     wrong[0, 0] = 0
@@ -252,7 +252,7 @@ def test_without_its_windows_a_wrong_tile_passes_as_strays(monkeypatch):
     assert off(flat(), (slice(0, 32), slice(0, 16)), 0.1).gate == "share"
 
 
-def test_without_its_cap_an_element_of_the_wrong_size_passes_as_a_stray(monkeypatch):
+def test_element_of_the_wrong_size_is_a_stray_without_the_cap(monkeypatch):
     monkeypatch.setattr("tilegym_db.verification.gates.CAP", 1e9)
     assert off(flat(128, 4096), (3, 5), 0.7).passed
     monkeypatch.undo()

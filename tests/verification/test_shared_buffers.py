@@ -37,9 +37,7 @@ def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None
     offset=st.integers(0, 3),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_tensors_keep_a_guard_band_from_each_other_and_from_the_next_slot(
-    rows, columns, padding, offset, dtype, operator
-):
+def test_tensors_keep_guard_bands_from_each_other_and_next_slots(rows, columns, padding, offset, dtype, operator):
     plan = plan_slot(operator(), case(offset, dtype, {"x": f"strided(N + {padding}, 1)"}, M=rows, N=columns))
     end = 0
     for tensor in plan.tensors:
@@ -50,13 +48,13 @@ def test_tensors_keep_a_guard_band_from_each_other_and_from_the_next_slot(
     assert SlotPlan.from_message(plan.to_message()) == plan
 
 
-def test_a_tensor_starts_at_an_aligned_address_unless_the_case_moves_it(operator):
+def test_tensor_starts_aligned_unless_the_case_moves_it(operator):
     aligned, moved = (plan_slot(operator(), case(offset)) for offset in (0, 1))
     assert all(tensor.offset % ALIGNMENT == 0 for tensor in aligned.tensors)
     assert all(tensor.offset % ALIGNMENT == 4 for tensor in moved.tensors)
 
 
-def test_a_layout_gives_its_strides_and_the_span_up_to_its_last_element(operator):
+def test_layout_gives_its_strides_and_span_to_the_last_element(operator):
     plan = plan_slot(operator(), case(layouts={"x": "strided(N + 8, 1)", "out": "strided(1, M)"}))
     x, _, out = plan.tensors
     assert (x.strides, x.span) == ((16, 1), (3 * 16 + 8) * 4)
@@ -96,7 +94,7 @@ def test_an_buffers_can_be_closed_twice_and_leaves_no_descriptor(operator):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_too_little_memory_is_an_error_and_not_a_crash_at_the_first_write(operator, monkeypatch):
+def test_too_little_memory_is_an_error_and_not_a_later_crash(operator, monkeypatch):
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -106,7 +104,7 @@ def test_too_little_memory_is_an_error_and_not_a_crash_at_the_first_write(operat
 
 
 @pytest.mark.gpu
-def test_device_memory_is_shared_by_its_descriptor_and_outlives_who_exported_it(operator):
+def test_device_memory_is_shared_by_descriptor_beyond_its_owner(operator):
     buffers = SharedBuffers(plan_slot(operator(), case()), 2, "cuda:0")
     memory, plan, release = attach(buffers.to_message(), os.dup(buffers.descriptor))
     tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)

@@ -64,7 +64,7 @@ def test_the_oracle_of_many_experts_takes_memory_for_one():
     assert peak_bytes(WHOLE, given) > 0.5 * whole  # memory that was freed before counts for nothing
 
 
-def test_the_budget_counts_one_slice_so_that_tokens_are_not_taken_one_by_one():
+def test_budget_counts_one_slice_so_that_tokens_stay_together():
     from tilegym_db.verification.oracle import sliced
 
     given, evaluations = inputs({"M": 64, "H": 64, "I": 32, "E": 64, "K": 2}), []
@@ -97,7 +97,7 @@ def of_experts(definition_record: Any, body: str, **changes: Any) -> Definition:
     )
 
 
-def test_a_reference_that_takes_the_whole_is_told_how_not_to(definition_record):
+def test_reference_that_takes_the_whole_is_named_with_a_remedy(definition_record):
     given = {"x": torch.randn(3, 8), "w": torch.randn(5, 8)}
     with raises(RecordError, "reference_raises", "sliced_inputs", "w[e]", "dimension 0"):
         oracle(of_experts(definition_record, TAKE_ALL), given)

@@ -55,7 +55,7 @@ def test_sums_that_round_nowhere_have_the_same_bits_in_slices():
         assert torch.equal(parts, oracle(definition, inputs)["out"])
 
 
-def test_a_slice_of_the_reference_as_written_is_what_the_whole_gives():
+def test_slice_of_the_reference_as_written_equals_the_whole():
     definition = CATALOG.definition("fused_add_rms_norm")
     for inputs in tiny_inputs(definition, "outliers"):
         before = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -103,7 +103,7 @@ def test_halves_are_cut_until_they_fit(shapes_seen):
     assert shapes_seen(1, rows=3, independent_axes=["M"]) == [(1, 16), (1, 16), (1, 16)]
 
 
-def test_the_axis_that_saves_most_is_cut_first_and_then_the_other(shapes_seen):
+def test_axis_that_saves_most_is_cut_first_and_then_the_other(shapes_seen):
     assert shapes_seen(5000, independent_axes=["M", "N"]) == [(8, 8), (8, 8)]  # the weight is cut along N too
     assert len(shapes_seen(1, rows=2, columns=2, independent_axes=["M", "N"])) == 4
 

@@ -24,19 +24,19 @@ def test_integers_booleans_and_scales_have_no_room(dtype, operator):
     assert limits_for(operator(), dtype) is None
 
 
-def test_tf32_is_allowed_only_in_float32_and_only_where_it_is_declared(operator):
+def test_tf32_is_allowed_only_in_float32_and_only_if_declared(operator):
     assert limits_for(operator(), "float32", "tf32") == LIMITS["tf32"]
     assert limits_for(operator(), "float32") == LIMITS["float32"]
     assert limits_for(operator(), "float16", "tf32") == LIMITS["float16"]
 
 
-def test_a_definition_overrides_what_it_names_for_the_dtype_that_it_names(operator):
+def test_definition_overrides_only_what_it_names_for_its_dtype(operator):
     definition = operator(tolerance={"bfloat16": {"tau": 0.01, "reason": REASON}})
     assert limits_for(definition, "bfloat16") == Limits(0.01, LIMITS["bfloat16"].rtol, LIMITS["bfloat16"].a)
     assert limits_for(definition, "float32") == LIMITS["float32"]
 
 
-def test_an_absolute_error_is_forgiven_only_where_a_definition_says_so(operator):
+def test_absolute_error_is_forgiven_only_if_a_definition_says_so(operator):
     assert all(limits.atol == 0 for limits in LIMITS.values())
     definition = operator(tolerance={"bfloat16": {"atol": 1e-6, "reason": REASON}})
     assert limits_for(definition, "bfloat16") == replace(LIMITS["bfloat16"], atol=1e-6)
@@ -56,7 +56,7 @@ def test_the_scales_of_a_quantiser_are_compared_bit_for_bit():
         assert limits_for(definition, "float8_e4m3fn").codes == 8
 
 
-def test_scales_of_something_computed_may_be_off_by_what_their_definition_says():
+def test_scales_of_computed_values_may_be_off_as_declared():
     assert limits_for(CATALOG.definition("swiglu_and_per_token_cast"), "float32").rtol == 2e-6
 
 

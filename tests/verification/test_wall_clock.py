@@ -59,7 +59,7 @@ def contended(latency_us: float, **changes: float) -> WallRun:
     return honest(2 * latency_us, alone_us=alone)
 
 
-def test_a_processor_that_others_had_meanwhile_is_no_proof():
+def test_processor_that_others_used_in_between_is_no_proof():
     assert check_latency(100.0, honest(400.0), on_gpu=False) is not None
     assert check_latency(200.0, contended(250.0), on_gpu=False) is None
 
@@ -69,12 +69,10 @@ def test_a_processor_that_others_had_meanwhile_is_no_proof():
     [
         contended(250.0),
         contended(250.0, processor_us=0.0, queued_us=0.0),  # it slept
-        contended(
-            250.0, processor_us=24 * 500.0, queued_us=1e9
-        ),  # threads of its own that only kept each other waiting
+        contended(250.0, processor_us=24 * 500.0, queued_us=1e9),  # its threads, which only kept each other waiting
     ],
 )
-def test_a_lie_is_refuted_on_a_busy_machine_as_well(lie):
+def test_false_clock_is_rejected_on_a_busy_machine_too(lie):
     assert check_latency(2.0, lie, on_gpu=False) is not None
 
 
@@ -89,7 +87,7 @@ def on_a_host(elapsed: Elapsed) -> WallRun:
 
 
 @pytest.mark.parametrize(("stolen_us", "known"), [(0.0, True), (24 * 100.0, True), (24 * 240.0, False)])
-def test_what_the_host_took_leaves_a_claim_open_where_it_may_be_why(stolen_us, known):
+def test_time_taken_by_the_host_can_leave_a_claim_open(stolen_us, known):
     run = on_a_host(Elapsed(NULL + 24 * 500.0, 0.0, 0.0, stolen_us))  # it slept
     assert check_latency(100.0, run, on_gpu=False) is not None
     assert may_be_host_delay(100.0, run) is not known

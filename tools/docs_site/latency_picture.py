@@ -52,7 +52,7 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
 
 
 def latency_picture(title: str, series: Series) -> str:
-    """An SVG with logarithmic axes, a line and a shape of points for each language, and a label at the end of each line."""
+    """Return an SVG with logarithmic axes, a line and marks for each language, and a label at the end of each line."""
     points = [point for line in series.values() for point in line]
     x_of, x_ticks = _log_axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
     y_of, y_ticks = _log_axis([y for _, y in points], HEIGHT - BOTTOM, TOP)
@@ -87,7 +87,7 @@ def _line(language: str, points: Sequence[Point], label_y: float) -> list[str]:
     return [f'<polyline class="line {language}" points="{path}"/>', f'<g class="{language}">{shapes}</g>', label]
 
 
-# Shapes as well as colours, so that the lines can be told apart in print and by everybody.
+# Shapes as well as colours, so that all readers can distinguish the lines, in print too.
 _MARKS: dict[str, Callable[[float, float], str]] = {
     "triton": lambda x, y: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>',
     "tilelang": lambda x, y: f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6"/>',
@@ -110,7 +110,7 @@ def _log_axis(values: Sequence[float], start: float, end: float) -> tuple[Callab
 
 
 def _apart(positions: Sequence[float], least: float = 16) -> list[float]:
-    """The positions, moved down where two labels would lie on each other."""
+    """Return the positions, moved down if two labels would lie on each other."""
     placed: dict[int, float] = {}
     below = -math.inf
     for index in sorted(range(len(positions)), key=lambda index: positions[index]):

@@ -25,7 +25,7 @@ RESULTS = {
 
 
 def python_reference() -> str:
-    """The page as MyST: functions, records, what calls return, errors."""
+    """Return the page as MyST: functions, records, what calls return, errors."""
     public = {name: getattr(tilegym_db, name) for name in tilegym_db.__all__}
     functions = [name for name, value in public.items() if callable(value) and not inspect.isclass(value)]
     modules = [name for name, value in public.items() if inspect.ismodule(value)]

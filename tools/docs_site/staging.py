@@ -39,7 +39,7 @@ def stage(folder: Path) -> None:
 
 
 def as_page_of_docs(text: str) -> str:
-    """A page of the root with its links as they are from inside ``docs/``."""
+    """Return a page of the root with its links as they are from inside ``docs/``."""
     text = re.sub(r"(\]\(|\[)docs/(performance/README\.md|[\w/.-]+)", r"\1\2", text)
     for source, target in ROOT_PAGES.items():
         text = re.sub(rf"\]\({re.escape(source)}", f"]({target}", text)
@@ -61,7 +61,7 @@ def _key_table(keys: str) -> str:
 
 
 def import_table() -> str:
-    """The layers of the package, top first, and what each part imports: the graph of the page as a table."""
+    """Return the layers of the package, top first, and what each part imports: the graph of the page as a table."""
     ordered = layers()
     arrows = edges({part for layer in ordered for part in layer})
     lines = ["| layer | part | imports directly |", "|---:|---|---|"]

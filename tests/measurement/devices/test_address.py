@@ -57,7 +57,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_an_address_that_does_not_answer_is_refused_within_seconds_in_a_sentence(home):
+def test_silent_address_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()
     command = [sys.executable, "-m", "tilegym_db", "verify", "rms_norm", "--gpu", "cpu"]
@@ -71,7 +71,7 @@ def test_an_address_that_does_not_answer_is_refused_within_seconds_in_a_sentence
 
 
 @pytest.mark.slow
-def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monkeypatch):
+def test_port_that_is_not_rays_is_refused_in_a_fresh_process(monkeypatch):
     """Ray itself would try for a minute, and then end the process."""
     pytest.importorskip("ray")
     with socket.socket() as listener:
@@ -101,7 +101,7 @@ def test_a_port_that_answers_and_is_not_rays_is_refused_in_a_fresh_process(monke
         ),
     ],
 )
-def test_what_ray_says_is_told_in_a_sentence(monkeypatch, error, code, fact):
+def test_message_of_ray_is_given_in_a_sentence(monkeypatch, error, code, fact):
     pytest.importorskip("ray")
 
     def refuse(*_arguments: object, **_options: object) -> None:

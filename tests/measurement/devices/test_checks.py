@@ -1,4 +1,4 @@
-"""What a driver asks of a trace from another host before it is taken for one of its own."""
+"""The checks of a driver on a trace from another host before it counts as one measured here."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_a_trace_that_was_asked_for_is_not_doubted(order, trace):
         ({"trace_id": "7a1e1f6e-5a0c-5d0b-9a53-5b8f7f0f6c11"}, "is not that of its content"),
     ],
 )
-def test_a_trace_that_nobody_asked_for_is_named_with_what_is_wrong(order, trace, changes, reason):
+def test_trace_that_was_not_ordered_is_named_with_its_mistake(order, trace, changes, reason):
     assert reason in str(trace_problem(changed(trace, **changes), order, MACHINE))
 
 
-def test_a_workload_that_another_device_has_is_not_one_of_this_order(order, trace):
+def test_workload_of_another_device_is_not_part_of_this_order(order, trace):
     [plan] = order.item.plans
     other = next(workload for workload in plan.workloads if workload.uuid not in order.item.uuids)
     assert "the order has no" in str(
@@ -83,7 +83,7 @@ def test_a_workload_that_another_device_has_is_not_one_of_this_order(order, trac
     )
 
 
-def test_a_pass_of_a_worker_that_was_not_confined_is_none_of_a_promotion(order, trace):
+def test_pass_of_an_unconfined_worker_is_not_a_promotion(order, trace):
     measured = {"latency_us": 5.0, "ci_low_us": 4.0, "ci_high_us": 6.0, "samples": 9, "timer": "wall"}
     passed = {"status": "PASSED", "reason": "", "failure": None, "correctness": {}, "performance": measured}
     assert trace_problem(changed(trace, **passed), order, MACHINE) is None

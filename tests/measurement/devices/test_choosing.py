@@ -177,7 +177,7 @@ def test_one_operator_is_divided_evenly_and_many_are_kept_whole(plans):
     assert len(divide(plans(24, 24), 1)) == 1
 
 
-def test_an_operator_is_divided_only_where_all_devices_end_earlier_for_it(plans):
+def test_operator_is_divided_only_if_all_devices_end_earlier(plans):
     """Starting its candidates once more costs twelve pairs here: too much for operators of three workloads."""
     few = divide(plans(*(3,) * 6), 4)
     assert sum(len(item.plans) for item in few) == 6
@@ -187,7 +187,7 @@ def test_an_operator_is_divided_only_where_all_devices_end_earlier_for_it(plans)
     assert set(parts.values()) == {1}
 
 
-def test_lost_work_is_done_again_then_one_by_one_and_then_given_up(plans):
+def test_lost_work_is_repeated_then_done_singly_then_given_up(plans):
     queue = WorkQueue.of(divide(plans(3), 1))
     item = queue.take()
     done = {item.uuids[0]}
@@ -204,7 +204,7 @@ def test_lost_work_is_done_again_then_one_by_one_and_then_given_up(plans):
     assert len(queue.given_up[0].losses) == MAX_LOSSES
 
 
-def test_work_that_was_concluded_when_its_supervisor_died_is_not_done_again(plans):
+def test_concluded_work_of_a_dead_supervisor_is_not_repeated(plans):
     queue = WorkQueue.of(divide(plans(2), 1))
     item = queue.take()
     queue.lose(item, set(item.uuids), "killed")

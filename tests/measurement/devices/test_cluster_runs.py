@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster: several nodes on this machine, each with processes of its own, whose CPUs are measured."""
+"""Runs on a real Ray cluster: several nodes on this machine, each with separate processes, whose CPUs are measured."""
 
 from __future__ import annotations
 
@@ -101,21 +101,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_is_taken_in(
-    cluster, make_catalog, home, started, drivers, capsys
-):
+def test_killed_node_loses_nothing_and_a_new_node_is_taken_in(cluster, make_catalog, home, started, drivers, capsys):
     catalog = make_catalog(home / "catalog", {"row_scale_wrong": WRONG}, MANY)
     lost = cluster.add_node(**NODE)
     at_work: dict[str, list[str]] = {}
 
     def change_the_cluster(device: str, what: str) -> None:
         at_work.setdefault(device, []).append(what)
-        if what == JOINED:  # nobody gets work meanwhile
+        if what == JOINED:  # no node gets work until then
             wait_for(lambda: started[-1].is_ready)
         if what.startswith("row_scale") and sum(map(len, at_work.values())) == 2:  # both are in the middle of something
             kill_node(lost)
             cluster.add_node(**NODE)
-            wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work meanwhile
+            wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work until then
 
     report = verify(
         ("row_scale",),
@@ -162,16 +160,16 @@ def test_nodes_that_cannot_take_part_are_refused_with_the_reason(cluster, catalo
         bench(("row_scale",), **arguments)
 
 
-def test_a_cluster_without_a_gpu_and_a_node_whose_gpu_does_not_answer(cluster, catalog, home):
+def test_cluster_without_gpu_or_with_a_silent_gpu_is_refused(cluster, catalog, home):
     arguments = {"catalog": catalog, "store_home": home, "devices": f"ray:{cluster.address}"}
     with raises(HardwareError, "cluster_device_absent", "'--gpu cpu'"):
         bench(("row_scale",), **arguments)
-    cluster.add_node(**NODE, num_gpus=1)  # Ray believes what it is told
+    cluster.add_node(**NODE, num_gpus=1)  # Ray believes this number
     with raises(HardwareError, "devices_lost", "GPU 0", "PyTorch"):
         bench(("row_scale",), **arguments)
 
 
-def test_a_search_on_a_cluster_ends_with_the_winner_in_the_drivers_store(cluster, home, make_catalog):
+def test_cluster_search_puts_the_winner_into_the_drivers_store(cluster, home, make_catalog):
     sizes = ({"axes": {"M": 96, "N": 64}}, {"axes": {"M": 128, "N": 64}})
     catalog = make_catalog(home / "catalog", {"row_scale_blocked": (BLOCKED, {"tunables": {"ROWS": [1, 48]}})}, sizes)
     devices = Devices("cpu", executor=f"ray:{cluster.address}")

@@ -15,7 +15,7 @@ def facts(**changes):
     return {**OWN, "host": "node1", "executable": "/usr/bin/python3", "gpu_names": (H100, H100), **changes}
 
 
-def test_only_nodes_that_are_alive_are_nodes_and_what_ray_does_not_list_they_do_not_have():
+def test_only_live_nodes_count_with_only_what_ray_lists_for_them():
     rows = [
         {"Alive": True, "NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {"GPU": 2.0, "CPU": 16.0}},
         {"Alive": False, "NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {}},
@@ -41,7 +41,7 @@ def test_only_nodes_that_are_alive_are_nodes_and_what_ray_does_not_list_they_do_
         ),
     ],
 )
-def test_a_node_takes_part_where_it_has_the_same_package_and_the_gpu(said, gpu, reason):
+def test_node_with_the_same_package_and_the_gpu_takes_part(said, gpu, reason):
     found = refusal(said, OWN, gpu)
     assert found is None if reason is None else reason in str(found)
 
@@ -54,7 +54,7 @@ def test_without_a_gpu_named_all_have_to_be_of_one_kind():
         chosen_kind("auto", {H100, H200})
 
 
-def test_a_node_has_a_slot_for_each_gpu_and_one_for_all_its_processors():
+def test_node_has_a_slot_per_gpu_and_one_for_its_processors():
     node = Node("abc", "10.0.0.1", 2, 16)
     [processors] = slots_of(node, "node1", "cpu")
     assert (processors.device.label, processors.gpus, processors.processors) == ("node1 CPU", 0, 16)
@@ -72,7 +72,7 @@ def test_two_nodes_of_one_host_have_names_of_their_own():
     assert label_of("node1", "0123456789", {"node1"}) == "node1 (012345)"
 
 
-def test_a_device_with_other_libraries_or_of_another_kind_is_named_with_what_differs():
+def test_device_of_another_kind_is_named_with_the_differences():
     planned = Machine("cuda:0", "h100-sxm", H100, libs={"torch": "2.15.0", "triton": "3.9.0"}, host="node1")
     other = Machine("cuda:0", "h100-sxm", H100, libs={"torch": "2.15.0"}, host="node2")
     assert differs(planned, planned) is None

@@ -50,7 +50,7 @@ def arrived(order: Order, folder: Path) -> tuple[ParcelStore, Order]:
     return store, store.unpack(body)
 
 
-def test_an_order_arrives_with_the_same_digests_and_files_of_its_own(order, tmp_path):
+def test_order_arrives_with_the_same_digests_and_its_own_files(order, tmp_path):
     node = tmp_path / "node"
     _, found = arrived(order, node)
     [plan], [sent] = found.item.plans, order.item.plans
@@ -64,7 +64,7 @@ def test_an_order_arrives_with_the_same_digests_and_files_of_its_own(order, tmp_
     assert found.session == replace(order.session, home=node)
 
 
-def test_no_path_and_no_source_of_the_driver_is_in_the_order_itself(order, tmp_path):
+def test_order_contains_no_path_and_no_source_of_the_driver(order, tmp_path):
     body, _ = pack(order)
     assert str(tmp_path).encode() not in body
     assert b"def run" not in body
@@ -104,7 +104,7 @@ def test_a_file_that_leads_out_of_its_folder_is_refused(order, tmp_path):
     assert not (tmp_path / "outside.py").exists()
 
 
-def test_a_file_of_inputs_that_is_gone_is_named_before_anything_is_sent(order, catalog):
+def test_missing_input_file_is_named_before_anything_is_sent(order, catalog):
     (catalog.roots[0] / "blob" / "x.safetensors").unlink()
     with pytest.raises(RecordError, match=r"x\.safetensors"):
         pack(order)

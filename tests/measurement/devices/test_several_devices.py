@@ -62,7 +62,7 @@ def catalog(home, make_catalog):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(catalog, home):
+def test_killed_supervisor_loses_nothing_and_repeats_nothing(catalog, home):
     at_work: list[tuple[str, str]] = []
     killed: list[int] = []
 
@@ -93,7 +93,7 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
 
 
 @pytest.mark.slow
-def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which_keeps_what_is_concluded(catalog, home):
+def test_idle_device_leaves_its_work_and_ctrl_c_keeps_results(catalog, home):
     seen = []
 
     def interrupt(trace):
@@ -116,7 +116,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothing(home, make_catalog):
+def test_searches_on_two_slots_agree_and_a_second_does_nothing(home, make_catalog):
     tunable = (BLOCKED, {"tunables": {"ROWS": [1, 48, 7]}})
     sizes = ({"axes": {"M": 96, "N": 64}}, {"axes": {"M": 128, "N": 64}})
     catalog = make_catalog(home / "catalog", {"row_scale_blocked": tunable}, sizes)
@@ -173,9 +173,9 @@ sys.exit(7 if orders.get(timeout=10) is None else 1)
 """
 
 
-def test_a_supervisor_that_waits_for_orders_ends_with_them_and_needs_no_signal():
+def test_waiting_supervisor_ends_with_its_orders_unsignalled():
     assert subprocess.run([sys.executable, "-c", WAITS], timeout=30).returncode == 7
 
 
-def test_a_supervisor_whose_orders_end_ends_although_its_code_catches_the_interrupt():
+def test_supervisor_that_catches_interrupts_ends_with_its_orders():
     assert subprocess.run([sys.executable, "-c", SWALLOWS], timeout=20).returncode == 1

@@ -48,7 +48,7 @@ def steps(*given: tuple[Any, ...]) -> list[TuningStep]:
     return [step(number, *item) for number, item in enumerate(given)]
 
 
-def test_the_defaults_come_first_then_what_won_nearby_then_the_whole_rest_once(solution):
+def test_defaults_come_first_then_nearby_winners_then_the_rest(solution):
     near = [Neighbour(config(8, True), "M=2", 1.0), Neighbour(config(2), "M=9", 3.0)]
     order = candidate_order(solution, near, history_of([]), "seed")
     assert [item.config for item in order[:3]] == [{}, config(8, True), config(2)]
@@ -64,7 +64,7 @@ def test_a_search_that_was_cut_short_goes_on_in_the_same_order(solution):
     assert whole != [item.id for item in candidate_order(solution, [], history_of([]), "another seed")]
 
 
-def test_a_config_that_left_the_space_is_not_tried_though_it_won_nearby(solution):
+def test_nearby_winner_that_left_the_space_is_not_tried(solution):
     order = candidate_order(solution, [Neighbour(config(16), "M=2", 1.0)], history_of([]), "seed")
     assert config(16) not in [item.config for item in order]
 
@@ -77,7 +77,7 @@ def test_the_last_leader_that_did_not_fail_leads():
     assert history_of([]).leader is None
 
 
-def test_who_lost_to_a_config_that_failed_later_is_open_again():
+def test_loser_to_a_config_that_failed_later_is_open_again():
     lost = steps(
         (config(2), "leads"),
         (config(1), "slower", config(2)),
@@ -96,7 +96,7 @@ def test_a_trace_that_is_no_pass_settles_a_config_too():
     assert history.settled == {config_id(config(1)): "its trace says TIMEOUT"}
 
 
-def test_a_failure_speaks_for_every_workload_where_the_store_takes_passes_back_for_it():
+def test_only_three_statuses_concern_one_workload_alone():
     own_workload = {"PASSED", "COMPILE_ERROR", "UNSUPPORTED"}
     assert {status for status in STATUSES if not is_faulty(status)} == own_workload
 

@@ -31,7 +31,7 @@ def build(solution: str, target: str, *configs: dict[str, Any]) -> dict[str, str
         ("tilelang", {"threads": 128, "rows": 1}, {"threads": 2048, "rows": 1}, "Divide by zero"),
     ],
 )
-def test_a_config_that_does_not_compile_is_told_from_those_that_do(language, good, bad, reason):
+def test_config_that_does_not_compile_is_separated_from_others(language, good, bad, reason):
     if not toolchain_status(language).available:
         pytest.fail(f"{language} is not installed: make install")
     refused = build(f"rms_norm_{language}", "sm_90", {}, good, bad)
@@ -41,11 +41,11 @@ def test_a_config_that_does_not_compile_is_told_from_those_that_do(language, goo
 
 
 @pytest.mark.parametrize(("solution", "target"), [("rms_norm_triton", ""), ("rms_norm_triton", "sm_75")])
-def test_where_nothing_can_be_compiled_ahead_the_worker_finds_out(solution, target):
+def test_worker_compiles_by_itself_if_nothing_compiles_ahead(solution, target):
     assert build(solution, target, {"BLOCK_M": 1, "num_warps": 3}) == {}
 
 
-def test_leaving_it_ends_the_compilers_and_nobody_waits_for_the_rest():
+def test_leaving_ends_the_compilers_without_waiting_for_the_rest():
     catalog = Catalog.default()
     definition, solution = catalog.definition("rms_norm"), catalog.solution("rms_norm_triton")
     workload = next(item for item in catalog.workloads_for("rms_norm") if item.axes == {"M": 1, "N": 4096})

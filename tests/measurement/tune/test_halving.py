@@ -1,4 +1,4 @@
-"""Who stays in the race and who wins it, from times that are known. Pure."""
+"""The configs that stay in the race and the one that wins it, from times that are known. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENCIES = st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.floa
 
 
 def rounds(latencies: dict[str, float], count: int = 16, noise: float = 0.0, seed: int = 0) -> dict[str, list[float]]:
-    """Paired times under a clock that slows down by a third, each with noise of its own."""
+    """Return paired times under a clock that slows down by a third, each with separate noise."""
     generator = random.Random(seed)
     drift = [1 + round / (3 * count) for round in range(count)]
     return {
@@ -26,7 +26,7 @@ def lost(losses: Sequence) -> dict[str, tuple[str, str]]:
     return {loss.config: (loss.outcome, loss.against) for loss in losses}
 
 
-def test_who_is_surely_slower_than_the_leader_leaves_whatever_there_is_room_for():
+def test_config_surely_slower_than_the_leader_leaves_early():
     losses = halve(rounds({"default": 10, "fast": 5, "slow": 20}, 4), "default", keep=4)
     assert lost(losses) == {"slow": ("slower", "fast")}
     assert losses[0].reason == "0.25x as fast as the leader"
@@ -41,7 +41,7 @@ def test_of_equals_only_so_many_go_on_and_the_reason_says_so():
 
 
 @given(LATENCIES, st.integers(1, 4), st.floats(0, 0.2))
-def test_halving_never_drops_the_current_best_or_the_leader_and_keeps_no_more_than_asked(latencies, keep, noise):
+def test_halving_keeps_the_best_and_the_leader_within_the_limit(latencies, keep, noise):
     times = rounds(latencies, 8, noise)
     current_best = min(latencies)
     dropped = set(lost(halve(times, current_best, keep)))
@@ -50,7 +50,7 @@ def test_halving_never_drops_the_current_best_or_the_leader_and_keeps_no_more_th
     assert all(loss.against not in dropped for loss in halve(times, current_best, keep))
 
 
-def test_the_fastest_config_wins_where_it_beats_the_current_best_by_more_than_noise():
+def test_fastest_config_wins_if_it_beats_the_best_beyond_noise():
     choice = choose_winner(rounds({"default": 10, "good": 9, "best": 8}), "default")
     assert choice.winner == "best"
     assert choice.reason == "1.25x as fast as the one before (99% interval 1.25 to 1.25)"
@@ -88,7 +88,7 @@ def test_everyone_but_the_winner_has_a_loss_with_a_reason(latencies):
     assert all(loss.reason and loss.against == choice.winner for loss in choice.losses)
 
 
-def test_without_an_current_best_the_lowest_median_is_what_others_are_compared_with():
+def test_lowest_median_is_the_standard_without_a_current_best():
     times = rounds({"a": 10, "b": 9})
     assert reference_of(times, "a") == "a"
     assert reference_of(times, "gone") == reference_of(times, None) == "b"

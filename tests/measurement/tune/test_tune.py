@@ -92,12 +92,12 @@ def test_the_fastest_config_that_is_right_everywhere_wins(first):
     assert result.gain > 3
 
 
-def test_a_config_that_is_right_at_the_workloads_shape_only_leads_until_its_screen(first):
+def test_config_right_only_at_one_shape_leads_until_its_screen(first):
     of_trick = [step for step in first.steps if step.config == {"ROWS": 0}]
     assert [step.outcome for step in of_trick] == ["leads", "failed"]
     assert of_trick[-1].reason.startswith("its screen says INCORRECT_NUMERICAL: out: ")
     assert of_trick[-1].status == "INCORRECT_NUMERICAL"
-    # What had lost to it, or could not be told from it on a busy machine, was tried again, and nothing else.
+    # What had lost to it, or could not be distinguished from it on a busy machine, was tried again, and nothing else.
     before, after = outcomes(first.steps)[48]
     assert (before in ("slower", "tie"), after) == (True, "leads")
 
@@ -123,7 +123,7 @@ def test_verdicts_are_traces_of_their_config_at_the_screen_tier(first):
     assert {trace.tier for trace in first.traces} == {"screen"}
     winner = next(trace for trace in first.traces if trace.config == {"ROWS": 48})
     assert winner.envelope is not None
-    assert winner.envelope.cases > 4  # fuzzed as that config, beside the four content sets of its own shape
+    assert winner.envelope.cases > 4  # fuzzed as that config, beside the four content sets of the workload's shape
     assert winner.performance.comparisons[0].provides == "stock"
 
 
@@ -167,7 +167,7 @@ def test_the_resolver_launches_the_tuned_config(promoted, catalog, folder, check
     assert (key.solution, key.kernel_calls) == ("row_scale_blocked[ROWS=48]", 1)
 
 
-def test_what_was_published_is_not_searched_again_elsewhere_but_judged_there(promoted, catalog, folder, tmp_path):
+def test_published_config_is_judged_elsewhere_without_a_search(promoted, catalog, folder, tmp_path):
     with open_store(folder / "home", catalog=catalog) as store:
         publish(store, "cpu", tmp_path / "published")
     elsewhere = Catalog((*catalog.roots, tmp_path / "published"), trust_foreign=True)
@@ -177,7 +177,7 @@ def test_what_was_published_is_not_searched_again_elsewhere_but_judged_there(pro
     assert {trace.config.get("ROWS") for trace in found.traces if trace.status == "PASSED"} == {None, 48}
 
 
-def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to_be_wrong(first, make_catalog, folder):
+def test_small_budget_tries_nearby_winners_and_no_known_failures(first, make_catalog, folder):
     larger = make_catalog(folder / "larger", {"row_scale_blocked": (BLOCKED, TUNABLE)}, (SIZE, OTHER_SIZE))
     seen: list[TuningStep] = []
     report = tune(
@@ -196,9 +196,7 @@ def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to
 
 
 @pytest.mark.alone
-def test_what_leads_on_several_workloads_is_screened_at_once_and_is_a_first_guess_before(
-    make_catalog, tmp_path, monkeypatch
-):
+def test_leader_of_several_workloads_is_screened_in_one_run(make_catalog, tmp_path, monkeypatch):
     runs: list[set[tuple[str, str]]] = []
     run = LocalExecutor.run
 
@@ -241,7 +239,7 @@ class RefusesThree:
         pass
 
 
-def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_only(make_catalog, tmp_path, monkeypatch):
+def test_config_that_breaks_compiler_or_worker_costs_only_itself(make_catalog, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ()
     )  # it would refuse os._exit
