@@ -2,7 +2,8 @@
 trust.
 
 The list has each valid file with a digest of everything its validity depends on: its content, its sources, its
-Definition, and the forward of that Definition. A trace file is listed if every figure was plausible by its Definition
+Definition, and the forward of that Definition. A Solution of a ``family.json`` has a line of its own,
+``family.json#<solution>``; its content is its entry with the shared keys. A trace file is listed if every figure was plausible by its Definition
 and the published peaks. A file that is not listed, or has another digest, is validated again, which costs only time.
 
 ``python tools/write_checked_records.py`` writes the list. Only filling the database uses it: ``check``, and everything
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.record_files import of_family_file, read_record, record_content
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
@@ -47,17 +49,26 @@ class Checked:
         self._keys: dict[str, str] = {}
 
     def content(self, path: Path) -> bytes:
-        """Return the bytes of a file.
+        """Return the bytes of a file, or the part of a ``family.json`` that one Solution depends on.
 
         Raises:
             RecordError: it cannot be read.
         """
         if path not in self._contents:
-            self._contents[path] = read_bytes(path, "record")
+            self._contents[path] = record_content(path)
         return self._contents[path]
 
+    def record(self, path: Path) -> Solution:
+        """Return the Solution at a listed place. A record in its own file is validated only as far as its fields go.
+
+        Raises:
+            RecordError: it cannot be read or is not valid.
+            ValueError: it is not valid.
+        """
+        return read_record(path) if of_family_file(path) else Solution.model_validate(from_json(self.content(path)))
+
     def lists(self, path: Path) -> bool:
-        """Return True if a file is on the list, changed or not."""
+        """Return True if a file, or a Solution of a ``family.json``, is on the list, changed or not."""
         return str(path) in self._files
 
     def definition_digest(self, name: str) -> str | None:
