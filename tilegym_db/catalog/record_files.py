@@ -297,17 +297,14 @@ def read_record(path: Path) -> Solution:
         raise
 
 
-def record_content(path: Path) -> bytes:
-    """Return the content that the validity of a record depends on: its file, or its part of a ``family.json``.
+def family_content(path: Path) -> bytes:
+    """Return the part of a ``family.json`` that the validity of the Solution at a place depends on.
 
     Raises:
         RecordError: the file cannot be read or parsed, or the family does not list the Solution once.
     """
     file = file_of(path)
-    content = read_bytes(file, "record")
-    if not of_family_file(path):
-        return content
-    return canonical_json(_narrowed(content, file, name_at(path))).encode()
+    return canonical_json(_narrowed(read_bytes(file, "family"), file, name_at(path))).encode()
 
 
 def family_names(content: bytes, file: Path | str) -> list[str]:

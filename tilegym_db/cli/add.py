@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file
+from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file, solution_place
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def add_solution_command(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A .py file that defines run(), a folder with solution.json, or the .json of one solution of a family.",
-            exists=True,
+            help="A .py file that defines run(), a folder with solution.json, or one solution of a family: its .json, or "
+            "family.json#NAME.",
             readable=True,
-            callback=regular_file,
+            callback=solution_place,
         ),
     ],
     definition: Annotated[
@@ -94,11 +94,12 @@ def add_solution_command(
 ) -> None:
     """Validate a solution and copy it into the catalog in one step, completely or not at all."""
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.record_files import of_family_file
     from tilegym_db.errors import RecordError
     from tilegym_db.records.base import problems_of
 
     catalog = Catalog.default()
-    if path.is_dir() or path.suffix == ".json":
+    if path.is_dir() or path.suffix == ".json" or of_family_file(path):
         record, sources = from_record(path, definition, language, name)
     else:
         record, sources = from_file(

@@ -2,9 +2,10 @@
 trust.
 
 The list has each valid file with a digest of everything its validity depends on: its content, its sources, its
-Definition, and the forward of that Definition. A Solution of a ``family.json`` has a line of its own,
-``family.json#<solution>``; its content is its entry with the shared keys. A trace file is listed if every figure was plausible by its Definition
-and the published peaks. A file that is not listed, or has another digest, is validated again, which costs only time.
+Definition, and the forward of that Definition. A Solution of a ``family.json`` is listed as
+``family.json#<solution>``, and its content is its entry with the shared keys. A trace file is listed if every figure
+was plausible by its Definition and the published peaks. A file that is not listed, or has another digest, is validated
+again, which costs only time.
 
 ``python tools/write_checked_records.py`` writes the list. Only filling the database uses it: ``check``, and everything
 that runs or serves a kernel, validates every record itself.
@@ -20,7 +21,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import of_family_file, read_record, record_content
+from tilegym_db.catalog.record_files import family_content, of_family_file, read_record
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
@@ -49,13 +50,13 @@ class Checked:
         self._keys: dict[str, str] = {}
 
     def content(self, path: Path) -> bytes:
-        """Return the bytes of a file, or the part of a ``family.json`` that one Solution depends on.
+        """Return the bytes of a file.
 
         Raises:
             RecordError: it cannot be read.
         """
         if path not in self._contents:
-            self._contents[path] = record_content(path)
+            self._contents[path] = read_bytes(path, "record")
         return self._contents[path]
 
     def record(self, path: Path) -> Solution:
@@ -115,8 +116,9 @@ class Checked:
 
     def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
         """Return a digest of a Solution's record, its sources, and its Definition."""
+        content = family_content(path) if of_family_file(path) else self.content(path)
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
-        return self._of_definition(record.definition, self.content(path), *parts)
+        return self._of_definition(record.definition, content, *parts)
 
     def workloads_key(self, path: Path, definition: str) -> str:
         """Return a digest of a file of Workloads and of their Definition."""
