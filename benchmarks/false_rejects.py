@@ -1,4 +1,4 @@
-"""How often the promotion tier refuses what is honest: every Solution of the catalog, promoted again and again.
+"""How often the promotion tier refuses what is honest: every Solution of the catalog, verified again and again.
 
     python benchmarks/false_rejects.py --repeats 100 --gpu cpu
     python -m benchmarks.false_rejects --turns --gpus 2,3 --seconds 300 --out verdicts.jsonl
@@ -34,7 +34,8 @@ from typing import TextIO
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement import plan
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
+from tilegym_db.measurement.machine import devices_of_options
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, Workload
 
@@ -72,7 +73,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What one repeat promotes: names, and the workloads that it is limited to."""
+    """What one repeat verifies: names, and the workloads that it is limited to."""
 
     names: tuple[str, ...]
     workloads: str | tuple[str, ...] | None
@@ -152,7 +153,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=float, default=math.inf, help="end the run after these, in whatever repeat it is"
     )
     parser.add_argument("--out", type=Path, help="verdicts as JSON lines, written as they come")
-    parser.add_argument("--dry-run", action="store_true", help="with --turns: say what the repeats would promote")
+    parser.add_argument("--dry-run", action="store_true", help="with --turns: say what the repeats would verify")
     options = parser.parse_args(arguments)
     if options.dry_run and not options.turns:
         parser.error("--dry-run goes with --turns")
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with workloads_each(options.workloads):
             repeat_all(options, islice(repeats, options.repeats), tally)
-    except (KeyboardInterrupt, RuntimeError) as error:  # between two promotions; DuckDB raises the other one for it
+    except (KeyboardInterrupt, RuntimeError) as error:  # between two runs; DuckDB raises the other one for it
         if isinstance(error, RuntimeError) and not due.is_set():
             raise
         print("ended", file=sys.stderr)
@@ -196,7 +197,7 @@ def workloads_each(count: int | None) -> Iterator[None]:
 
 
 def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Tally) -> None:
-    """One promotion after the other, until there is no time for one more."""
+    """One run after the other, until there is no time for one more."""
     start, longest = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as shared:
         for number, repeat in enumerate(repeats, 1):
@@ -205,13 +206,12 @@ def repeat_all(options: argparse.Namespace, repeats: Iterator[Repeat], tally: Ta
                 print(f"no time for repeat {number}: the longest took {longest:.0f} s", file=sys.stderr)
                 return
             with tempfile.TemporaryDirectory() as folder:
-                report = promote(
+                report = verify(
                     repeat.names,
-                    gpu=options.gpu,
-                    gpus=options.gpus,
+                    devices=devices_of_options(options.gpu, options.gpus),
                     workload=repeat.workloads,
                     quick=not options.all_workloads,
-                    again=True,  # also what was published
+                    force=True,  # also what was published
                     # In turns a kernel comes at another workload each time, and one store is calibrated once.
                     store_home=Path(shared if options.turns else folder),
                     observer=Observer(traced=tally.add),

@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.devices.devices import MeasuringDevice, cpu_slots, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import divide
-from tilegym_db.measurement.machine import cpu_machine
+from tilegym_db.measurement.machine import cpu_machine, devices_of_options
 from tilegym_db.measurement.plan import BenchReport, Options, make_plan
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import shipped_root
@@ -129,7 +129,7 @@ def supervisors() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"bench.devices.supervisor" in (entry / "cmdline").read_bytes():
+            if parent == os.getpid() and b"measurement.devices.supervisor" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return sorted(found)
 
@@ -170,9 +170,9 @@ def measure(options: argparse.Namespace, catalog: Catalog, peaks: Path | None, r
         if peaks is not None:
             shutil.copytree(peaks, home, dirs_exist_ok=True)
         watch = Watch(run.kill_after)
-        tier = promote if options.tier == "promotion" else benchmark
+        tier = verify if options.tier == "promotion" else bench
         report = tier(
-            tuple(options.names), gpu=devices[0].gpu, language=options.language, gpus=devices, catalog=catalog,
+            tuple(options.names), devices=devices, language=options.language, catalog=catalog,
             store_home=home, observer=watch.observer(),
         )  # fmt: skip
         return record(report, run, watch)
@@ -191,7 +191,7 @@ def on_processors(processors: Sequence[int]) -> Iterator[None]:
 
 def calibrated(folder: Path) -> Path:
     """A home folder with the peaks of this host's GPUs, which are of one kind."""
-    command = [sys.executable, "-m", "tilegym_db", "calibrate"]
+    command = [sys.executable, "-m", "tilegym_db", "doctor", "calibrate"]
     subprocess.run(command, env={**os.environ, "TILEGYM_DB_HOME": str(folder)}, check=True, stdout=sys.stderr)
     return folder
 
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         catalog = limited_catalog(Path(folder) / "catalog", options.names, options.workload, options.limit, only)
         if options.dry_run:
             return print_division(options, catalog)
-        devices = cpu_slots(options.slots) if options.slots else devices_of(options.gpus, "auto")
+        devices = cpu_slots(options.slots) if options.slots else devices_of(devices_of_options("auto", options.gpus))
         peaks = calibrated(Path(folder) / "home") if options.calibrated and not options.slots else None
         with contextlib.suppress(KeyboardInterrupt):
             for run in plan(devices, options.runs):

@@ -1,9 +1,9 @@
 """compute-sanitizer over every shipped kernel, many at a time, and over two planted mistakes that it has to find.
 
-``tilegym-db sanitize`` goes through the catalog in one process for each tool and language, which takes an hour. Most of it is
-compiling, on one core; so this starts as many processes as there are cores, each over a few Solutions, at the smallest of their
-fuzz shapes. Every kernel runs without a tool first, then under the first of the tools, and so on until the deadline. Nothing is
-stored: a finding is for ``tilegym-db sanitize NAME`` to confirm, which records it.
+``tilegym-db debug sanitize`` goes through the catalog in one process for each tool and language, which takes an hour. Most of
+it is compiling, on one core; so this starts as many processes as there are cores, each over a few Solutions, at the smallest of
+their fuzz shapes. Every kernel runs without a tool first, then under the first of the tools, and so on until the deadline.
+Nothing is stored: a finding is for ``tilegym-db debug sanitize NAME`` to confirm, which records it.
 
     python -m benchmarks.sanitize_catalog --limit-s 240 --out results.jsonl
     python -m benchmarks.sanitize_catalog --order unchecked --limit-s 180 --out results.jsonl

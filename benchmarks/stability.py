@@ -176,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     machine, catalog = select_machine(options.gpu), Catalog.default()
     # The tier keeps kernels out that this device could only interpret.
-    asked = Options(tuple(options.names), again=True, tier="promotion")
+    asked = Options(tuple(options.names), force=True, tier="promotion")
     plans = contested(make_plan(catalog, machine, asked, (), unusable_languages()).definitions)
     groups = {name: plan.workloads for name, plan in plans.items()}
     pairs = stratified(groups, options.pairs, random.Random(options.seed))

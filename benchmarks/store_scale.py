@@ -125,7 +125,7 @@ def _write(path: Path, text: str) -> None:
 def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
     """``count`` journal lines: every solution on every shape of two GPUs, again and again.
 
-    Each is screened once, a tenth failing, and promoted from then on.
+    Each is screened once, a tenth failing, and verified from then on.
     """
     rng = random.Random(0)
     points = [
@@ -189,7 +189,7 @@ def _failure(workload: Workload) -> dict[str, Any]:
             "expected": "1.5",
             "got": "0",
             "worst_row": 0,
-            "command": "tilegym-db reproduce op00_triton_1 --gpu h200 --contents outliers --seed 1234567890123456789",
+            "command": "tilegym-db debug reproduce op00_triton_1 --gpu h200 --distribution outliers --seed 1234567890123456789",
         },
     }
 
@@ -278,7 +278,7 @@ QUESTIONS: tuple[tuple[str, Callable[[Store], list[Any]], float], ...] = (
     ("best per operator (SQL)", lambda store: store.rows(BEST_PER_OP), 0.06),
     ("best of one definition, every column", lambda store: best_rows(store, definition="op07"), 0.1),
     ("what is publishable of one GPU", lambda store: publishable_rows(store, "h200"), 0.3),
-    ("what a promotion may be tried on", lambda store: promotable(store, "h200"), 0.1),
+    ("what verify may be tried on", lambda store: promotable(store, "h200"), 0.1),
     ("one trace by its id", lambda store: find_traces(store, "0000"), 0.1),
 )
 

@@ -57,6 +57,13 @@ def test_every_public_name_loads(name):
     assert getattr(tilegym_db, name).__name__.rpartition(".")[2] == name
 
 
+def test_python_needs_no_other_names_than_these():
+    functions = {"add", "bench", "check", "explain", "fit", "open_store", "publish", "resolve", "tune", "verify"}
+    patching = {"patch", "patched", "patched_init"}
+    records = {"Catalog", "Definition", "Solution", "Trace", "Workload"}
+    assert set(tilegym_db.__all__) == functions | patching | records | {"TilegymDBError", "ops"}
+
+
 def test_the_public_names_are_listed_and_others_are_refused():
     assert set(tilegym_db.__all__) <= set(dir(tilegym_db))
     with pytest.raises(AttributeError, match="module 'tilegym_db' has no attribute 'pacth'"):

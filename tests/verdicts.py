@@ -17,10 +17,10 @@ def is_conclusive(trace: Trace) -> bool:
     return not (trace.status == "UNSUPPORTED" and MACHINE_SLOW in trace.reason)
 
 
-def conclusive(promote: Callable[[], T], trace_of: Callable[[T], Trace] = lambda outcome: outcome) -> T:
-    """What ``promote`` gives, asked for again as a verdict that is not conclusive advises; the last where all are like that."""
+def conclusive(verify: Callable[[], T], trace_of: Callable[[T], Trace] = lambda outcome: outcome) -> T:
+    """What ``verify`` gives, asked for again as a verdict that is not conclusive advises; the last where all are like that."""
     for _ in range(TRIES):
-        outcome = promote()
+        outcome = verify()
         if is_conclusive(trace_of(outcome)):
             break
     return outcome

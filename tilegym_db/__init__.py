@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.errors import TilegymDBError
     from tilegym_db.loop.fit import fit
-    from tilegym_db.measurement.benchmark import benchmark, benchmark_function
+    from tilegym_db.measurement.benchmark import bench, verify
+    from tilegym_db.measurement.tune.tune import tune
     from tilegym_db.models import patch, patched, patched_init
     from tilegym_db.records import Definition, Solution, Trace, Workload
+    from tilegym_db.resolver.explain import explain
     from tilegym_db.resolver.resolve import resolve
     from tilegym_db.store.connection import open_store
+    from tilegym_db.store.publish import publish
+    from tilegym_db.verification.add import add
+    from tilegym_db.verification.check import check
 
 __all__ = [
     "Catalog",
@@ -29,15 +34,20 @@ __all__ = [
     "TilegymDBError",
     "Trace",
     "Workload",
-    "benchmark",
-    "benchmark_function",
+    "add",
+    "bench",
+    "check",
+    "explain",
     "fit",
     "open_store",
     "ops",
     "patch",
     "patched",
     "patched_init",
+    "publish",
     "resolve",
+    "tune",
+    "verify",
 ]
 
 # Public name -> the module that defines it.
@@ -48,15 +58,20 @@ _HOMES = {
     "TilegymDBError": "tilegym_db.errors",
     "Trace": "tilegym_db.records",
     "Workload": "tilegym_db.records",
-    "benchmark": "tilegym_db.measurement.benchmark",
-    "benchmark_function": "tilegym_db.measurement.benchmark",
+    "add": "tilegym_db.verification.add",
+    "bench": "tilegym_db.measurement.benchmark",
+    "check": "tilegym_db.verification.check",
+    "explain": "tilegym_db.resolver.explain",
     "fit": "tilegym_db.loop.fit",
     "open_store": "tilegym_db.store.connection",
     "ops": "tilegym_db.ops",
     "patch": "tilegym_db.models",
     "patched": "tilegym_db.models",
     "patched_init": "tilegym_db.models",
+    "publish": "tilegym_db.store.publish",
     "resolve": "tilegym_db.resolver.resolve",
+    "tune": "tilegym_db.measurement.tune.tune",
+    "verify": "tilegym_db.measurement.benchmark",
 }
 __getattr__ = loader(__name__, _HOMES)
 

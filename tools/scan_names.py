@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import collections
-import decimal
 import enum
-import fractions
 import functools
 import importlib
 import inspect
 import logging
-import re
 import textwrap
 import types
 from pathlib import Path
@@ -28,99 +25,53 @@ from tilegym_db.sandbox.scan.tables import SCAN_DATA, read_sections, refusal, wo
 
 SHORT: dict[str, str] = {
     "__future__": "annotations division generator_stop",
-    "abc": "ABC ABCMeta abstractmethod",
-    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
-    "cmath": "exp log sqrt phase polar rect pi e inf nan isfinite isinf isnan",
-    "collections": "namedtuple deque Counter OrderedDict defaultdict ChainMap",
-    "collections.abc": "Callable Collection Container Hashable Iterable Iterator Generator Mapping MutableMapping "
-    "MutableSequence MutableSet Sequence Set Sized ItemsView KeysView ValuesView Reversible Awaitable Coroutine Buffer",
-    "contextlib": "contextmanager nullcontext suppress ExitStack AbstractContextManager ContextDecorator closing",
-    "copy": "copy deepcopy",
-    "dataclasses": "dataclass field fields asdict astuple replace is_dataclass KW_ONLY MISSING FrozenInstanceError InitVar Field",
-    "decimal": "Decimal ROUND_HALF_EVEN ROUND_HALF_UP ROUND_FLOOR ROUND_CEILING ROUND_DOWN ROUND_UP",
-    "enum": "Enum IntEnum StrEnum Flag IntFlag auto unique",
-    "fractions": "Fraction",
-    "functools": "cache cached_property cmp_to_key lru_cache partial partialmethod reduce total_ordering wraps",
-    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
-    "itertools": "accumulate batched chain combinations combinations_with_replacement compress count cycle dropwhile "
-    "filterfalse groupby islice pairwise permutations product repeat starmap takewhile tee zip_longest",
-    "json": "dumps loads JSONDecodeError",
-    "keyword": "iskeyword kwlist",
-    "logging": "getLogger Logger debug info warning error critical exception DEBUG INFO WARNING ERROR CRITICAL NOTSET",
-    "numbers": "Number Complex Real Rational Integral",
-    "operator": "abs add and_ concat contains countOf eq floordiv ge getitem gt index indexOf inv invert is_ is_not "
-    "itemgetter le lshift lt matmul mod mul ne neg not_ or_ pos pow rshift sub truediv truth xor iadd imul isub ior iand",
-    "os": "environ getenv cpu_count name sep",
-    "os.path": "join basename dirname splitext sep",
-    "packaging": "",
-    "packaging.version": "Version parse InvalidVersion",
-    "platform": "system machine python_version python_version_tuple",
-    "re": "compile match fullmatch search sub subn split findall finditer escape Pattern Match error "
-    "I IGNORECASE M MULTILINE S DOTALL X VERBOSE A ASCII",
-    "statistics": "mean fmean median geometric_mean harmonic_mean mode stdev pstdev variance pvariance",
-    "struct": "pack unpack calcsize error Struct iter_unpack",
-    "textwrap": "dedent indent fill wrap shorten",
-    "types": "SimpleNamespace MappingProxyType NoneType EllipsisType NotImplementedType UnionType GenericAlias GeneratorType "
-    "BuiltinFunctionType",
-    "typing": "Annotated Any AnyStr Callable ClassVar Collection Concatenate Container ContextManager Counter DefaultDict Deque "
-    "Dict Final FrozenSet Generator Generic Hashable IO Iterable Iterator List Literal LiteralString Mapping MutableMapping "
-    "MutableSequence MutableSet NamedTuple Never NewType NoReturn NotRequired Optional OrderedDict ParamSpec "
-    "ParamSpecArgs ParamSpecKwargs Protocol Required Self Sequence Set Sized SupportsFloat SupportsIndex SupportsInt "
-    "TYPE_CHECKING Text Tuple Type TypeAlias TypeGuard TypeVar TypeVarTuple TypedDict Union Unpack assert_never assert_type "
-    "cast dataclass_transform final get_args get_origin no_type_check overload override reveal_type runtime_checkable "
-    "Awaitable Coroutine AsyncIterator ByteString Reversible",
+    "collections": "deque Counter OrderedDict defaultdict",
+    "collections.abc": "Callable Collection Iterable Iterator Mapping Sequence",
+    "contextlib": "contextmanager nullcontext",
+    "dataclasses": "dataclass field replace KW_ONLY",
+    "functools": "cache cached_property lru_cache partial reduce wraps",
+    "itertools": "accumulate batched chain combinations count cycle islice pairwise permutations product repeat "
+    "starmap zip_longest",
+    "operator": "abs add and_ eq floordiv ge gt inv invert itemgetter le lshift lt matmul mod mul ne neg or_ pow "
+    "rshift sub truediv xor",
+    "os": "environ getenv cpu_count",
+    "typing": "Annotated Any Callable ClassVar Dict Final Generic Iterable Iterator List Literal Mapping NamedTuple NoReturn "
+    "Optional ParamSpec Protocol Self Sequence Set Tuple Type TypeAlias TypeVar Union TYPE_CHECKING assert_never cast overload",
     "warnings": "warn",
-    "numpy": "array asarray arange zeros ones empty full zeros_like ones_like empty_like full_like linspace eye identity "
-    "ndarray dtype generic float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ intp complex64 "
-    "complex128 floating integer signedinteger unsignedinteger number finfo iinfo inf nan pi e newaxis abs add subtract multiply "
-    "divide floor_divide power mod sqrt exp exp2 log log2 log10 sin cos tan tanh ceil floor rint round sign square minimum "
-    "maximum clip where prod sum mean var std median max min amax amin argmax argmin argsort sort cumsum cumprod dot matmul "
-    "einsum outer tensordot concatenate stack vstack hstack split reshape ravel transpose swapaxes moveaxis expand_dims "
-    "squeeze broadcast_to tile repeat pad roll flip unique nonzero any all isnan isinf isfinite isclose allclose array_equal "
-    "ascontiguousarray ceil bitwise_and bitwise_or bitwise_xor left_shift right_shift logical_and logical_or logical_not diag "
-    "triu tril meshgrid log1p expm1 gcd lcm ndim shape size isscalar issubdtype result_type promote_types can_cast",
+    "numpy": "errstate array asarray arange zeros ones empty full zeros_like ones_like empty_like full_like linspace eye "
+    "identity ndarray dtype generic float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ "
+    "intp complex64 complex128 floating integer signedinteger unsignedinteger number finfo iinfo inf nan pi e newaxis "
+    "abs add subtract multiply divide floor_divide power mod sqrt exp exp2 log log2 log10 sin cos tan tanh ceil floor "
+    "rint round sign square minimum maximum clip where prod sum mean var std median max min amax amin argmax argmin "
+    "argsort sort cumsum cumprod dot matmul einsum outer tensordot concatenate stack vstack hstack split reshape "
+    "ravel transpose swapaxes moveaxis expand_dims squeeze broadcast_to tile repeat pad roll flip unique nonzero any "
+    "all isnan isinf isfinite isclose allclose array_equal ascontiguousarray ceil bitwise_and bitwise_or bitwise_xor "
+    "left_shift right_shift logical_and logical_or logical_not diag triu tril meshgrid log1p expm1 gcd lcm ndim shape "
+    "size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
+    "torch.ops.aten": "silu_backward gelu_backward native_layer_norm native_layer_norm_backward native_group_norm",
     "torch.cuda": "current_stream current_device device device_of device_count get_device_properties get_device_capability "
     "get_device_name get_arch_list is_available is_bf16_supported is_initialized synchronize "
     "OutOfMemoryError manual_seed manual_seed_all seed seed_all FloatTensor",
     "torch.cuda.amp": "custom_fwd custom_bwd autocast",
     "torch.cuda.nvtx": "range_push range_pop mark range",
-    "torch.cpu": "current_device current_stream is_available synchronize",
-    "torch.xpu": "is_available current_device current_stream device device_count get_device_properties get_device_name "
-    "get_device_capability synchronize",
     "torch.version": "cuda hip xpu",
     "torch.backends": "",
     "torch.backends.cuda": "is_built flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled matmul",
     "torch.backends.cudnn": "version is_available enabled allow_tf32 benchmark deterministic",
-    "torch.backends.mps": "is_available is_built",
-    "torch.backends.mkldnn": "is_available",
     "torch.autograd": "Function Variable grad backward no_grad enable_grad set_grad_enabled inference_mode",
     "torch.autograd.function": "Function FunctionCtx once_differentiable",
     "torch.amp": "autocast custom_fwd custom_bwd is_autocast_available",
     "torch.amp.autocast_mode": "autocast custom_fwd custom_bwd is_autocast_available",
     "torch.compiler": "compile reset disable is_compiling is_dynamo_compiling is_exporting",
-    "torch._dynamo": "reset disable is_compiling mark_static mark_dynamic maybe_mark_dynamic graph_break allow_in_graph",
     "torch.library": "custom_op triton_op wrap_triton register_fake register_autograd infer_schema CustomOpDef",
-    "torch.jit": "ignore unused is_scripting is_tracing",
     "torch.types": "Device Number",
-    "torch.return_types": "max min sort topk cummax cummin median mode kthvalue aminmax",
     "torch.utils": "",
-    "torch.utils.checkpoint": "checkpoint",
-    "torch.utils._pytree": "tree_map tree_flatten tree_unflatten tree_leaves",
     "torch.nn.attention": "SDPBackend sdpa_kernel",
     "torch.nn.attention.flex_attention": "flex_attention create_block_mask BlockMask and_masks or_masks",
     "torch.nn.parameter": "Parameter Buffer",
-    "torch.nn.modules": "",
-    "torch.nn.modules.utils": "_single _pair _triple _ntuple",
-    "torch.nn.grad": "conv1d_weight conv2d_weight conv3d_weight conv1d_input conv2d_input conv3d_input",
-    "torch.npu": "current_stream current_device device is_available get_device_properties get_device_name synchronize",
-    "torch.npu.amp": "custom_fwd custom_bwd autocast",
-    "triton.language.extra.cann": "",
-    "triton.language.extra.cann.extension": "insert_slice extract_slice get_element parallel compile_hint",
     "torch.func": "vmap grad grad_and_value vjp jvp functional_call",
-    "torch.accelerator": "current_accelerator current_device_index current_stream is_available device_count synchronize",
     "torch.testing": "",
-    "torch.random": "manual_seed fork_rng",
     "triton": "jit cdiv next_power_of_2 autotune heuristics Config set_allocator constexpr_function aggregate must_use_result "
     "reinterpret TensorWrapper OutOfResources CompilationError TritonError __version__ KernelInterface MockTensor",
     "triton.runtime": "driver Autotuner Config Heuristics OutOfResources autotune heuristics reinterpret",
@@ -173,8 +124,6 @@ OPEN: dict[str, str] = {
     "torch.functional": "torch",
     "torch.nn": "torch",
     "torch.nn.functional": "torch",
-    "torch.nn.init": "torch",
-    "torch.nn.utils.rnn": "torch",
     "triton.language": "triton",
     "triton.language.math": "triton",
     "triton.language.core": "triton",
@@ -227,7 +176,6 @@ TORCH = (
 ADDED = {
     "triton.language.math": "tanh",
     "torch": "float4_e2m1fn_x2 float8_e8m0fnu cholesky qr align_tensors",
-    "torch.ops.aten": "cholesky qr",
     "cuda.tile": "sigmoid",
     "torch.nn.functional": "max_pool3d_with_indices",
     "triton.language": "advance",
@@ -290,8 +238,7 @@ VALUES = {
 """Classes whose public attributes may be taken from anything."""
 
 PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range, slice, collections.deque,
-         collections.OrderedDict, collections.Counter, collections.defaultdict, decimal.Decimal, fractions.Fraction,
-         re.Pattern, re.Match, types.GeneratorType)  # fmt: skip
+         collections.OrderedDict, collections.Counter, collections.defaultdict)  # fmt: skip
 
 FIELDS: dict[str, str] = {
     "tensors": "_version",
@@ -299,12 +246,8 @@ FIELDS: dict[str, str] = {
     "autograd contexts": "saved_tensors needs_input_grad save_for_backward",
     "modules of torch": "weight bias in_features out_features eps normalized_shape variance_epsilon",
     "BaseException": "args errno value",
-    "Enum": "name value",
-    "logging.Logger": "debug info warning error critical exception log",
     "functools": "args keywords func cache_clear register",
     "tilelang schedules of warps": "ROOT consumer_release consumer_wait producer_acquire producer_commit",
-    "property": "setter getter deleter",
-    "dataclasses.Field": "name default default_factory",
     "device properties": "name major minor total_memory multi_processor_count warp_size max_threads_per_multi_processor "
     "max_threads_per_block regs_per_multiprocessor shared_memory_per_block shared_memory_per_block_optin "
     "shared_memory_per_multiprocessor L2_cache_size gcnArchName arch backend gpu_subslice_count gpu_eu_count max_compute_units "
@@ -378,19 +321,6 @@ def open_members(module: str, homes: str) -> list[str]:
     return [name for name, value in vars(loaded).items() if usable(f"{module}.{name}", value, homes.split())]
 
 
-def aten() -> list[str]:
-    """The public operators of ATen."""
-    import torch
-
-    schemas = torch._C._jit_get_all_schemas()
-    names = {
-        schema.name.partition("::")[2]
-        for schema in schemas
-        if schema.name.startswith("aten::") and "Tensor" in str(schema)
-    }
-    return [name for name in names if not name.startswith("_") and not refusal(f"torch.ops.aten.{name}")]
-
-
 def attributes(path: str) -> list[str]:
     """The public attributes of a class."""
     module, _, name = path.rpartition(".")
@@ -424,7 +354,6 @@ def main() -> int:
     found = {module: set(names.split()) for module, names in SHORT.items()}
     found["typing_extensions"] = found["typing"]
     found |= {module: set(open_members(module, homes)) for module, homes in OPEN.items()}
-    found["torch.ops.aten"] = set(aten())
     for module, added in ADDED.items():
         found[module] |= words(added)
     found["torch.ops"] = {"aten"}
@@ -447,7 +376,7 @@ def write(path: Path, sections: dict[str, set[str]], *, fresh: bool) -> None:
     before = {} if fresh or not path.exists() else read_sections(path.read_text())
     lines = []
     for section, names in sorted(sections.items()):
-        kept = before.get(section, frozenset()) if section in OPEN or section.startswith(("*", "torch.ops")) else ()
+        kept = before.get(section, frozenset()) if section in OPEN or section.startswith("*") else ()
         every = sorted(
             name for name in {*names, *kept} if not refusal(f"{section}.{name}") and not refusal(f"*.{name}")
         )

@@ -95,7 +95,7 @@ def choose(names: list[str], languages: list[str], workload: str | None, most: i
 
 def run_ours(folder: Path, gpu: str, quick: bool) -> SideReport:
     """The screen tier over the catalog in ``folder/ours``, into a store of its own."""
-    from tilegym_db.measurement.benchmark import benchmark
+    from tilegym_db.measurement.benchmark import bench
     from tilegym_db.measurement.run_setup import Observer
 
     report = SideReport()
@@ -104,8 +104,8 @@ def run_ours(folder: Path, gpu: str, quick: bool) -> SideReport:
         if not report.ready_s and not what.startswith("calibrating"):
             report.ready_s = time.time()
 
-    done = benchmark(
-        gpu=gpu,
+    done = bench(
+        devices=gpu,
         quick=quick,
         catalog=Catalog((folder / "ours",)),
         store_home=folder / "home",

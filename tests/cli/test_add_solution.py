@@ -99,8 +99,8 @@ BAD_OPTIONS = {
         "'row_scale'",
     ),
     "unknown language": (["-d", "row_scale", "-l", "tritn"], 2, "language_unknown", "'triton'"),
-    "no definition": (["-l", "triton"], 2, "options_missing", "--definition"),
-    "no language": (["-d", "row_scale"], 2, "options_missing", "--language"),
+    "no definition": (["-l", "triton"], 2, "options_missing", "needs a definition"),
+    "no language": (["-d", "row_scale"], 2, "options_missing", "needs a language"),
     "bad name": (["-d", "row_scale", "-l", "triton", "--name", "a/b"], 1, "", "name: "),
     "duplicate name": (
         ["-d", "row_scale", "-l", "triton", "--name", "row_scale_stock"],
@@ -258,7 +258,7 @@ def test_a_folder_without_solution_json_is_refused(cli, row_scale, tmp_path):
 def test_an_option_that_contradicts_the_folder_is_wrong_usage(cli, row_scale, folder):
     result = cli("add-solution", folder, "-l", "triton")
     assert result.code == 2
-    assert "says 'python'" in result.err
+    assert "is 'python'" in result.err
 
 
 def test_a_failing_write_leaves_nothing_behind(cli, row_scale, source, snapshot):

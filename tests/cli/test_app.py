@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tilegym_db.cli.commands import COMMANDS
+from tilegym_db.cli.commands import COMMANDS, OLD_NAMES
 from tilegym_db.errors import NoSolutionError, NotFoundError, StoreError, TilegymDBError, UsageError
 
 EVERY_COMMAND = [name for panel in COMMANDS.values() for name in panel]
@@ -25,6 +25,41 @@ def test_every_command_explains_itself(name, cli):
     result = cli(name, "--help")
     assert result.code == 0
     assert "Usage" in result.out
+
+
+@pytest.mark.parametrize("name", sorted(OLD_NAMES))
+def test_an_old_name_answers_with_the_new_one(name, cli):
+    result = cli(name, "two words", "--gpu", "cpu")
+    assert (result.code, result.cause, result.out) == (2, "command_renamed", "")
+    said = " ".join(result.err.split())
+    assert (
+        said == f"error: '{name}' is now '{OLD_NAMES[name]}'. Try: tilegym-db {OLD_NAMES[name]} 'two words' --gpu cpu"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(OLD_NAMES))
+def test_a_new_name_is_a_command(name, cli):
+    *words, last = OLD_NAMES[name].split()
+    assert name not in EVERY_COMMAND
+    if last.startswith("--"):
+        assert last in cli(*words, "--help").out
+    else:
+        assert cli(*words, last, "--help").code == 0
+
+
+@pytest.mark.parametrize("words", [("data", "imprt"), ("doctor", "calibrat"), ("task", "sumbit"), ("debug", "profil")])
+def test_an_unknown_command_of_a_group_names_the_nearest(words, cli):
+    result = cli(*words)
+    assert (result.code, result.cause) == (2, "command_unknown")
+    assert "Did you mean" in result.err
+    assert f"Try: tilegym-db {words[0]} --help" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("words", [("doctor", "--json", "versions"), ("report", "--trust", "weekly")])
+def test_an_option_before_the_command_of_a_group_is_refused(words, cli):
+    result = cli(*words)
+    assert (result.code, result.cause, result.out) == (2, "option_misplaced", "")
+    assert words[1] in result.err
 
 
 def test_an_unknown_command_is_wrong_usage(cli):

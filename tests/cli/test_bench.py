@@ -8,6 +8,7 @@ from tilegym_db.measurement import machine
 from tilegym_db.verification import admission
 
 WRONG = 'def run(x, weight, factor, out):\n    raise ValueError("[/red] is no colour")\n'
+CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--scalar", "factor=1")
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,11 @@ def test_a_run_ends_with_a_summary_and_the_next_one_has_nothing_to_do(cli, row_s
     assert result.code == 0
     assert "row_scale_stock" in result.out
     assert "1/1" in result.out
-    assert 'traces: {"PASSED": 1}. Next: tilegym-db promote --gpu cpu' in result.out
+    assert 'traces: {"PASSED": 1}. Next: tilegym-db verify --gpu cpu' in result.out
     assert "1 (solution, workload) pairs on" in result.err
     again = cli("bench", "--gpu", "cpu")
     assert again.code == 0
-    assert "1 not run: already measured (--again repeats it)" in again.out
+    assert "1 not run: already measured (--force repeats it)" in again.out
     assert "traces: nothing new." in again.out
     stored = cli("sql", "SELECT solution, status, gpu FROM traces", "--json").json()
     assert stored == [{"solution": "row_scale_stock", "status": "PASSED", "gpu": "cpu"}]
@@ -81,7 +82,7 @@ def test_a_reference_that_does_not_return_is_a_finding_and_ends_nothing(body, me
         ["bench", "row_scale", "--gpu", "cpu"],
         ["bench", "--gpu", "cpu"],
         ["tune", "row_scale", "--gpu", "cpu"],
-        ["reproduce", "row_scale_stock", "--axes", "M=4,N=8", "--dtype", "T=float32", "--scalar", "factor=1", "--gpu", "cpu"],
+        ["debug", "reproduce", "row_scale_stock", *CALL, "--gpu", "cpu"],
     ):  # fmt: skip
         result = cli(*arguments)
         assert result.code == 1

@@ -58,16 +58,16 @@ def run(environment, *arguments, **options):
     [
         ["bench", "rms_norm", "--gpu", "cpu"],
         ["tune", "rms_norm", "--gpu", "cpu"],
-        ["promote", "rms_norm", "--gpu", "cpu"],
+        ["verify", "rms_norm", "--gpu", "cpu"],
         ["regress", "--against", "HEAD", "--gpu", "cpu"],
-        ["reproduce", "rms_norm_stock", "--axes", "M=1,N=8", "--dtype", "T=float32", "--gpu", "cpu"],
+        ["debug", "reproduce", "rms_norm_stock", "--axes", "M=1,N=8", "--dtype", "T=float32", "--gpu", "cpu"],
         ["demo"],
         ["check", "rms_norm"],
         ["fit", CONFIG],
-        ["verify-model", CONFIG],
-        ["model-bench", CONFIG],
+        ["model", "verify", CONFIG],
+        ["model", "bench", CONFIG],
     ],
-    ids=lambda arguments: arguments[0],
+    ids=lambda arguments: "-".join(arguments[:2]),
 )
 def test_a_missing_package_names_its_extra(core_only, arguments):
     result = run(core_only, *arguments)
@@ -268,7 +268,7 @@ def test_odd_surroundings_change_no_answer(environment, changes):
 def test_an_odd_home_is_an_error_or_works(environment, tmp_path, place):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     given = {**environment, "TILEGYM_DB_HOME": place}
-    for arguments in (["sql", "SELECT 1"], ["list"], ["doctor"], ["ingest"]):
+    for arguments in (["sql", "SELECT 1"], ["list"], ["doctor"], ["data", "ingest"]):
         result = run(given, *arguments, cwd=tmp_path, errors="replace")
         assert result.returncode in (0, 1, 2)
         assert "Traceback" not in result.stderr
@@ -292,7 +292,9 @@ def test_an_argument_that_fills_screens_is_not_repeated_whole(cli, row_scale):
     assert result.err.rstrip().endswith("Try: tilegym-db list")
 
 
-@pytest.mark.parametrize("words", [("report", "-o", "-"), ("export", "flashinfer", "-"), ("import", "-")])
+@pytest.mark.parametrize(
+    "words", [("report", "-o", "-"), ("data", "export", "flashinfer", "-"), ("data", "import", "-")]
+)
 def test_a_dash_is_no_path(words, cli, row_scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = cli(*words)

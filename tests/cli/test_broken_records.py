@@ -133,7 +133,7 @@ def test_a_broken_draft_is_named_once_and_stops_only_what_is_about_it(
         ("list",),
         ("show", "row_scale"),
         ("best", "row_scale"),
-        ("leaderboard", "row_scale"),
+        ("best", "row_scale", "--rank"),
         ("list", "--solutions"),
     ):
         result = cli(*command)
@@ -205,7 +205,7 @@ def test_a_journal_of_the_loop_that_cannot_be_read_stops_only_what_is_about_the_
 
     (home / "loop").mkdir()
     os.mkfifo(home / "loop" / "attempts.jsonl")
-    assert cli("leaderboard", "row_scale").code == 0
+    assert cli("best", "row_scale", "--rank").code == 0
     assert cli("sql", "SELECT count(*) FROM traces").code == 0
     assert cli("task", "create", "row_scale", "--gpu", "h200", "--language", "python").code == 0
     with pytest.raises(StoreError, match=r"attempts\.jsonl.*FIFO"):

@@ -55,7 +55,7 @@ def test_shipped_solutions_are_compared_at_every_size_that_both_have(cli):
     ("arguments", "code", "cause", "fact"),
     [
         (["rms_norm_triton", "rms_norm_triton"], 2, "solution_repeated", "'rms_norm_triton'"),
-        (["rms_norm_triton", "swiglu_triton"], 2, "definitions_differ", "tilegym-db leaderboard rms_norm"),
+        (["rms_norm_triton", "swiglu_triton"], 2, "definitions_differ", "tilegym-db best rms_norm --rank"),
         (["rms_norm_triton", "rms_norm_trito"], 2, "", "'rms_norm_triton'"),
         (["rms_norm_triton", "rms_norm_stock", "--gpu", "b200"], 3, "sizes_disjoint", "b200"),
     ],

@@ -85,15 +85,15 @@ def test_the_drivers_gpus_are_compared_with_those_that_torch_can_use(driver, usa
 
 
 def test_version_lists_what_a_measurement_depends_on(cli):
-    assert cli("version").out.startswith("tilegym-db 0.")
-    assert cli("version", "--json").json().keys() >= {"tilegym-db", "python", "duckdb", "torch", "triton"}
+    assert cli("doctor", "versions").out.startswith("tilegym-db 0.")
+    assert cli("doctor", "versions", "--json").json().keys() >= {"tilegym-db", "python", "duckdb", "torch", "triton"}
 
 
 def test_doctor_says_when_and_how_the_gpu_was_calibrated_or_how_to_do_it(cli, row_scale, home, monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: H200)
     save_peaks(PEAKS.model_copy(update={"driver": "570.1"}), home)
     (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "peaks"]
-    assert (check["state"], check["fix"][:20]) == ("missing", "tilegym-db calibrate")
+    assert (check["state"], check["fix"][:27]) == ("missing", "tilegym-db doctor calibrate")
     assert "not calibrated with driver 580.159.04; known: 2026-11-21, NVIDIA H200, driver 570.1" in check["detail"]
     save_peaks(PEAKS, home)
     result = cli("doctor")
@@ -107,7 +107,7 @@ def test_a_gpu_that_was_never_calibrated_is_named_with_the_command():
         "missing",
         "h200 is not calibrated, so traces have no speed of light",
     )
-    assert check.fix.startswith("tilegym-db calibrate")
+    assert check.fix.startswith("tilegym-db doctor calibrate")
 
 
 def test_a_machine_without_a_gpu_is_not_asked_for_its_peaks(cli, row_scale, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from raising import raises
 from write_checked_records import judged
 
@@ -109,7 +110,20 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
         assert store.rows("SELECT count(*) AS traces FROM traces") == [before]
     assert {path: path.read_bytes() for path in files} == files
 
-    asked = ("fit", str(config), "--gpu", "cpu", "--prompt", "64", "--new", "2", "--dtype", "float32", "--rounds", "2")
+    asked = (
+        "fit",
+        str(config),
+        "--gpu",
+        "cpu",
+        "--prompt-tokens",
+        "64",
+        "--max-new-tokens",
+        "2",
+        "--dtype",
+        "float32",
+        "--rounds",
+        "2",
+    )
     told = cli(*asked, "--json").json()
     assert (told["measured"], told["new_runs"], len(told["calls"])) == ({}, 0, len(found.calls))
     shown = cli(*asked)
@@ -155,6 +169,16 @@ def test_a_model_that_cannot_be_run_is_refused_before_anything_is_built(
     path.write_text(json.dumps(content))
     with raises(UsageError, code, fact):
         fit_config(path, "cpu", OPTIONS)
+
+
+def test_fit_measures_on_the_models_device_and_on_no_cluster(config: Path) -> None:
+    model, ids = torch.nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.int64)
+    with raises(UsageError, "fit_on_cluster", "'ray'"):
+        fit(model, ids, devices="ray")
+    with raises(UsageError, "fit_on_cluster", "'ray:head:6379'"):
+        fit_config(config, "ray:head:6379", OPTIONS)
+    with raises(HardwareError, "gpu_other", "devices='h200'"):
+        fit(model, ids, devices="h200")
 
 
 @pytest.mark.parametrize("text", ["0", "1,,8", "x", "-1", "1.5", ""])

@@ -25,8 +25,8 @@ EXAMPLES = 20  # per command: about a minute in all on an idle core
 EVERY_COMMAND = every_command()
 
 MEASURING = (
-    "bench", "tune", "promote", "reproduce", "regress", "calibrate", "fit", "verify-model", "model-bench", "auto-kernelize",
-    "sanitize", "profile",
+    "bench", "tune", "verify", "regress", "fit", "model verify", "model bench", "task auto", "doctor calibrate",
+    "debug reproduce", "debug sanitize", "debug profile",
 )  # fmt: skip
 """What would measure for minutes if nothing of what it is given were wrong: each is given a GPU, as ``GPUS`` spells it."""
 GPUS = [
@@ -39,7 +39,7 @@ UNKNOWN = "no_such_definition"
 
 # What would compile or generate for minutes, if nothing of what it is given were wrong.
 REFUSED = {
-    "recommend": ("--layers", "0"),
+    "task recommend": ("--layers", "0"),
     "mcp": ("--target",),
     "check": ("no_such_definition",),
     "compile": ("no_such_definition",),
@@ -103,7 +103,7 @@ def on_some_gpu(draw: Any, name: str, line: list[str]) -> list[str]:
     if draw(st.integers(0, 3)):
         return [*line, "--gpu", draw(st.sampled_from(GPUS))]
     asked = ["--gpu", draw(st.sampled_from(HERE))]
-    if name == "calibrate":
+    if name == "doctor calibrate":
         return [*line, *asked]  # a CPU has no peaks
     return [UNKNOWN, *(["--against", "HEAD"] if name == "regress" else []), *asked]
 
@@ -191,7 +191,7 @@ def test_no_value_is_a_traceback_a_hang_or_a_loss(name, row_scale, home, places,
     fuzz()
 
 
-@pytest.mark.parametrize("name", ["bench", "calibrate"])
+@pytest.mark.parametrize("name", ["bench", "doctor calibrate"])
 def test_a_command_that_measures_draws_every_kind_of_gpu(name):
     drawn = set()
 
@@ -207,10 +207,10 @@ def test_a_command_that_measures_draws_every_kind_of_gpu(name):
 def test_a_real_process_ends_as_documented_too(home, places):
     lines = random.Random(17)
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
-    for name in ("sql", "show", "explain", "ingest", "bench"):
+    for name in ("sql", "show", "explain", "data ingest", "bench"):
         values = [lines.choice([*HOSTILE, *places]) for _ in EVERY_COMMAND[name].params[:1]]
         refused = ("--gpu", "b300") if name in MEASURING else REFUSED.get(name, ())
-        command = [sys.executable, "-m", "tilegym_db", name, *values, *refused]
+        command = [sys.executable, "-m", "tilegym_db", *name.split(), *values, *refused]
         result = subprocess.run(command, env=environment, capture_output=True, timeout=60, cwd=home.parent)
         assert result.returncode in STATUSES
         assert b"Traceback" not in result.stderr

@@ -41,11 +41,11 @@ def test_import_says_what_came_in_and_what_did_not(
     cli: Callable[..., Any], tree: Tree, home: Path, tmp_path: Path
 ) -> None:
     tree.write("definitions/scale/broken.json", "{")
-    result = cli("import", tree.root)
+    result = cli("data", "import", tree.root)
     assert result.code == 1
     assert "flashinfer-trace:theirs" in result.out
     assert "definitions/scale/broken.json: is not valid JSON" in result.out
-    again = cli("import", tree.root, "--json").json()
+    again = cli("data", "import", tree.root, "--json").json()
     assert again["changed"] is False
     assert again["imported"] == {"definition": 1, "solution": 1, "trace": 1, "workload": 1}
     assert [item["file"] for item in again["refused"]] == ["definitions/scale/broken.json"]
@@ -53,10 +53,10 @@ def test_import_says_what_came_in_and_what_did_not(
     assert [(row["origin"], row["definition"], row["traces"]) for row in rows] == [
         ("flashinfer-trace:theirs", "rms_norm", 1)
     ]
-    assert cli("export", "flashinfer", tmp_path / "out", "--origin", "theirs").code == 0
+    assert cli("data", "export", "flashinfer", tmp_path / "out", "--origin", "theirs").code == 0
     written = Tree(tmp_path / "out").bytes()
     assert written == {path: content for path, content in tree.bytes().items() if "broken" not in path}
-    assert cli("import", "flashinfer-trace:theirs", "--remove").code == 0
+    assert cli("data", "import", "flashinfer-trace:theirs", "--remove").code == 0
     assert cli("list", "--origin", "theirs").code == 2
 
 
@@ -65,7 +65,7 @@ def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., Any]
         view: cli("sql", f"SELECT count(*) AS n FROM {view}", "--json").json()
         for view in ("best", "traces", "solutions")
     }
-    assert cli("import", tree.root).code == 0
+    assert cli("data", "import", tree.root).code == 0
     after = {
         view: cli("sql", f"SELECT count(*) AS n FROM {view}", "--json").json()
         for view in ("best", "traces", "solutions")
@@ -77,25 +77,27 @@ def test_foreign_measurements_are_shown_and_rank_nothing(cli: Callable[..., Any]
     assert row["latency_us"] == pytest.approx(1e-3)
     (shipped,) = cli("sql", "SELECT op_type, version FROM definitions WHERE name = 'rms_norm'", "--json").json()
     assert shipped["version"] != ""
-    compared = cli("compare-foreign", "theirs", "--json").json()
+    compared = cli("data", "compare", "theirs", "--json").json()
     assert compared["summary"] == {"not judged here": 1}
     assert compared["pairs"][0]["foreign"] is True
-    assert "not shown: " in cli("compare-foreign", "theirs").err
-    assert "not shown: " not in cli("compare-foreign", "theirs", "--wide").err
+    assert "not shown: " in cli("data", "compare", "theirs").err
+    assert "not shown: " not in cli("data", "compare", "theirs", "--wide").err
 
 
 def test_export_writes_one_family(cli: Callable[..., Any], home: Path, tmp_path: Path) -> None:
-    report = cli("export", "flashinfer", tmp_path / "out", "--op-type", "softmax", "--gpu", "h200", "--json").json()
+    report = cli(
+        "data", "export", "flashinfer", tmp_path / "out", "--op-type", "softmax", "--gpu", "h200", "--json"
+    ).json()
     assert report["exported"]["definition"] > 0
     assert {path.name for path in (tmp_path / "out" / "definitions").iterdir()} == {"softmax"}
-    assert cli("export", "flashinfer", tmp_path / "out").code == 2
-    assert cli("export", "parquet", tmp_path / "other").code == 2
+    assert cli("data", "export", "flashinfer", tmp_path / "out").code == 2
+    assert cli("data", "export", "parquet", tmp_path / "other").code == 2
     assert not (tmp_path / "other").exists()
 
 
 def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home: Path, tmp_path: Path) -> None:
     def exported(name: str, *options: object) -> dict[str, int]:
-        return cli("export", "flashinfer", tmp_path / name, "--op-type", "engram", "--json", *options).json()[
+        return cli("data", "export", "flashinfer", tmp_path / name, "--op-type", "engram", "--json", *options).json()[
             "exported"
         ]
 
@@ -107,7 +109,7 @@ def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home:
     files = list((tmp_path / "some").glob("blob/**/*.safetensors"))
     assert len(files) == some["blob"]
     assert sum(file.stat().st_size for file in files) <= 0.05 * 2**20
-    assert cli("import", tmp_path / "some").code == 0
+    assert cli("data", "import", tmp_path / "some").code == 0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_export_draws_what_may_not_be_drawn_there(cli: Callable[..., Any], home:
 def test_a_limit_of_blobs_that_is_none_is_refused(
     cli: Callable[..., Any], home: Path, tmp_path: Path, options: list[str], cause: str, fact: str
 ) -> None:
-    result = cli("export", "flashinfer", tmp_path / "out", *options)
+    result = cli("data", "export", "flashinfer", tmp_path / "out", *options)
     assert (result.code, result.cause) == (2, cause)
     assert fact in " ".join(result.err.split())
     assert not (tmp_path / "out").exists()
@@ -143,7 +145,7 @@ def test_an_export_without_torch_says_what_blobs_need(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "safetensors" else find_spec(name, *rest)
     )
-    given = ("export", "flashinfer", tmp_path / "out", "--op-type", "engram")
+    given = ("data", "export", "flashinfer", tmp_path / "out", "--op-type", "engram")
     result = cli(*given, "--blobs", "1")
     assert result.code == 2
     assert "pip install safetensors" in " ".join(result.err.split())
@@ -154,7 +156,7 @@ def test_an_export_without_torch_says_what_blobs_need(
 
 
 def test_an_empty_name_is_refused_and_not_replaced_by_another(cli: Callable[..., Any], tree: Tree, home: Path) -> None:
-    result = cli("import", tree.root, "--name", "")
+    result = cli("data", "import", tree.root, "--name", "")
     assert result.code == 2
     assert cli("list", "--origin", "all", "--json").json() == []
 
@@ -164,28 +166,28 @@ def test_comparing_where_there_is_nothing_to_compare_says_what_is_missing(
 ) -> None:
     for path in (WORKLOADS, TRACES):
         (tree.root / path).unlink()
-    cli("import", tree.root)
+    cli("data", "import", tree.root)
     for more in ((), ("--run", "--gpu", "cpu")):
-        assert "has no workloads, so nothing can be run." in cli("compare-foreign", "theirs", *more).err
+        assert "has no workloads, so nothing can be run." in cli("data", "compare", "theirs", *more).err
     tree.write(WORKLOADS, lines({**of_workload(workload()), "definition": "rms_norm"}))
-    cli("import", tree.root, "--replace")
-    assert "Try: tilegym-db compare-foreign flashinfer-trace:theirs --run" in cli("compare-foreign", "theirs").err
+    cli("data", "import", tree.root, "--replace")
+    assert "Try: tilegym-db data compare flashinfer-trace:theirs --run" in cli("data", "compare", "theirs").err
     (tree.root / SOLUTION).unlink()
-    cli("import", tree.root, "--replace")
-    assert "has no solutions of rms_norm" in cli("compare-foreign", "theirs", "rms_norm").err
+    cli("data", "import", tree.root, "--replace")
+    assert "has no solutions of rms_norm" in cli("data", "compare", "theirs", "rms_norm").err
 
 
 def test_listing_goes_on_past_a_data_set_that_cannot_be_read(
     cli: Callable[..., Any], tree: Tree, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cli("import", tree.root)
-    cli("import", tree.root, "--name", "other")
+    cli("data", "import", tree.root)
+    cli("data", "import", tree.root, "--name", "other")
     (path,) = (home / "imported" / "flashinfer-trace" / "theirs").glob("records-*.jsonl")
     path.write_text("{")
     rows = cli("list", "--origin", "all", "--json").json()
     assert [row["origin"] for row in rows] == ["flashinfer-trace:other"]
     assert [record.message.partition(" left")[0] for record in caplog.records] == ["flashinfer-trace:theirs"]
-    assert cli("import", "theirs", "--remove").code == 0
+    assert cli("data", "import", "theirs", "--remove").code == 0
 
 
 @pytest.mark.parametrize("form", ["flashinfer", "original", "draft"])
@@ -200,7 +202,7 @@ def test_a_folder_that_is_not_empty_is_refused_before_an_export_is_put_together(
     monkeypatch.setattr(flashinfer_export, "build_export", built)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("the user's own")
-    result = cli("export", form, tmp_path / "taken")
+    result = cli("data", "export", form, tmp_path / "taken")
     assert (result.code, "exists and is not empty" in result.err) == (2, True)
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
 
@@ -212,14 +214,14 @@ def test_what_is_no_folder_is_not_called_one_that_is_not_empty(kind, cli, row_sc
         place.touch()
     elif kind == "a link to nothing":
         place.symlink_to("nowhere")
-    result = cli("export", "flashinfer", place)
+    result = cli("data", "export", "flashinfer", place)
     assert (result.code, str(place) in result.err) == (2, True)
 
 
 def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    result = cli("export", "flashinfer", ".")
+    result = cli("data", "export", "flashinfer", ".")
     assert result.code == 0
     assert (tmp_path / "empty" / "tilegym_db" / "export.json").is_file()
     assert 'enter it again: cd "$PWD"' in result.err
@@ -228,7 +230,7 @@ def test_the_working_directory_is_exported_into_where_it_is_empty(cli, row_scale
 def test_an_empty_folder_is_exported_into_and_a_link_to_one_is_kept(cli, row_scale, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert cli("export", "flashinfer", tmp_path / "link").code == 0
+    assert cli("data", "export", "flashinfer", tmp_path / "link").code == 0
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "empty" / "tilegym_db" / "export.json").is_file()
     assert not list(tmp_path.glob(".*"))

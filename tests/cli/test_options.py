@@ -8,7 +8,6 @@ import pytest
 from raising import raises
 
 from tilegym_db.cli.commands import COMMANDS, every_command, load_command
-from tilegym_db.cli.explain import next_step
 from tilegym_db.cli.kit.options import (
     complete_definition,
     complete_gpu,
@@ -19,9 +18,10 @@ from tilegym_db.cli.kit.options import (
     parse_scalars,
 )
 from tilegym_db.errors import UsageError
+from tilegym_db.resolver.explain import next_step
 from tilegym_db.store.asking import INTERNAL_VIEWS, public_views
 
-READERS = ("list", "show", "best", "leaderboard", "compare", "explain", "sql", "doctor", "version", "task status")
+READERS = ("list", "show", "best", "compare", "explain", "sql", "doctor", "doctor versions", "task status")
 NO_RECORDS = ("report", "report weekly", "task prompt", "mcp", "demo")
 """A page, a text and a server: what they print or write is for one kind of reader."""
 WRITERS = sorted({*every_command()} - {*READERS, *NO_RECORDS})
@@ -135,9 +135,9 @@ def test_no_command_prints_wider_than_80_columns(cli, row_scale, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "here", "measured", "waiting", "expected"),
     [
-        ("h200", "h200", [], 0, "tilegym-db bench rms_norm --gpu h200 --promote"),
-        ("h200", "h200", [], 2, "tilegym-db promote rms_norm"),
-        ("h100", "h100-sxm", [], 0, "--gpu h100-sxm --promote"),
+        ("h200", "h200", [], 0, "tilegym-db bench rms_norm --gpu h200 --verify"),
+        ("h200", "h200", [], 2, "tilegym-db verify rms_norm"),
+        ("h100", "h100-sxm", [], 0, "--gpu h100-sxm --verify"),
         ("h200", "cpu", ["h200"], 0, "has no GPU, so nothing can be measured for h200 here. Kernels measured on h200"),
         ("b200", "cpu", ["h200"], 0, "tilegym-db best rms_norm --gpu h200"),
         ("b200", "h200", [], 0, "This machine has a h200"),
@@ -156,7 +156,7 @@ def test_measuring_is_not_proposed_without_pytorch():
 
 def test_best_is_narrowed_by_shape_language_and_number(cli, row_scale, journal_traces):
     journal_traces(3.0)
-    assert cli("ingest").code == 0
+    assert cli("data", "ingest").code == 0
     (row,) = cli("best", "--axes", "M=4", "--language", "python", "--limit", "1", "--json").json()
     assert (row["workload_uuid"] is not None, row["scalars_key"]) == (True, "factor=0.5")
     assert cli("best", "--axes", "M=5").code == 3
@@ -168,32 +168,31 @@ def test_reference_of_commands_has_the_help_of_each():
     from docs_site.command_page import reference_text
 
     text = reference_text()
-    for panel, commands in COMMANDS.items():
-        assert f"\n## {panel}\n" in text
-        for name in commands:
-            _, _, section = text.partition(f"\n### {name}\n\n```text\n")
-            assert section.startswith(f"Usage: tilegym-db {name}")
-            assert "--help" in section.partition("\n```\n")[0]
+    assert all(f"\n## {panel}\n" in text for panel in COMMANDS)
+    for name in {*every_command(), *(name for panel in COMMANDS.values() for name in panel)}:
+        _, _, section = text.partition(f"\n### {name}\n\n```text\n")
+        assert section.startswith(f"Usage: tilegym-db {name}")
+        assert "--help" in section.partition("\n```\n")[0]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        ("recommend", ".", "--gpu", "h200", "--prompt", "0"),
-        ("recommend", ".", "--gpu", "h200", "--prompt", "-5"),
-        ("reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "-1"),
-        ("reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "99999999999"),
+        ("task", "recommend", ".", "--gpu", "h200", "--prompt-tokens", "0"),
+        ("task", "recommend", ".", "--gpu", "h200", "--prompt-tokens", "-5"),
+        ("debug", "reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "-1"),
+        ("debug", "reproduce", "row_scale_stock", "--gpu", "cpu", "--offset", "99999999999"),
         ("tune", "row_scale", "--gpu", "cpu", "--budget", "inf"),
         ("tune", "row_scale", "--gpu", "cpu", "--budget", "nan"),
         ("tune", "row_scale", "--gpu", "cpu", "--budget", "0"),
-        ("model-bench", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+        ("model", "bench", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
         ("fit", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
-        ("auto-kernelize", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
-        ("recommend", ".", "--gpu", "h200", "--prompt", "1048577"),
-        ("task", "from-model", ".", "--gpu", "cpu", "--prompt", "0"),
-        ("task", "from-model", ".", "--gpu", "cpu", "--prompt", "1048577"),
-        ("auto-kernelize", ".", "--gpu", "cpu", "--prompt", "0"),
-        ("auto-kernelize", ".", "--gpu", "cpu", "--prompt", "1048577"),
+        ("task", "auto", ".", "--gpu", "cpu", "--rounds", "99999999999999999999"),
+        ("task", "recommend", ".", "--gpu", "h200", "--prompt-tokens", "1048577"),
+        ("task", "from-model", ".", "--gpu", "cpu", "--prompt-tokens", "0"),
+        ("task", "from-model", ".", "--gpu", "cpu", "--prompt-tokens", "1048577"),
+        ("task", "auto", ".", "--gpu", "cpu", "--prompt-tokens", "0"),
+        ("task", "auto", ".", "--gpu", "cpu", "--prompt-tokens", "1048577"),
     ],
 )
 def test_a_number_that_cannot_be_meant_is_refused_by_its_option(cli, row_scale, line):
@@ -218,7 +217,7 @@ def test_a_config_that_is_none_is_refused_before_anything_large_is_imported(cont
 import sys
 from tilegym_db.cli.app import app
 from tilegym_db.errors import UsageError
-for words in (["recommend", sys.argv[1], "--gpu", "h200"], ["fit", sys.argv[1]], ["model-bench", sys.argv[1]]):
+for words in (["task", "recommend", sys.argv[1], "--gpu", "h200"], ["fit", sys.argv[1]], ["model", "bench", sys.argv[1]]):
     try:
         app(words)
     except UsageError as error:

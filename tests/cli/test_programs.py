@@ -11,7 +11,7 @@ from tilegym_db.cli.kit.options import needing_program
 from tilegym_db.errors import ToolchainError
 from tilegym_db.measurement.instruments import requests
 
-COMMANDS = [("sanitize", "row_scale_stock"), ("profile", "row_scale_stock", "--workload", "*")]
+COMMANDS = [("debug", "sanitize", "row_scale_stock"), ("debug", "profile", "row_scale_stock", "--workload", "*")]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_command_whose_program_is_not_installed_ends_with_the_status_of_a_miss
 
 
 def test_what_is_asked_wrongly_is_named_before_the_program_that_is_missing(cli, row_scale, nowhere):
-    result = cli("sanitize", "row_scale_stock", "--tool", "nocheck")
+    result = cli("debug", "sanitize", "row_scale_stock", "--tool", "nocheck")
     assert (result.code, result.cause, "'nocheck'" in result.err) == (2, "tool_unknown", True)
 
 

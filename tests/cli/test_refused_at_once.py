@@ -21,8 +21,8 @@ except SystemExit as ended:
 @pytest.mark.parametrize(
     "words",
     [
-        ("bench", "rms_nrom"), ("tune", "rms_nrom"), ("promote", "rms_nrom"), ("regress", "rms_nrom", "--against", "HEAD"),
-        ("reproduce", "rms_norm_tritno"),
+        ("bench", "rms_nrom"), ("tune", "rms_nrom"), ("verify", "rms_nrom"), ("regress", "rms_nrom", "--against", "HEAD"),
+        ("debug", "reproduce", "rms_norm_tritno"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
@@ -34,7 +34,17 @@ def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):
 
 
 @pytest.mark.parametrize(
-    "words", [("verify-model",), ("model-bench",), ("fit",), ("task", "from-model"), ("recommend",)]
+    "words",
+    [
+        ("model", "verify"),
+        ("model", "bench"),
+        ("fit",),
+        ("task", "from-model"),
+        (
+            "task",
+            "recommend",
+        ),
+    ],
 )
 def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, home, write_json):
     config = write_json({"model_type": "llama", "hidden_size": -64})
@@ -49,20 +59,20 @@ def test_a_size_that_no_model_has_is_refused_before_pytorch_is_loaded(words, hom
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("recommend", "--gpu", "hopper"), "'hopper'"),
+        (("task", "recommend", "--gpu", "hopper"), "'hopper'"),
         (("fit", "--gpu", "cpu", "--batch", "0"), "--batch 0"),
         (("fit", "--gpu", "cpu", "--batch", "9" * 5000), "--batch 9"),
-        (("fit", "--gpu", "cpu", "--prompt", "4,-1"), "--prompt 4,-1"),
+        (("fit", "--gpu", "cpu", "--prompt-tokens", "4,-1"), "--prompt-tokens 4,-1"),
         (("fit", "--gpu", "cpu", "--rounds", "0"), "Invalid value for '--rounds'"),
-        (("fit", "--gpu", "cpu", "--new", "-1"), "Invalid value for '--new'"),
+        (("fit", "--gpu", "cpu", "--max-new-tokens", "-1"), "Invalid value for '--max-new-tokens'"),
         (("fit", "--gpu", "cpu", "--layers", "0"), "Invalid value for '--layers'"),
-        (("compare-foreign", "nobody"), "'nobody'"),
+        (("data", "compare", "nobody"), "'nobody'"),
         (("task", "submit", "nobody", "."), "'nobody'"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_before_pytorch_is_loaded(words, said, home, write_json):
     config = write_json({"model_type": "llama", "hidden_size": 64})
-    given = [str(config)] if words[0] in ("fit", "recommend") else []
+    given = [str(config)] if words[0] == "fit" or words[1] == "recommend" else []
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "COLUMNS": "200"}
     command = [sys.executable, "-c", PROGRAM, *words, *given]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -10,7 +10,7 @@ CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu")
 
 @pytest.mark.parametrize("places", ["x=strided(0, 1)", "x=strided(0, 0)", "x=strided(8, 0)"])
 def test_an_input_of_which_two_elements_have_one_address_is_refused_by_name(places, cli, row_scale):
-    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", places)
+    result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", places)
     assert result.code == 2
     assert f"layouts.x: {places.removeprefix('x=')}" in result.err
 
@@ -23,12 +23,12 @@ def test_such_an_input_is_refused_in_a_file_of_workloads_too(cli, row_scale, wor
 
 
 def test_a_flag_as_a_number_is_refused(cli, row_scale):
-    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=true")
+    result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=true")
     assert (result.code, "inputs.factor: true" in result.err) == (2, True)
 
 
 def test_a_negative_eps_is_refused(cli, home):
-    result = cli("reproduce", "rms_norm_stock", *CALL, "--scalar", "eps=-1")
+    result = cli("debug", "reproduce", "rms_norm_stock", *CALL, "--scalar", "eps=-1")
     assert (result.code, "inputs.eps: -1" in result.err) == (2, True)
 
 
@@ -37,7 +37,9 @@ def test_a_negative_eps_is_refused(cli, home):
 )
 @pytest.mark.parametrize("tensor", ["x", "out"])
 def test_what_is_no_layout_is_refused_by_name(layout, tensor, cli, row_scale):
-    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", f"{tensor}={layout}")
+    result = cli(
+        "debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", f"{tensor}={layout}"
+    )
     assert (result.code, result.out) == (2, "")
     assert result.err.count("\n") == 1
     assert f"layouts.{tensor}: " in result.err
@@ -59,5 +61,5 @@ def test_what_is_no_layout_is_a_record_error_of_the_api(row_scale):
 
 
 def test_interleaved_elements_with_an_address_each_are_no_mistake(cli, row_scale):
-    result = cli("reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", "x=strided(3, 4)")
+    result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", "x=strided(3, 4)")
     assert (result.code, "status: PASSED" in result.out) == (0, True)

@@ -15,7 +15,7 @@ FAILURE = {
     "expected": "1.5",
     "got": "nan",
     "worst_row": 16,
-    "command": "tilegym-db reproduce row_scale_stock --gpu h200 --axes M=17 --contents outliers --seed 123456789",
+    "command": "tilegym-db debug reproduce row_scale_stock --gpu h200 --axes M=17 --distribution outliers --seed 123456789",
 }
 FAILED = {
     "status": "INCORRECT_NUMERICAL",

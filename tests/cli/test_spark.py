@@ -30,7 +30,7 @@ def test_solutions_of_one_operator_share_a_scale_and_two_sizes_are_no_line():
     assert max(lines["d", "h200", "fast"]) < min(lines["d", "h200", "slow"])
 
 
-@pytest.mark.parametrize("command", [("leaderboard", "softmax"), ("best", "softmax"), ("show", "softmax_triton")])
+@pytest.mark.parametrize("command", [("best", "softmax", "--rank"), ("best", "softmax"), ("show", "softmax_triton")])
 def test_lines_are_left_out_of_a_pipe_unless_asked_for_and_fit_a_terminal(command, cli):
     assert not set(BLOCKS) & set(cli(*command).out)
     shown = cli(*command, "--spark").out
@@ -42,6 +42,6 @@ def test_lines_are_left_out_of_a_pipe_unless_asked_for_and_fit_a_terminal(comman
 
 def test_a_terminal_without_blocks_gets_characters_that_it_has(cli, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    shown = cli("leaderboard", "softmax", "--spark").out
+    shown = cli("best", "softmax", "--rank", "--spark").out
     assert shown.isascii()
     assert "#" in shown

@@ -28,7 +28,7 @@ from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.interchange.drafts import draft_of
 from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.interchange.writing import write_tree
-from tilegym_db.judging.judging import compared, promoted_pairs, summary
+from tilegym_db.judging.judging import compared, summary, verified_pairs
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
@@ -131,7 +131,7 @@ def test_a_constraint_that_nobody_can_evaluate_is_refused_and_says_what_judges_i
 ) -> None:
     tree.write(DEFINITION, definition(constraints=["M >= 1", text]))
     found = imported(tree)
-    command = "tilegym-db compare-foreign flashinfer-trace:small scale_n8 --run"
+    command = "tilegym-db data compare flashinfer-trace:small scale_n8 --run"
     with raises(UsageError, "constraint_unchecked", name, command):
         draft_of(found, "scale_n8")
     with raises(NotFoundError, "definition_unknown", "'scale_n8'"):
@@ -194,7 +194,7 @@ def test_what_no_element_is_judged_by_becomes_no_draft(
         draft_of(imported(tree), changes["name"])
 
 
-def test_a_promoted_trace_stands_beside_the_foreign_verdict_and_is_counted(
+def test_a_verified_trace_stands_beside_the_foreign_verdict_and_is_counted(
     tree: Tree, home: Path, tmp_path: Path
 ) -> None:
     found = imported(tree)
@@ -202,13 +202,13 @@ def test_a_promoted_trace_stands_beside_the_foreign_verdict_and_is_counted(
     catalog = _catalog_of(draft.files, tmp_path / "catalog")
     uuids = {tag: row.uuid for row in catalog.workloads_for("scale_n8") for tag in row.tags}
     passed = _trace(catalog, uuids["imported:w-1"], "PASSED")
-    pairs = compared(found, (), promoted_pairs(found, catalog, [passed]))
-    assert [(pair.promoted_status, pair.promoted_latency_us, pair.agreement) for pair in pairs] == [
+    pairs = compared(found, (), verified_pairs(found, catalog, [passed]))
+    assert [(pair.verified_status, pair.verified_latency_us, pair.agreement) for pair in pairs] == [
         ("PASSED", 7.0, "agree")
     ]
     later = _trace(catalog, uuids["imported:w-1"], "RUNTIME_ERROR")
-    assert summary(compared(found, (), promoted_pairs(found, catalog, [passed, later]))) == {"we fail it": 1}
-    assert promoted_pairs(found, Catalog((tmp_path / "none",)), [passed]) == {}
+    assert summary(compared(found, (), verified_pairs(found, catalog, [passed, later]))) == {"we fail it": 1}
+    assert verified_pairs(found, Catalog((tmp_path / "none",)), [passed]) == {}
 
 
 def _catalog_of(files: dict[str, bytes], root: Path) -> Catalog:

@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange.drafts import Draft, draft_of
 from tilegym_db.interchange.importing import import_data_set
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Definition
 
 NAME = "filtered_draws_v16"
@@ -128,7 +128,7 @@ def test_drafted_samplers_are_judged_as_distributions(tree: Tree, home: Path, tm
     made = draft(tree, sampler("top_k", "uniform"), *given)
     assert sorted(made.solutions) == ["solutions/greedy", "solutions/honest", "solutions/unmasked"]
     catalog = _catalog_of(made, tmp_path / "catalog")
-    report = benchmark(NAME, gpu="cpu", catalog=catalog, store_home=home, again=True)
+    report = bench(NAME, devices="cpu", catalog=catalog, store_home=home, force=True)
     found = {trace.solution: trace for trace in report.traces}
     assert {name: trace.status for name, trace in found.items()} == {
         "honest": "PASSED", "greedy": "INCORRECT_NUMERICAL", "unmasked": "INCORRECT_NUMERICAL",

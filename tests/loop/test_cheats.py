@@ -34,8 +34,8 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> None:
         raise AssertionError("a candidate was run")
 
-    monkeypatch.setattr(submit_module, "benchmark", run)
-    monkeypatch.setattr(submit_module, "promote", run)
+    monkeypatch.setattr(submit_module, "bench", run)
+    monkeypatch.setattr(submit_module, "verify", run)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_another_language_or_gpu_than_was_asked_for_is_refused(task: Task, hand_
         submit(task, hand_in(GOOD), gpu="h200")
 
 
-def test_a_bar_below_that_of_promotions_is_refused(operator: Path) -> None:
+def test_a_bar_below_that_of_awards_is_refused(operator: Path) -> None:
     with raises(UsageError, "bar_too_low", "1.10"):
         create_task("row_scale", language="python", gpu="cpu", min_speedup=1.0)
 

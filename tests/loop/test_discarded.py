@@ -1,4 +1,4 @@
-"""What becomes of a promoted kernel that an experiment discards: it stays with whoever handed it in, and is not published."""
+"""What becomes of a kernel with an award that an experiment discards: it stays in the catalog, and is not published."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_task_submit_added_stays_in_the_catalog_and_no_later_trial_publishe
     (first,), said = loop(Model("a"), by="task submit")
     assert first.decision == "discard"
     assert kernels() == list(first.changed)
-    (line,) = [text for text in said if "stays promoted and in the catalog" in text]
+    (line,) = [text for text in said if "stays verified and in the catalog" in text]
     assert line.startswith(next(iter(first.changed)))
     assert str(Catalog.default().solution_paths[kernels()[0]].parent) in line
     assert line.endswith("tilegym-db publish --gpu cpu")

@@ -31,7 +31,7 @@ def test_a_loop_that_is_interrupted_prints_the_experiments_that_it_journaled(tmp
     config.write_text(json.dumps(CONFIG))
     script.write_text(AUTHOR)
     command = [
-        sys.executable, "-m", "tilegym_db", "auto-kernelize", config, "--gpu", "cpu", "--dtype", "float32", "--prompt", "16",
+        sys.executable, "-m", "tilegym_db", "task", "auto", config, "--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", "16",
         "--language", "python", "--max-attempts", "1", "--json", "--author", f"{sys.executable} {script} {tmp_path / 'asked'}",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "CUDA_VISIBLE_DEVICES": ""}

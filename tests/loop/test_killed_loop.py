@@ -23,7 +23,7 @@ from tilegym_db.loop.model_state import coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import loop_folder
-from tilegym_db.records.loop import Attempt, Coverage, Experiment, Promotion, Task
+from tilegym_db.records.loop import Attempt, Award, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.store.loop import append, journaled, loop_lock
 
@@ -138,13 +138,13 @@ def test_a_loop_that_was_killed_goes_on_and_repeats_only_what_was_not_journaled(
     assert (tmp_path / "done").read_text().splitlines() == done
 
 
-MOMENTS = ("promote", "record_promotions", "leave", "append")
+MOMENTS = ("verify", "record_awards", "leave", "append")
 """After which a submission that is measured is killed; the last is what journals its end."""
 
 
 @pytest.mark.alone  # the kernel must be found faster
 @pytest.mark.slow
-def test_a_promotion_that_was_killed_is_ended_without_a_second_measurement(
+def test_a_verification_that_was_killed_is_ended_without_a_second_measurement(
     task: Task, hand_in: HandIn, home: Path, operator: Path, tmp_path: Path
 ) -> None:
     """One submission is measured. What is on disk at each moment is what a process killed there leaves."""
@@ -184,11 +184,11 @@ def test_a_promotion_that_was_killed_is_ended_without_a_second_measurement(
             shutil.rmtree(place)
             shutil.copytree(left / moment / name, place)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(submit_module, "benchmark", measured)
-            patch.setattr(submit_module, "promote", measured)
+            patch.setattr(submit_module, "bench", measured)
+            patch.setattr(submit_module, "verify", measured)
             attempt = submit(task, folder)
         found = (attempt.number, attempt.verdict, attempt.stage)
         assert found == (1, "promoted", "promoted"), f"killed after {moment}: {attempt.reason}"
         assert attempt.promotions == ("python_row_scale_cpu_float32_M512-N1024_v1",), moment
-        assert [one.id for one in journaled(Promotion, home)] == list(attempt.promotions), moment
+        assert [one.id for one in journaled(Award, home)] == list(attempt.promotions), moment
         assert attempt.solution in Catalog.default().solutions, moment

@@ -15,7 +15,7 @@ anyio = pytest.importorskip("anyio")
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = {
-    "check_architecture", "list_definitions", "list_promotions", "recommend", "show_definition", "task_prompt", "task_status",
+    "check_architecture", "list_definitions", "list_awards", "recommend", "show_definition", "task_prompt", "task_status",
 }  # fmt: skip
 WRITERS = {"task_create", "task_from_model", "task_submit"}
 TINY = {
@@ -110,7 +110,7 @@ def test_a_kernel_that_a_client_submits_is_run_in_the_sandbox_and_judged(home: P
     assert (verdict["verdict"], verdict["stage"]) == ("refused", "compiled"), verdict
     assert "INCORRECT_NUMERICAL" in verdict["reason"]
     assert verdict["trace_ids"]  # measured: a confined worker ran it
-    assert verdict["command"].startswith("tilegym-db reproduce rms_norm_python_")
+    assert verdict["command"].startswith("tilegym-db debug reproduce rms_norm_python_")
     (row,) = status if isinstance(status, list) else [status]
     assert (row["passed"], row["verdict"]) == ("compiled", "refused")
     assert "INCORRECT_NUMERICAL" in row["reason"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.cli.task import _print_attempt
-from tilegym_db.loop.submit import promotion_refusal
+from tilegym_db.loop.submit import award_refusal
 from tilegym_db.loop.tasks import create_task, find_task
 from tilegym_db.records.loop import Attempt, Task
 
@@ -93,7 +93,7 @@ def test_a_kernel_that_was_too_short_to_tell_is_not_called_slow(
         axes=item.axes,
         performance=compared(low, high),
     )
-    refusal = promotion_refusal(task, [trace], {"t": "the interval is this"})
+    refusal = award_refusal(task, [trace], {"t": "the interval is this"})
     assert refusal is not None
     assert refusal.reason.startswith("at M=512,N=1024: the interval is this")
     assert ("may be fast enough" in refusal.reason) == is_open

@@ -13,7 +13,7 @@ from tilegym_db.loop.recommend import match, recommend
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import promotion_rows
+from tilegym_db.store.loop import award_rows
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -22,21 +22,21 @@ CONFIG = {
 
 
 @pytest.mark.slow
-def test_every_call_has_a_standing_promotion_of_its_operator_or_a_reason_and_nothing_is_applied(
+def test_every_call_has_a_standing_award_of_its_operator_or_a_reason_and_nothing_is_applied(
     home: Path, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     found = recommend(config, gpu="h200", prompt=16)
     with open_store(read_only=True) as store:
-        standing = {row["id"]: row for row in promotion_rows(store, gpus=("h200",)) if row["status"] == "standing"}
+        standing = {row["id"]: row for row in award_rows(store, gpus=("h200",)) if row["status"] == "standing"}
     assert {"rms_norm", "rope_neox", "swiglu"} <= {call.definition for call in found.calls}
     assert any(call.available for call in found.calls)
     for call in found.calls:
         assert not call.applied
         assert call.available or "tilegym-db explain" in call.reason
         if call.available:
-            row = standing[call.promotion]
+            row = standing[call.award]
             assert (row["definition"], row["ratio"], row["ci_low"]) == (call.definition, call.op_ratio, call.op_ci_low)
             assert row["ci_low"] >= 1.10
     # The only figures about the model are of runs of the model, and none was made of this one.
@@ -45,14 +45,14 @@ def test_every_call_has_a_standing_promotion_of_its_operator_or_a_reason_and_not
     assert not (home / "loop").exists()
 
 
-def promotion(number: int, axes: dict[str, int], ratio: float) -> dict[str, Any]:
+def award(number: int, axes: dict[str, int], ratio: float) -> dict[str, Any]:
     return {
         "id": f"p{number}", "definition": "rms_norm", "dtypes": {"T": "bfloat16"}, "axes": axes, "ratio": ratio,
         "ci_low": ratio - 0.1, "baseline": "rms_norm_stock",
     }  # fmt: skip
 
 
-def test_a_promotion_of_the_very_size_goes_before_a_faster_one_of_another_size() -> None:
+def test_an_award_of_the_very_size_goes_before_a_faster_one_of_another_size() -> None:
     catalog = Catalog((shipped_root(),))
     call = Workload.from_dict(
         {
@@ -60,12 +60,12 @@ def test_a_promotion_of_the_very_size_goes_before_a_faster_one_of_another_size()
             "inputs": {"eps": {"type": "scalar", "value": 1e-5}}, "tags": ["stage:decode"],
         }
     )  # fmt: skip
-    near, same = promotion(1, {"M": 16, "N": 128}, 9.0), promotion(2, {"M": 8, "N": 128}, 1.3)
-    far = promotion(3, {"M": 4096, "N": 128}, 20.0)
+    near, same = award(1, {"M": 16, "N": 128}, 9.0), award(2, {"M": 8, "N": 128}, 1.3)
+    far = award(3, {"M": 4096, "N": 128}, 20.0)
     found = match(call, [near, far, same], catalog, "h200")
-    assert (found.promotion, found.exact, found.op_ratio, found.stage) == ("p2", True, 1.3, "decode")
+    assert (found.award, found.exact, found.op_ratio, found.stage) == ("p2", True, 1.3, "decode")
     found = match(call, [far, near], catalog, "h200")
-    assert (found.promotion, found.exact, found.reason) == ("p1", False, "measured at M=16,N=128")
+    assert (found.award, found.exact, found.reason) == ("p1", False, "measured at M=16,N=128")
     found = match(call, [], catalog, "h200")
-    assert (found.available, found.promotion, found.op_ratio) == (False, "", None)
+    assert (found.available, found.award, found.op_ratio) == (False, "", None)
     assert "tilegym-db explain rms_norm --axes M=8,N=128 --gpu h200" in found.reason

@@ -63,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_an_author_that_is_no_command_is_refused_before_a_model_is_built(
     author: str, reason: str, said: Say, config: Path
 ) -> None:
-    status, _, error = said("auto-kernelize", config, "--gpu", "cpu", "--author", author)
+    status, _, error = said("task", "auto", config, "--gpu", "cpu", "--author", author)
     assert status == 2
     assert reason in error
 
@@ -79,7 +79,7 @@ def test_an_author_is_found_from_the_folder_in_which_the_command_was_given(
     assert (tmp_path / "work" / "kernel.py").is_file()
 
 
-@pytest.mark.parametrize("command", [("task", "from-model"), ("auto-kernelize",)])
+@pytest.mark.parametrize("command", [("task", "from-model"), ("task", "auto")])
 def test_a_language_that_is_none_is_refused_before_a_model_is_built(
     command: tuple[str, ...], said: Say, config: Path
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_language_that_is_none_is_refused_before_a_model_is_built(
 
 @pytest.mark.parametrize("budget", ["99999999999999999999h", "721h", "2592001s"])
 def test_a_budget_of_more_than_30_days_is_refused(budget: str, said: Say, config: Path) -> None:
-    status, _, error = said("auto-kernelize", config, "--gpu", "cpu", "--budget", budget)
+    status, _, error = said("task", "auto", config, "--gpu", "cpu", "--budget", budget)
     assert status == 2
     assert f"--budget {budget} is more than 30 days" in error
 
@@ -112,7 +112,7 @@ def test_a_glob_that_fits_no_workload_is_named_as_it_was_typed(operator: Path, s
 
 
 @pytest.mark.parametrize(("language", "told"), [("triton", True), ("python", False)])
-def test_a_task_whose_kernels_nothing_can_promote_here_says_so(
+def test_a_task_whose_kernels_nothing_can_verify_here_says_so(
     language: str, told: bool, operator: Path, said: Say
 ) -> None:
     status, out, error = said("task", "create", "row_scale", "--gpu", "cpu", "-l", language, "--workload", "cpu")

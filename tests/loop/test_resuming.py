@@ -65,7 +65,7 @@ def test_what_was_screened_is_not_screened_again(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit_module, "promote", interrupted)
+    monkeypatch.setattr(submit_module, "verify", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             submit(task, folder)

@@ -1,4 +1,4 @@
-"""The rules of the loop: what earns a promotion, what of it stands, and what stays of an experiment."""
+"""The rules of the loop: what earns an award, what of it stands, and what stays of an experiment."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.architecture import definition_findings, pattern_findings, shared_tokens
+from tilegym_db.loop.architecture import definition_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
-from tilegym_db.measurement.promotions import claim_of, record_promotions
+from tilegym_db.measurement.awards import claim_of, record_awards
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution, Trace, Workload, axes_key
-from tilegym_db.records.loop import Experiment, Promotion
+from tilegym_db.records.loop import Award, Experiment
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.loop import journaled, promotion_rows, read_patterns
+from tilegym_db.store.loop import award_rows, journaled, read_patterns
+from tilegym_db.store.patterns import pattern_findings
 
 MakeTrace = Callable[..., Trace]
 
@@ -72,33 +73,33 @@ def make_trace(row_scale: Path, solution_record: Callable[..., dict[str, Any]]) 
     return make
 
 
-def promoted(*traces: Trace, home: Path) -> tuple[list[Promotion], dict[str, str]]:
+def awarded(*traces: Trace, home: Path) -> tuple[list[Award], dict[str, str]]:
     with Journal(traces[0].run_id) as journal:
         for trace in traces:
             journal.append(trace)
     with open_store() as store:
         ingest_journals(store)
-        return record_promotions(store, traces, home)
+        return record_awards(store, traces, home)
 
 
 def statuses() -> dict[str, str]:
     with open_store() as store:
         ingest_journals(store)
     with open_store(read_only=True) as store:
-        return {row["id"]: row["status"] for row in promotion_rows(store)}
+        return {row["id"]: row["status"] for row in award_rows(store)}
 
 
 V1, V2 = (f"python_row_scale_cpu_float32_M4-N8_v{number}" for number in (1, 2))
 
 
-# -- promotions -------------------------------------------------------------------------------------------------------
+# -- awards -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tier": "screen"}, "a screen trace with the status PASSED promotes nothing"),
-        ({"role": "baseline"}, "a baseline cannot be promoted"),
+        ({"tier": "screen"}, "a screen trace with the status PASSED earns nothing"),
+        ({"role": "baseline"}, "a baseline earns no award"),
         ({"sandbox_level": 1}, "sandbox level 1"),
         ({"ci_low": 1.09}, "the lower end must reach 1.10x"),
     ],
@@ -120,30 +121,30 @@ def test_a_slow_baseline_does_not_stand_in_for_a_fast_one_that_took_no_part(make
 
 
 def test_ids_are_counted_and_the_same_source_keeps_its_own(make_trace: MakeTrace, home: Path) -> None:
-    (first,), _ = promoted(make_trace(0), home=home)
+    (first,), _ = awarded(make_trace(0), home=home)
     assert (first.id, first.ci_low, first.baseline) == (V1, 1.5, "row_scale_stock")
-    assert promoted(make_trace(1), home=home)[0] == [first]
-    assert [one.id for one in journaled(Promotion, home)] == [V1]
+    assert awarded(make_trace(1), home=home)[0] == [first]
+    assert [one.id for one in journaled(Award, home)] == [V1]
     assert statuses() == {V1: "standing"}
 
 
 def test_a_later_failure_revokes_it_and_a_later_pass_gets_the_next_number(make_trace: MakeTrace, home: Path) -> None:
-    promoted(make_trace(0), home=home)
-    promoted(make_trace(1, status="RUNTIME_ERROR"), home=home)
+    awarded(make_trace(0), home=home)
+    awarded(make_trace(1, status="RUNTIME_ERROR"), home=home)
     assert statuses() == {V1: "revoked"}
-    promoted(make_trace(2), home=home)
+    awarded(make_trace(2), home=home)
     assert statuses() == {V1: "revoked", V2: "standing"}
 
 
 def test_a_lucky_run_does_not_outlive_the_one_that_does_not_repeat_it(make_trace: MakeTrace, home: Path) -> None:
-    promoted(make_trace(0, ci_low=2.0), home=home)
-    _, reasons = promoted(make_trace(1, ci_low=0.9), home=home)
+    awarded(make_trace(0, ci_low=2.0), home=home)
+    _, reasons = awarded(make_trace(1, ci_low=0.9), home=home)
     assert "the lower end must reach 1.10x" in next(iter(reasons.values()))
     assert statuses() == {V1: "not repeated"}
 
 
-def test_a_promotion_that_somebody_wrote_by_hand_has_no_evidence(make_trace: MakeTrace, home: Path) -> None:
-    promoted(make_trace(0, ci_low=1.0), home=home)
+def test_an_award_that_somebody_wrote_by_hand_has_no_evidence(make_trace: MakeTrace, home: Path) -> None:
+    awarded(make_trace(0, ci_low=1.0), home=home)
     real = make_trace(0)
     content = {
         "id": V1, "trace_id": real.trace_id, "baseline": "row_scale_stock", "ratio": 3.0, "ci_low": 2.9, "ci_high": 3.1,
@@ -231,7 +232,7 @@ PAGE = (
     ("changes", "reason"),
     [
         ({"evidence": "trace:00000000-0000-0000-0000-000000000000"}, "is no trace that is here"),
-        ({"evidence": "trace:h200/nobody/M=1"}, "is no GPU/SOLUTION/AXES that passed a promotion"),
+        ({"evidence": "trace:h200/nobody/M=1"}, "is no GPU/SOLUTION/AXES that was verified"),
         ({"evidence": "search:h200/nobody"}, "is no search that is recorded"),
         ({"evidence": "hearsay"}, "must read trace:ID"),
         ({"of": "nothing"}, "applies_to names 'nothing'"),
@@ -295,14 +296,14 @@ def test_evidence_that_a_later_failure_took_back_is_found(
     cites: str, make_trace: MakeTrace, row_scale: Path, home: Path
 ) -> None:
     trace = make_trace(0)
-    promoted(trace, home=home)
+    awarded(trace, home=home)
     cited = cites.format(trace, axes=axes_key(trace.axes))
     page = row_scale / "docs" / "patterns" / "triton.md"
     page.parent.mkdir(parents=True)
     page.write_text(PAGE.format(of="row_scale", evidence=cited, version=">=3.4"))
     with open_store(read_only=True) as store:
         assert pattern_findings(Catalog.default(), store) == []
-    promoted(make_trace(1, status="RUNTIME_ERROR"), home=home)
+    awarded(make_trace(1, status="RUNTIME_ERROR"), home=home)
     with open_store(read_only=True) as store:
         (found,) = pattern_findings(Catalog.default(), store)
     assert "was taken back by a later failure" in found

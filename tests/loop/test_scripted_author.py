@@ -1,4 +1,4 @@
-"""The loop from a task to a promotion with a scripted author: a wrong kernel, a slow one, a good one."""
+"""The loop from a task to an award with a scripted author: a wrong kernel, a slow one, a good one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilegym_db.loop.tasks import create_task
 from tilegym_db.records.loop import Task
 from tilegym_db.report.weekly import weekly
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import promotion_rows
+from tilegym_db.store.loop import award_rows
 
 HandIn = Callable[..., Path]
 
@@ -38,7 +38,7 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     wrong = submit(task, hand_in(WRONG))
     assert (wrong.number, wrong.verdict, wrong.stage) == (1, "refused", "compiled")
     assert "INCORRECT_NUMERICAL" in wrong.reason
-    assert wrong.command.startswith(f"tilegym-db reproduce {wrong.solution}")
+    assert wrong.command.startswith(f"tilegym-db debug reproduce {wrong.solution}")
     slow = submit(task, hand_in(SLOW))
     assert (slow.number, slow.verdict, slow.gate) == (2, "refused", "speed")
     assert "over row_scale_stock" in slow.reason
@@ -52,7 +52,7 @@ def test_a_wrong_kernel_a_slow_one_and_a_good_one(task: Task, hand_in: HandIn, h
     assert good.solution in Catalog.default().solutions
     assert not list((home / "loop" / "candidates").rglob(good.solution))
     with open_store(read_only=True) as store:
-        (row,) = promotion_rows(store)
+        (row,) = award_rows(store)
         week = weekly(store, datetime.now(UTC).replace(tzinfo=None) - timedelta(days=1))
     assert "| refused | speed | 1 | 1 |" in week
     assert "| promoted |  | 1 | 1 |" in week

@@ -16,7 +16,7 @@ from verdicts import conclusive
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement import audit, runner
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.records import Trace
 
 pytestmark = pytest.mark.alone
@@ -70,7 +70,7 @@ def promoted(
         monkeypatch.setattr(audit, "_run", run_attempt)
         monkeypatch.setattr(audit, "PAUSE_S", 0.01)
         monkeypatch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
-        report = promote(gpu="cpu", catalog=catalog, store_home=root / "home", quick=True)
+        report = verify(devices="cpu", catalog=catalog, store_home=root / "home", quick=True)
         (trace,) = (trace for trace in report.traces if trace.solution == "of_this_machine")
         return trace, attempts
 

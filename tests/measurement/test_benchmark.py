@@ -10,7 +10,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import Trace
@@ -85,7 +85,7 @@ def first(catalog, folder, seen) -> BenchReport:
         starting=seen.append,
         traced=lambda trace: seen.append(trace.solution),
     )
-    return benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", observer=watching)
+    return bench(devices="cpu", catalog=catalog, store_home=folder / "home", observer=watching)
 
 
 def only(report: BenchReport, solution: str, status: str = "PASSED") -> Trace:
@@ -136,15 +136,15 @@ def test_the_seed_is_secret_until_the_traces_state_it(first):
 
 
 def test_a_second_run_measures_nothing_and_says_why(first, catalog, folder):
-    again = benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    again = bench(devices="cpu", catalog=catalog, store_home=folder / "home")
     assert again.traces == []
-    assert [item.reason for item in again.plan.skipped] == ["already measured (--again repeats it)"] * 5
+    assert [item.reason for item in again.plan.skipped] == ["already measured (--force repeats it)"] * 5
     assert len(list((folder / "home" / "runs").iterdir())) == 1  # no empty journal
 
 
 def test_again_measures_anew_and_keeps_what_was_there(first, catalog, folder):
     before = stored_ids(folder, catalog)
-    report = benchmark(("row_add",), gpu="cpu", again=True, catalog=catalog, store_home=folder / "home")
+    report = bench(("row_add",), devices="cpu", force=True, catalog=catalog, store_home=folder / "home")
     assert [trace.solution for trace in report.traces] == ["row_add_stock"]
     assert stored_ids(folder, catalog) == before | {only(report, "row_add_stock").trace_id}
     assert only(report, "row_add_stock").envelope.seed != only(first, "row_add_stock").envelope.seed
@@ -152,7 +152,7 @@ def test_again_measures_anew_and_keeps_what_was_there(first, catalog, folder):
 
 @pytest.fixture(scope="module")
 def promoted(first, catalog, folder) -> BenchReport:
-    return promote(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    return verify(devices="cpu", catalog=catalog, store_home=folder / "home")
 
 
 def test_promotion_leaves_out_what_failed_the_screen_and_what_cannot_be_timed_here(promoted):
@@ -176,27 +176,27 @@ def test_a_promotion_says_what_it_looked_into(promoted, first):
 
 
 def test_a_second_promotion_has_nothing_to_do(promoted, catalog, folder):
-    again = promote(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    again = verify(devices="cpu", catalog=catalog, store_home=folder / "home")
     assert again.traces == []
 
 
 def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
-    report = benchmark(("row_scale_stock",), gpu="cpu", quick=True, promote=True, catalog=catalog, store_home=tmp_path)
+    report = bench(("row_scale_stock",), devices="cpu", quick=True, verify=True, catalog=catalog, store_home=tmp_path)
     tiers = [(trace.tier, trace.status) for trace in report.traces if trace.status != "UNSUPPORTED"]
     assert tiers == [("screen", "PASSED"), ("promotion", "PASSED")]
 
 
 def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):
     weak = SimpleNamespace(level=1, description="", reasons=("this kernel has no Landlock",))
-    monkeypatch.setattr("tilegym_db.measurement.promotions.best_level", lambda device: weak)
+    monkeypatch.setattr("tilegym_db.measurement.awards.best_level", lambda device: weak)
     with raises(HardwareError, "sandbox_too_weak", "this kernel has no Landlock", "--allow-unsandboxed"):
-        promote(gpu="cpu", catalog=catalog, store_home=tmp_path)
+        verify(devices="cpu", catalog=catalog, store_home=tmp_path)
 
 
 def test_what_the_static_scan_refuses_is_never_run(make_catalog, tmp_path):
     source = "import ctypes\nraise SystemExit\ndef run(x, weight, factor, out): out.copy_(x * weight * factor)"
     catalog = make_catalog(tmp_path / "catalog", {"opens_a_door": source})
-    report = benchmark(gpu="cpu", catalog=catalog, store_home=tmp_path / "home", quick=True)
+    report = bench(devices="cpu", catalog=catalog, store_home=tmp_path / "home", quick=True)
     refused = only(report, "opens_a_door", "REJECTED")
     assert refused.reason.startswith("the static scan: kernel.py:1: ")
     assert only(report, "row_scale_stock").sandbox_level >= MIN_SANDBOX_LEVEL
@@ -217,11 +217,11 @@ def test_a_new_kernel_is_compared_with_the_best_so_far_in_the_same_rounds(make_c
     sizes = ({"axes": {"M": 64, "N": 64}},)
     before = make_catalog(tmp_path / "before", solutions, sizes)
     home = tmp_path / "home"
-    first = promote(gpu="cpu", catalog=before, store_home=home)
+    first = verify(devices="cpu", catalog=before, store_home=home)
     assert {c.provides for trace in first.traces for c in trace.performance.comparisons} == {"stock"}
 
     after = make_catalog(tmp_path / "after", {**solutions, "row_scale_halves": HALVES}, sizes)
-    second = promote(("row_scale_halves",), gpu="cpu", catalog=after, store_home=home)
+    second = verify(("row_scale_halves",), devices="cpu", catalog=after, store_home=home)
     assert sorted(trace.solution for trace in second.traces) == [
         "row_scale_fast",
         "row_scale_halves",

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Trace, Workload
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 
@@ -98,7 +98,7 @@ def test_where_files_hold_everything_there_is_one_set_and_what_is_fresh_is_drawn
 
 
 def measured(catalog: Catalog, home: Path, **options: Any) -> list[Trace]:
-    return benchmark(gpu="cpu", catalog=catalog, store_home=home, **options).traces
+    return bench(devices="cpu", catalog=catalog, store_home=home, **options).traces
 
 
 def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(
@@ -117,7 +117,7 @@ def test_a_trace_states_the_file_and_a_failure_on_it_says_what_shows_it_again(
     assert f"x={held['x']['sha256'][:12]}" in failed.reason
     assert failed.failure is not None
     assert failed.failure.contents == "normal, and x as its file has it"
-    words = ["bench", "row_scale_knows", "--gpu", "cpu", "--workload", workload.uuid, "--again"]
+    words = ["bench", "row_scale_knows", "--gpu", "cpu", "--workload", workload.uuid, "--force"]
     assert shlex.split(failed.failure.command) == ["tilegym-db", *words]
 
 
@@ -152,11 +152,11 @@ def test_what_only_files_hold_is_promoted_or_said_to_be_unchecked_but_is_no_chea
     catalog: Callable[..., Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = catalog(in_file(tmp_path / "catalog", "all", x=x_of(7), weight=torch.ones(N)))
-    (trace,) = [item for item in measured(records, tmp_path / "home", promote=True) if item.tier == "promotion"]
+    (trace,) = [item for item in measured(records, tmp_path / "home", verify=True) if item.tier == "promotion"]
     assert trace.status == "PASSED", trace.reason
     monkeypatch.setattr("tilegym_db.measurement.audit.check_latency", lambda *_, **__: "claims 1 us, took 9")
     monkeypatch.setattr("tilegym_db.measurement.audit._machine_reason", lambda *_: "")
-    again = measured(records, tmp_path / "home", promote=True, again=True)
+    again = measured(records, tmp_path / "home", verify=True, force=True)
     (refuted,) = [item for item in again if item.tier == "promotion"]
     assert refuted.status == "UNSUPPORTED"
     assert (

@@ -142,7 +142,7 @@ def test_the_precision_of_float32_products_is_put_back(precision):
 
 
 def test_a_cpu_has_no_peaks(home):
-    with raises(HardwareError, "gpu_absent", "tilegym-db calibrate"):
+    with raises(HardwareError, "gpu_absent", "tilegym-db doctor calibrate"):
         calibrate(cpu_machine())
     assert current_peaks(cpu_machine(), None, home) is None
     assert not home.exists()

@@ -12,7 +12,7 @@ import pytest
 
 from tilegym_db.driver import driver_gpus, driver_version
 from tilegym_db.measurement import timing
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.timing import ClockReading, ClockSample, ClockWatch, Nvml, summarise_clocks
 
 # The management library as its header declares it, for a GPU that is at 1980 MHz, then hot, then idle.
@@ -197,7 +197,7 @@ def test_a_run_writes_the_clock_on_its_traces_and_believes_no_time_of_a_hot_devi
 ):
     monkeypatch.setattr(timing, "_uuid_of", lambda device: UUID)
     monkeypatch.setattr(Nvml, "open", lambda: SteadyDriver(reasons))
-    report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    report = bench(devices="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     (trace,) = report.traces
     assert trace.status == status
     assert said in trace.reason

@@ -51,16 +51,16 @@ def test_the_smallest_workload_that_is_worth_a_call_comes_first(rejects: ModuleT
 def test_an_end_in_the_middle_keeps_the_verdicts_that_were_there(
     rejects: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = rejects.promote
+    whole = rejects.verify
     calls: list[Any] = []
 
-    def promote(*arguments: Any, **options: Any) -> Any:
+    def verify(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(rejects, "promote", promote)
+    monkeypatch.setattr(rejects, "verify", verify)
     out = tmp_path / "verdicts.jsonl"
     arguments = ["rms_norm_stock", "--gpu", "cpu", "--workload", "tiny", "--workloads", "1", "--out", str(out)]
     asked_of_each = rejects.plan.QUICK_WORKLOADS

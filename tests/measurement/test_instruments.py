@@ -18,7 +18,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.cli.instruments import print_kernels
+from tilegym_db.cli.debug import print_kernels
 from tilegym_db.errors import NotFoundError, SolutionError, ToolchainError
 from tilegym_db.measurement.instruments.calls import arguments_of
 from tilegym_db.measurement.instruments.profile import CallProfile, parse_profile, profile_path, profiler_command
@@ -274,7 +274,7 @@ def test_a_finding_becomes_a_failed_trace_with_kernel_line_and_command(row_scale
     assert row["status"] == "RUNTIME_ERROR"
     assert "in kernel at kernel.py:9" in row["reason"]
     assert trace.failure is not None
-    assert trace.failure.command.startswith("tilegym-db reproduce row_scale_stock --gpu cpu")
+    assert trace.failure.command.startswith("tilegym-db debug reproduce row_scale_stock --gpu cpu")
 
 
 def test_side_data_lies_by_gpu_source_and_workload(catalog: Catalog, tmp_path: Path):
@@ -323,7 +323,9 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("words", [("sanitize", "softmax_triton"), ("profile", "softmax_triton", "--workload", "*")])
+@pytest.mark.parametrize(
+    "words", [("debug", "sanitize", "softmax_triton"), ("debug", "profile", "softmax_triton", "--workload", "*")]
+)
 def test_a_command_without_its_tool_says_which_and_fails(words: tuple[str, ...]):
     answer = run_command(*words)
     assert answer.returncode == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Trace
 
 pytest.importorskip("cuda.tile")
@@ -42,7 +42,7 @@ def verdicts(tmp_path_factory, make_catalog) -> dict[str, Trace]:
         assert old in RIGHT
         sources[f"row_scale_wrong_{number}"] = (RIGHT.replace(old, new), language)
     catalog = make_catalog(folder, sources, ({"axes": {"M": 6, "N": 20}},))
-    report = benchmark(tuple(sources), gpu="cpu", catalog=catalog, store_home=folder / "home")
+    report = bench(tuple(sources), devices="cpu", catalog=catalog, store_home=folder / "home")
     return {trace.solution: trace for trace in report.traces}
 
 

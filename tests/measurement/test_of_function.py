@@ -64,26 +64,26 @@ def test_what_cannot_be_written_out_is_named():
 
 @pytest.mark.slow
 def test_a_right_function_passes_the_screen_and_a_wrong_one_does_not(row_scale: Path, home: Path):
-    report = tilegym_db.benchmark_function(scaled, "row_scale", gpu="cpu", quick=True)
+    report = tilegym_db.bench(scaled, definition="row_scale", devices="cpu", quick=True)
     verdicts = {(trace.tier, trace.solution.startswith("row_scale_function_")): trace.status for trace in report.traces}
     assert verdicts == {("screen", True): "PASSED", ("screen", False): "PASSED"}
     shown = report._repr_html_()
     assert "(cpu), screen, run" in shown
     assert "row_scale_function_" in shown
-    wrong = tilegym_db.benchmark(without_the_factor, definition="row_scale", gpu="cpu", quick=True)
+    wrong = tilegym_db.bench(without_the_factor, definition="row_scale", devices="cpu", quick=True)
     assert {trace.status for trace in wrong.traces if "function" in trace.solution} == {"INCORRECT_NUMERICAL"}
     # No catalog has it, so nothing can serve it.
     assert tilegym_db.Catalog.default().solution_paths.keys() == {"row_scale_stock"}
 
 
-def test_a_function_is_not_promoted_and_must_take_the_definitions_arguments(row_scale: Path):
-    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
-        tilegym_db.benchmark_function(scaled, "row_scale", promote=True)
+def test_a_function_is_not_verified_and_must_take_the_definitions_arguments(row_scale: Path):
     with raises(UsageError, "signature_differs", "doubled(x)"):
-        tilegym_db.benchmark_function(doubled, "row_scale")
-    with raises(UsageError, "function_not_promoted", "tilegym-db add-solution"):
-        tilegym_db.benchmark(scaled, definition="row_scale", promote=True)
+        tilegym_db.bench(doubled, definition="row_scale")
+    with raises(UsageError, "function_not_verified", "tilegym-db add-solution"):
+        tilegym_db.bench(scaled, definition="row_scale", verify=True)
     with raises(UsageError, "definition_missing", "definition="):
-        tilegym_db.benchmark(scaled)
+        tilegym_db.bench(scaled)
     with raises(UsageError, "definition_without_function", "definition="):
-        tilegym_db.benchmark("row_scale_stock", definition="row_scale")
+        tilegym_db.bench("row_scale_stock", definition="row_scale")
+    with raises(UsageError, "definition_without_function", "dtypes="):
+        tilegym_db.bench("row_scale_stock", dtypes={"T": ["float32"]})

@@ -11,7 +11,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.instruments.calls import arguments_of
 from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.records import Trace
@@ -55,7 +55,7 @@ def catalog(make_catalog: Callable[..., Catalog], tmp_path: Path) -> Callable[..
 
 
 def screened(catalog: Catalog, home: Path, *names: str) -> dict[str, Trace]:
-    report = benchmark(names, gpu="cpu", catalog=catalog, store_home=home)
+    report = bench(names, devices="cpu", catalog=catalog, store_home=home)
     return {trace.solution: trace for trace in report.traces}
 
 
@@ -83,7 +83,7 @@ def test_what_omits_an_output_is_judged_by_the_others_and_has_no_time(
     assert found["row_peak_part"].envelope is not None
     others = [item.other for item in found["row_peak_whole"].performance.comparisons]
     assert "row_peak_part" not in others
-    again = benchmark(("row_peak_part",), gpu="cpu", catalog=records, store_home=home)
+    again = bench(("row_peak_part",), devices="cpu", catalog=records, store_home=home)
     assert "row_peak_part" not in {trace.solution for trace in again.traces}
 
 
@@ -98,9 +98,9 @@ def test_promotion_refuses_it_by_name_and_leaves_it_out_of_the_rest(
 ) -> None:
     records = catalog(row_peak_part=(PART, OMITS))
     with raises(UsageError, "solution_not_timed", "row_peak_part omits peak"):
-        promote(("row_peak_part",), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True)
+        verify(("row_peak_part",), devices="cpu", catalog=records, store_home=home, allow_unsandboxed=True)
     screened(records, home)
-    report = promote((), gpu="cpu", catalog=records, store_home=home, allow_unsandboxed=True, quick=True)
+    report = verify((), devices="cpu", catalog=records, store_home=home, allow_unsandboxed=True, quick=True)
     assert {trace.solution for trace in report.traces} == {"row_peak_stock", "row_peak_whole"}
     assert any("omits peak" in skipped.reason for skipped in report.plan.skipped if skipped.solution == "row_peak_part")
 

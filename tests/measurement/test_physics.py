@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, run_plan
+from tilegym_db.measurement.benchmark import bench, run_plan
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.plan import BenchReport, Options, make_plan
 from tilegym_db.measurement.run_setup import Observer
@@ -91,7 +91,7 @@ def test_a_definition_without_a_cost_has_no_speed_of_light(make_catalog, tmp_pat
 
 def run(catalog, home, peaks: GpuPeaks | None) -> BenchReport:
     machine = cpu_machine()
-    plan = make_plan(catalog, machine, Options(again=True), ())
+    plan = make_plan(catalog, machine, Options(force=True), ())
     return run_plan(plan, machine, home, TimingBudget.quick(), SCREEN, Observer(), peaks)
 
 
@@ -124,7 +124,7 @@ def test_a_gpu_that_cannot_be_calibrated_is_measured_all_the_same_and_the_report
         raise HardwareError("NVIDIA H200 slowed down while it was calibrated")
 
     monkeypatch.setattr("tilegym_db.measurement.calibrate.current_peaks", fail)
-    report = benchmark(gpu="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
+    report = bench(devices="cpu", quick=True, catalog=make_catalog(tmp_path), store_home=tmp_path / "home")
     assert report.counts == {"PASSED": 1}
     (note,) = report.notes
     assert note.startswith("the traces have no speed of light and no physics floor: NVIDIA H200 slowed down")

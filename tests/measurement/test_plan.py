@@ -152,7 +152,7 @@ def test_what_has_a_trace_is_not_measured_again_unless_asked(plan, catalog):
     assert "stock tiny" not in pairs(made)
     assert "triton tiny" in pairs(made)
     assert "already measured" in reasons(made)["row_scale_stock", "M=4,N=8"]
-    assert "stock tiny" in pairs(plan(done=done, again=True))
+    assert "stock tiny" in pairs(plan(done=done, force=True))
 
 
 def test_a_trace_of_another_source_or_another_meaning_does_not_count(plan, catalog):
@@ -297,7 +297,7 @@ def test_whoever_takes_part_is_not_said_to_be_left_out(plan, held_by, catalog):
     done = {(catalog.solution(f"row_scale_{name}").digest, *key, DEFAULTS) for name in ("cutile", "tilelang")}
     made = plan(machine=H200, workload="M=1,*", done=done, likely_fastest=found)
     assert {name for name, _, _ in taking_part(made)} == {"stock", "triton", "cutile"}
-    assert reasons(made) == {("row_scale_tilelang", "M=1,N=4096"): "already measured (--again repeats it)"}
+    assert reasons(made) == {("row_scale_tilelang", "M=1,N=4096"): "already measured (--force repeats it)"}
 
 
 def test_nobody_is_measured_again_only_to_be_compared_with_itself_or_with_stock_code(plan, held_by, catalog):

@@ -12,7 +12,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices.devices import cpu_slots
 from tilegym_db.measurement.regress import Bars, RegressionReport, SourceHistory, regress
 
@@ -53,10 +53,8 @@ def rewrite(root: Path, source: str, name: str = "row_scale_new") -> None:
 
 
 def run(root: Path, against: str, *names: str, **options: Any) -> RegressionReport:
-    options = {"bars": BARS, "quick": True} | options
-    return regress(
-        against, names, gpu="cpu", catalog=Catalog((root,)), store_home=root.parent.parent / "home", **options
-    )
+    options = {"bars": BARS, "quick": True, "devices": "cpu"} | options
+    return regress(against, names, catalog=Catalog((root,)), store_home=root.parent.parent / "home", **options)
 
 
 def verdicts(report: RegressionReport) -> dict[str, str]:
@@ -88,7 +86,7 @@ def test_a_version_that_became_slow_is_a_regression_and_the_way_back_an_improvem
 
 def test_two_devices_find_the_regression_that_one_finds(root):
     rewrite(root, SLOW)
-    report = run(root, "HEAD", "row_scale_new", gpus=cpu_slots(2))
+    report = run(root, "HEAD", "row_scale_new", devices=cpu_slots(2))
     assert (report.void, report.notes) == ([], [])
     assert verdicts(report) == {"row_scale_new": "regression"}
     assert report.rows[0].change is not None
@@ -135,7 +133,7 @@ def test_a_run_of_the_store_is_compared_with_through_its_digests(root):
     commit(root, "measured")
     rewrite(root, FAST + "# never committed\n", "row_scale_other")
     home = root.parent.parent / "home"
-    measured = benchmark(gpu="cpu", quick=True, catalog=Catalog((root,)), store_home=home)
+    measured = bench(devices="cpu", quick=True, catalog=Catalog((root,)), store_home=home)
     rewrite(root, FAST, "row_scale_other")
     rewrite(root, SLOW)
     commit(root, "slow")

@@ -14,7 +14,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.records import Trace
@@ -158,7 +158,7 @@ def report(make_catalog, folder) -> Iterator[BenchReport]:
             "tilegym_db.measurement.local_executor.RunnerLimits", functools.partial(RunnerLimits, first_call_s=6.0)
         )
         patch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
-        yield benchmark(gpu="cpu", catalog=catalog, store_home=folder / "home", quick=True)
+        yield bench(devices="cpu", catalog=catalog, store_home=folder / "home", quick=True)
 
 
 def traces_of(report: BenchReport, solution: str) -> list[Trace]:

@@ -9,7 +9,7 @@ import pytest
 from verification.low_precision import SOURCE
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Definition, Solution, Trace, Workload
 
 PRODUCT: dict[str, Any] = {
@@ -65,7 +65,7 @@ def traces(root: Path, definition: dict[str, Any]) -> dict[str, Trace]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     Catalog((root,)).update_lock(root)
-    report = benchmark(gpu="cpu", catalog=Catalog((root,)), store_home=root / "home", quick=True)
+    report = bench(devices="cpu", catalog=Catalog((root,)), store_home=root / "home", quick=True)
     return {trace.solution: trace for trace in report.traces}
 
 

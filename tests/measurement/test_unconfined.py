@@ -1,6 +1,6 @@
 """Where workers cannot be confined: what the package ships is promoted and serves this user, and nothing else does.
 
-Real processes with Landlock or capabilities taken away promote real kernels on the CPU.
+Real processes with Landlock or capabilities taken away verify real kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ root, home, wheel, names = Path(sys.argv[1]), Path(os.environ["TILEGYM_DB_HOME"]
 from tilegym_db.paths import use_root
 stack = contextlib.ExitStack()
 stack.enter_context(use_root(root))
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.devices.devices import cpu_slots
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_sandbox
@@ -55,11 +55,11 @@ from tilegym_db.sandbox.worker import best_level
 catalog, said = Catalog((root, wheel / "overlay")), {}
 said["level"], said["doctor"] = best_level("cpu").level, [check.state for check in check_sandbox()]
 try:
-    slots = cpu_slots(2) if "TWO_SLOTS" in os.environ else None
-    report = promote(tuple(names), gpu="cpu", gpus=slots, quick=True, catalog=catalog)
+    slots = cpu_slots(2) if "TWO_SLOTS" in os.environ else "cpu"
+    report = verify(tuple(names), devices=slots, quick=True, catalog=catalog)
     said["traces"] = {trace.solution: (trace.status, trace.sandbox_level) for trace in report.traces}
     said["skipped"] = {item.solution: item.reason for item in report.plan.skipped}
-    said["notes"], said["promoted"] = report.notes, [one.solution for one in report.promotions]
+    said["notes"], said["promoted"] = report.notes, [one.solution for one in report.awards]
     with open_store(catalog=catalog) as store:
         for key, given in (("own", {"own": True}), ("shipped", {"root": wheel / "new"})):
             try:
@@ -176,5 +176,5 @@ def test_doctor_says_what_a_machine_without_confinement_does() -> None:
         Sandbox(Confinement(1), "level 1: a session of its own", ("level 2 is not available: no Landlock",))
     )
     assert check.state == "missing"
-    assert "only kernels that the package ships are promoted, and only you can use them (level 1" in check.detail
+    assert "only kernels that the package ships are verified, and only you can use them (level 1" in check.detail
     assert "no Landlock" in check.detail

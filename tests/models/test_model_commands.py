@@ -165,7 +165,7 @@ def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_proof_is_shown_with_its_errors(kernels: Catalog, config: Path) -> None:
-    result = invoke(models.verify_model_command, config, "--gpu", "cpu", "--prompt", 7, "--batch", 2, "--wide")
+    result = invoke(models.verify_command, config, "--gpu", "cpu", "--prompt-tokens", 7, "--batch", 2, "--wide")
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if line.endswith("proved")]
     assert len(rows) == 11  # attention_decode at two lengths
@@ -175,7 +175,7 @@ def test_every_proof_is_shown_with_its_errors(kernels: Catalog, config: Path) ->
 
 def test_a_kernel_that_fails_is_a_finding(shop: Any, config: Path) -> None:
     shop.offer(TWICE)
-    result = invoke(models.verify_model_command, config, "--gpu", "cpu", "--json")
+    result = invoke(models.verify_command, config, "--gpu", "cpu", "--json")
     assert result.exit_code == 1
     sites = json.loads(result.stdout)["sites"]
     reasons = [proof["reason"] for site in sites if site["definition"] == "rms_norm" for proof in site["proofs"]]
@@ -185,10 +185,10 @@ def test_a_kernel_that_fails_is_a_finding(shop: Any, config: Path) -> None:
 
 def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, home: Path) -> None:
     first = invoke(
-        models.verify_model_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture"
+        models.verify_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 7, "--capture"
     )
     again = invoke(
-        models.verify_model_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture"
+        models.verify_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 7, "--capture"
     )
     assert first.exit_code == again.exit_code == 0
     assert (
@@ -205,10 +205,10 @@ def test_captured_calls_are_kept_once_in_the_users_own_catalog(config: Path, hom
 
 
 def test_what_was_captured_can_be_measured(kernels: Catalog, config: Path) -> None:
-    from tilegym_db import benchmark
+    from tilegym_db import bench
 
-    invoke(models.verify_model_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 7, "--capture")
-    report = benchmark(("rope_neox_cpu",), gpu="cpu", workload="captured", quick=True)
+    invoke(models.verify_command, config, "--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 7, "--capture")
+    report = bench(("rope_neox_cpu",), devices="cpu", workload="captured", quick=True)
     passed = [trace for trace in report.traces if trace.solution == "rope_neox_cpu"]
     assert {(trace.axes["S"], trace.status) for trace in passed} == {(7, "PASSED"), (1, "PASSED")}
 
@@ -218,7 +218,7 @@ def test_what_was_captured_can_be_measured(kernels: Catalog, config: Path) -> No
     [(("--gpu", "h200"), HardwareError), (("--dtype", "int8"), UsageError), (("--batch", 0), UsageError)],
 )
 def test_what_cannot_be_run_is_wrong_usage(option: tuple[Any, ...], error: type, config: Path) -> None:
-    for command in (models.verify_model_command, models.model_bench_command):
+    for command in (models.verify_command, models.bench_command):
         result = invoke(command, config, *(() if "--gpu" in option else ("--gpu", "cpu")), *option)
         assert isinstance(result.exception, error)
         assert result.exception.exit_code == 2
@@ -228,11 +228,11 @@ def test_what_cannot_be_run_is_wrong_usage(option: tuple[Any, ...], error: type,
 
 OWN = "WHERE origin <> 'shipped'"
 """Of the runs that the database holds, those that a test made."""
-BRIEF = ("--gpu", "cpu", "--dtype", "float32", "--prompt", 8, "--new", 4, "--rounds", 3)
+BRIEF = ("--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 8, "--max-new-tokens", 4, "--rounds", 3)
 
 
 def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, home: Path) -> None:
-    result = invoke(models.model_bench_command, config, *BRIEF, "--batch", 2, "--verify", "--json")
+    result = invoke(models.bench_command, config, *BRIEF, "--batch", 2, "--verify", "--json")
     assert result.exit_code == 0, result.output
     run = ModelRun.from_dict(json.loads(result.stdout))
     (stored,) = (home / "model_runs").glob("*.json")
@@ -262,7 +262,7 @@ def test_a_run_is_printed_stored_and_queryable(kernels: Catalog, config: Path, h
 
 
 def test_a_run_without_kernels_says_so(config: Path) -> None:
-    result = invoke(models.model_bench_command, config, *BRIEF, "--wide")
+    result = invoke(models.bench_command, config, *BRIEF, "--wide")
     assert result.exit_code == 0, result.output
     assert "calls by kernel in one generation: none" in result.stderr
     assert "4 of 4 greedy tokens are those of stock" in result.stderr
@@ -280,7 +280,7 @@ def test_a_run_without_kernels_says_so(config: Path) -> None:
 @pytest.mark.filterwarnings("ignore:tilegym-db")
 def test_a_kernel_that_raises_is_a_finding(shop: Any, config: Path) -> None:
     shop.offer("    raise ValueError('boom')\n")
-    result = invoke(models.model_bench_command, config, *BRIEF)
+    result = invoke(models.bench_command, config, *BRIEF)
     assert result.exit_code == 1
     assert "boom" in result.stderr
 
@@ -333,8 +333,21 @@ def test_without_stock_or_patched_there_is_no_comparison(name: str) -> None:
 
 
 def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalog, config: Path) -> None:
-    arguments = ("--gpu", "cpu", "--dtype", "float32", "--prompt", 8, "--batch", 2, "--rounds", 2, "--new", 0)
-    result = invoke(models.model_bench_command, config, *arguments, "--static-cache", "--json")
+    arguments = (
+        "--gpu",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--prompt-tokens",
+        8,
+        "--batch",
+        2,
+        "--rounds",
+        2,
+        "--max-new-tokens",
+        0,
+    )
+    result = invoke(models.bench_command, config, *arguments, "--static-cache", "--json")
     assert result.exit_code == 0, result.output
     run = ModelRun.from_dict(json.loads(result.stdout))
     assert (run.new_tokens, run.compared_tokens, run.equal_tokens) == (0, 2, 2)
@@ -343,7 +356,7 @@ def test_a_prefill_alone_has_prompt_tokens_a_second_and_no_steps(kernels: Catalo
     assert set(run.absent) == {"stock_static_cache", "patched_static_cache"}
     (row,) = asked(f"SELECT patched_prefill_tokens_per_s AS n, patched_tokens_per_s AS m FROM model_runs {OWN}")
     assert row == {"n": pytest.approx(16 / run.patched.ttft_ms.median * 1e3), "m": None}
-    result = invoke(models.model_bench_command, config, *arguments)
+    result = invoke(models.bench_command, config, *arguments)
     assert "prompt tokens per second" in result.stdout
     assert "per output token" not in result.stdout
 
@@ -382,7 +395,7 @@ def test_compiled_modes_are_compared_with_compiled_modes(
     assert per_token.ci_low is None  # two rounds have no interval
     assert f"{per_token.median:.3f}x" in printed
     assert run.ways["stock_static_cache"].kernels == {}
-    assert all("--new 0" in run.absent[name] for name in ("stock_compiled", "patched_compiled"))
+    assert all("--max-new-tokens 0" in run.absent[name] for name in ("stock_compiled", "patched_compiled"))
     prefill_alone = ModelBenchOptions(new=0, with_compiled_prefill=True, **given)
     prefill, _ = run_model_bench(config, select_machine("cpu"), prefill_alone)
     assert prefill.ways["patched_compiled"].kernels == {"rms_norm": 3, "swiglu": 1, "rope_neox": 1}
@@ -420,7 +433,7 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_library_runs_in_its_own_process_on_the_same_weights(kernels: Catalog, config: Path, liger: Path) -> None:
-    result = invoke(models.model_bench_command, config, *BRIEF, "--beside", "liger", "--beside", "tilegym", "--json")
+    result = invoke(models.bench_command, config, *BRIEF, "--beside", "liger", "--beside", "tilegym", "--json")
     assert result.exit_code == 0, result.output
     run = ModelRun.from_dict(json.loads(result.stdout))
     assert run.ways["liger"].library == "liger-kernel 9.8.7"
@@ -464,13 +477,13 @@ def test_a_library_that_cannot_be_had_says_why(
 
 
 def test_a_library_that_is_not_known_is_wrong_usage(config: Path) -> None:
-    result = invoke(models.model_bench_command, config, *BRIEF, "--beside", "tigerkernel")
+    result = invoke(models.bench_command, config, *BRIEF, "--beside", "tigerkernel")
     with raises(UsageError, "peer_unknown", "liger", "tilegym", "'tigerkernel'"):
         raise result.exception or AssertionError
 
 
 def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: Path) -> None:
-    result = invoke(models.model_bench_command, config, *BRIEF, "--profile")
+    result = invoke(models.bench_command, config, *BRIEF, "--profile")
     assert result.exit_code == 0, result.output
     assert "this machine has no GPU, so the call took no GPU time" in result.stderr
 
@@ -482,8 +495,8 @@ def test_a_profile_on_a_cpu_says_that_there_is_no_gpu(kernels: Catalog, config: 
 def test_stock_runs_with_each_implementation_of_experts(new: int, kernels: Catalog, moe_config: Path) -> None:
     asked = [one for name in ("eager", "batched_mm", "grouped_mm") for one in ("--experts", name)]
     found = invoke(
-        models.model_bench_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--batch", 2, "--prompt", 9, "--new", new,
-        "--rounds", 8, *asked, "--json",
+        models.bench_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--batch", 2, "--prompt-tokens", 9,
+        "--max-new-tokens", new, "--rounds", 8, *asked, "--json",
     )  # fmt: skip
     assert found.exit_code == 0, found.output
     run = ModelRun.from_dict(json.loads(found.stdout), "the output")
@@ -504,7 +517,7 @@ def test_a_model_without_experts_has_no_other_implementation(kernels: Catalog, c
 
 
 def test_verify_model_names_the_experts_implementation(kernels: Catalog, moe_config: Path) -> None:
-    found = invoke(models.verify_model_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--prompt", 9)
+    found = invoke(models.verify_command, moe_config, "--gpu", "cpu", "--dtype", "float32", "--prompt-tokens", 9)
     assert found.exit_code == 0, found.output
     assert "moe_experts" in found.output
     assert "Qwen3MoeExperts x2: the model's own code is grouped_mm" in found.output

@@ -238,7 +238,7 @@ def test_a_point_shows_the_number_that_sql_gives_and_opens_its_kernel(
     assert row["gpu"] in case
     assert float(figures.split(" us")[0]) == row["latency_us"]
     assert trace_id in details
-    assert f"tilegym-db reproduce {solution} --axes {row['axes_key']}" in details
+    assert f"tilegym-db debug reproduce {solution} --axes {row['axes_key']}" in details
     assert "def run(" in details
     cases = tab.locator("#cases option").count()
     assert (

@@ -77,8 +77,9 @@ def test_every_solution_has_its_sources_and_every_case_a_command(shipped_report:
         shown = {path: shipped_report.sources[digest].encode() for path, digest in files}
         assert shown == dict(catalog.solution(name).sources)
     for row in shipped_report.evidence:
-        assert shlex.split(row["command"])[:5] == [
+        assert shlex.split(row["command"])[:6] == [
             "tilegym-db",
+            "debug",
             "reproduce",
             row["solution"],
             "--axes",
@@ -92,14 +93,14 @@ def test_the_command_names_config_scalars_and_layouts():
         "layouts_key": "x=strided(8,1)", "blobs_key": "", "config": {"BLOCK_M": 2, "flag": True},
     }  # fmt: skip
     assert reproduce_command(row) == (
-        "tilegym-db reproduce x --axes M=1,N=2 --dtype T=bfloat16 --scalar eps=1e-05 "
+        "tilegym-db debug reproduce x --axes M=1,N=2 --dtype T=bfloat16 --scalar eps=1e-05 "
         "--layout 'x=strided(8,1)' --config BLOCK_M=2 --config flag=true"
     )
 
 
 def test_the_command_of_what_a_file_held_measures_its_workload_again():
     row = {"solution": "x", "workload_uuid": "u-1", "blobs_key": "ids=" + "ab" * 32}
-    assert reproduce_command(row) == "tilegym-db bench x --workload u-1 --again"
+    assert reproduce_command(row) == "tilegym-db bench x --workload u-1 --force"
 
 
 def table_of(page: str, section: str) -> list[dict[str, str]]:
@@ -121,7 +122,7 @@ def test_a_week_without_changes_says_so_and_has_where_the_field_stands(shipped_r
     assert shipped_report.newest is not None
     later = weekly(store, shipped_report.newest + timedelta(days=1))
     for said in (
-        "No kernel was verified or promoted.",
+        "No kernel was verified.",
         "No revocation or regression.",
         "No model was measured in this time.",
         "No attempt was submitted in this time.",
@@ -164,7 +165,7 @@ def test_the_runs_of_a_week_are_listed_and_where_they_are_many_gathered_by_model
 def test_what_the_short_form_gathers_adds_up_to_the_whole(year_ago: datetime, store: Store):
     short, whole = weekly(store, year_ago), weekly(store, year_ago, whole=True)
     named, gathered = table_of(whole, "Kernels"), table_of(short, "Kernels")
-    for column in ("shapes verified", "promoted"):
+    for column in ("shapes verified", "awards"):
         assert sum(int(row[column]) for row in gathered) == sum(int(row[column]) for row in named) > 0
     assert sum(int(row["operators"]) for row in gathered) == len(named)
     assert f"{len(named)} rows of operators and GPUs gathered in {len(gathered)}" in short
@@ -179,7 +180,7 @@ def test_what_the_short_form_gathers_adds_up_to_the_whole(year_ago: datetime, st
     assert shares == sorted(shares)
 
 
-def test_the_kernels_of_a_week_are_the_promotions_that_stand(year_ago: datetime, store: Store):
+def test_the_kernels_of_a_week_are_the_awards_that_stand(year_ago: datetime, store: Store):
     named = table_of(weekly(store, year_ago, whole=True), "Kernels")
     shown = {(row["operator"], row["GPU"]): row for row in named}
     assert len(shown) == len(named)
@@ -188,13 +189,13 @@ def test_the_kernels_of_a_week_are_the_promotions_that_stand(year_ago: datetime,
         """SELECT definition, gpu, count(DISTINCT workload_uuid) AS shapes, max(ratio) AS ratio
         FROM promotions WHERE status = 'standing' GROUP BY ALL"""
     )
-    assert {key for key, row in shown.items() if row["promoted"] != "0"} == {
+    assert {key for key, row in shown.items() if row["awards"] != "0"} == {
         (row["definition"], row["gpu"]) for row in asked
     }
     for row in asked:
         cells = shown[row["definition"], row["gpu"]]
-        assert (cells["promoted"], cells["best ratio"]) == (str(row["shapes"]), f"{row['ratio']:.4g}"), row
-        assert int(cells["shapes verified"]) >= int(cells["promoted"])
+        assert (cells["awards"], cells["best ratio"]) == (str(row["shapes"]), f"{row['ratio']:.4g}"), row
+        assert int(cells["shapes verified"]) >= int(cells["awards"])
         assert cells["languages"]
 
 
@@ -211,12 +212,12 @@ def test_revocations_come_first_and_what_does_not_fit_is_counted(
     assert len(table_of(weekly(store, year_ago, whole=True), "Revocations and regressions")) == 21
 
 
-def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_promotion(shipped_report: ReportData, store: Store):
+def test_stock_code_is_no_change_and_a_pass_below_the_bar_is_no_award(shipped_report: ReportData, store: Store):
     roles = {row["name"]: row["role"] for row in shipped_report.solutions}
-    news = [row for row in shipped_report.changes if row["kind"] in ("promotion", "verified")]
+    news = [row for row in shipped_report.changes if row["kind"] in ("award", "verified")]
     assert {roles[row["solution"]] for row in news if row["solution"] in roles} == {"kernel"}
-    promoted = {row["solution"] for row in store.rows("SELECT DISTINCT solution FROM promotions")}
-    assert {row["solution"] for row in news if row["kind"] == "promotion"} == promoted
+    awarded = {row["solution"] for row in store.rows("SELECT DISTINCT solution FROM promotions")}
+    assert {row["solution"] for row in news if row["kind"] == "award"} == awarded
 
 
 def test_every_run_of_a_model_that_ships_is_on_the_page(shipped_report: ReportData, catalog: Catalog):

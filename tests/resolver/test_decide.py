@@ -54,7 +54,7 @@ def test_decide_at_exact_axes_picks_the_fastest_verified(shop: Any, kernel: Any,
     ("changes", "reason"),
     [
         ({"solution_digest": "0" * 64}, "digest differs from the catalog's source: verified 000000000000"),
-        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement; promote it (tilegym-db promote scale"),
+        ({"tier": "interpreter"}, "tier interpreter: not a verified measurement; verify it (tilegym-db verify scale"),
         ({"tier": None}, "tier unknown: not a verified measurement"),
         ({"sandbox_level": 1}, "sandbox level 1: its worker could have reached what judged it"),
         ({"sandbox_level": None}, "sandbox level 0: its worker could have reached what judged it"),

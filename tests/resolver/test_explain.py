@@ -11,9 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+import tilegym_db
 from tilegym_db.cli import explain
 from tilegym_db.cli.kit import options
-from tilegym_db.errors import TilegymDBError
+from tilegym_db.errors import TilegymDBError, UsageError
 
 POINT = ["scale_rows", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu"]
 
@@ -67,6 +68,22 @@ def test_no_verified_solution_exits_3_and_names_what_runs(shop: Any, stock: Any,
     assert "nothing is published for cpu" in result.stdout
 
 
+def test_python_gets_the_decision_with_its_reasons(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    found = tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, gpu="cpu")
+    assert (found.solution, found.stock, found.evidence.source) == ("scale_rows_kernel", "scale_rows_stock", "exact")
+    assert [row["picked"] for row in found.candidates()] == [True, False]
+    assert str(found).splitlines()[0].startswith("picked scale_rows_kernel: fastest verified")
+    assert found.to_dict() == json.loads(run(*POINT, "--json").stdout)
+
+
+def test_python_gets_an_answer_without_stock_code_too(shop: Any, kernel: Any) -> None:
+    found = tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, gpu="cpu")
+    assert (found.solution, found.stock) == (None, None)
+    with pytest.raises(UsageError, match="mode must be"):
+        tilegym_db.explain("scale_rows", axes={"M": 4, "N": 8}, dtypes={"T": "float32"}, mode="serving")
+
+
 @pytest.fixture
 def screened(shop: Any, kernel: Any) -> None:
     """A store in which the kernel passed a screen on the CPU, and only that."""
@@ -101,7 +118,7 @@ def screened(shop: Any, kernel: Any) -> None:
 def test_where_stock_runs_what_waits_for_its_promotion_is_named(shop: Any, stock: Any, screened: None) -> None:
     result = run(*POINT)
     assert result.exit_code == 3
-    assert "1 screen pass is not verified yet: run tilegym-db promote scale_rows" in result.stderr
+    assert "1 screen pass is not verified yet: run tilegym-db verify scale_rows" in result.stderr
 
 
 def test_explain_with_an_unreadable_store_still_answers(shop: Any, stock: Any, kernel: Any) -> None:

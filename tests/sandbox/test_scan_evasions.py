@@ -195,13 +195,10 @@ HONEST = {
     "linear algebra": "import torch\ntorch.linalg.norm(torch.fft.fft(torch.zeros(4)))",
     "special functions": "import torch\ntorch.special.erfinv(torch.zeros(1))",
     "attention backend": "from torch.nn.attention import SDPBackend, sdpa_kernel\nsdpa_kernel([SDPBackend.MATH])",
-    "operator of ATen": "import torch\ndef run(x, out): torch.ops.aten.mm.out(x, x, out=out)",
     "own operator": "import torch\n@torch.library.custom_op('mine::f', mutates_args=())\n"
     "def f(x: torch.Tensor) -> torch.Tensor: pass\ntorch.ops.mine.f(1)",
     "fake of an own operator": "import torch\n@torch.library.custom_op('a::b', mutates_args=())\ndef f(x: int) -> None: pass\n"
     "@f.register_fake\ndef _(x): pass",
-    "autograd": "import torch\nclass F(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, g):\n"
-    "        (x,) = ctx.saved_tensors\n        return x if ctx.needs_input_grad[0] else None\nF.apply",
     "compiled": "import torch\n"
     "f = torch.compile(len, dynamic=False, fullgraph=True, mode='max-autotune-no-cudagraphs')",
     "device properties": "import torch\ntorch.cuda.get_device_properties(0).multi_processor_count",
@@ -213,31 +210,26 @@ HONEST = {
     "generator": "def f(n):\n    yield from range(n)",
     "dataclass": "from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass Tile:\n    rows: int = 1\n"
     "    parts: list = field(default_factory=list)\nTile().rows",
+    "frozen dataclass with a method": "from dataclasses import dataclass\n@dataclass(frozen=True, slots=True)\nclass Tile:\n"
+    "    rows: int\n    def half(self): return self.rows // 2\nTile(2).half()",
+    "pattern on values": "def run(x):\n    match x.dim():\n        case 1 | 2: return x\n        case _: raise ValueError('no')",
+    "generator of sizes": "def sizes(n):\n    while n:\n        yield n\n        n //= 2\nmax(sizes(8))",
+    "errors of numpy": "import numpy as np\nwith np.errstate(divide='ignore'): np.log(np.zeros(1))",
     "dataclass with a text": "import dataclasses\n@dataclasses.dataclass\nclass Tile:\n    up: 'Tile | None' = None\nTile().up",
-    "named tuple": "from collections import namedtuple\nTile = namedtuple('Tile', 'rows columns')\nTile(1, 2).columns",
     "named tuple by class": "from typing import NamedTuple\nclass Tile(NamedTuple):\n    rows: int\nTile(1).rows",
-    "enumeration": "from enum import Enum, auto\nclass Mode(Enum):\n    FAST = auto()\nMode.FAST.name, Mode.FAST.value",
-    "enumeration by call": "import enum\nenum.Enum('Mode', 'FAST SLOW').FAST",
-    "simple namespace": "from types import SimpleNamespace\nSimpleNamespace(rows=1).rows",
     "partial": "import functools\nf = functools.partial(max, 1)\nf(2)",
     "cache": "import functools\n@functools.lru_cache(maxsize=None)\ndef f(n): return n\nf.cache_clear()",
     "reduce": "import functools, operator\nfunctools.reduce(operator.mul, (1, 2), 1)",
     "itertools": "import itertools\nlist(itertools.product(range(2), repeat=2))",
     "math": "from math import ceil, inf, log2, prod\nprod([1])",
-    "heap": "import heapq\nheapq.nlargest(1, [1, 2])",
-    "bisect": "from bisect import bisect_left\nbisect_left([1], 1)",
     "strings": "' a,b '.strip().split(',')[0].upper().encode().decode()",
     "format": "'{:.2f} {name!r}'.format(1.0, name=2)",
     "f-string": "def f(x): return f'{x.shape[0]:>4} {type(x).__name__}'",
-    "logger": "import logging\nlog = logging.getLogger(__name__)\nlog.warning('a %s', 1)",
     "warning": "import warnings\nwarnings.warn('slow', stacklevel=2)",
-    "regular expression": "import re\nre.compile('a').match('a').group(0)",
-    "json": "import json\njson.loads('{}').get('a')",
     "types": "from typing import Annotated, Any, Callable, Literal, Optional\n"
     "def f(x: Annotated[Any, 'a (b)'], y: Literal['f()'], z: Optional['Tile']): pass",
     "future annotations": "from __future__ import annotations\nimport torch\n"
     "def f(x: torch.Tensor | None) -> tuple[int, ...]: pass",
-    "abstract class": "from abc import ABC, abstractmethod\nclass A(ABC):\n    @abstractmethod\n    def f(self): pass",
     "property": "class A:\n    def __init__(self): self._n = 1\n    @property\n    def n(self): return self._n\nA().n",
     "context manager": "import contextlib\n@contextlib.contextmanager\ndef f():\n    yield\n"
     "with contextlib.nullcontext(): pass",
@@ -245,9 +237,6 @@ HONEST = {
     "getattr with a default": "import torch\nd = getattr(torch, 'float8_e4m3fn', None)",
     "sorted by item": "import operator\nsorted([(1, 2)], key=operator.itemgetter(1))",
     "numpy": "import numpy as np\nnp.arange(4, dtype=np.float32).reshape(2, 2).tolist()",
-    "version compared": "from packaging.version import Version\nVersion('1.0') >= Version('0.9')",
-    "nn module": "import torch\nclass M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-    "        self.w = torch.nn.Parameter(torch.ones(1))\n    def forward(self, x): return x * self.w",
 }  # fmt: skip
 
 

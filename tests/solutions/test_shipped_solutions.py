@@ -13,7 +13,7 @@ from tilegym_db.backends.aot import compile_solution
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.journal import read_journal
@@ -44,8 +44,8 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, list[tuple[CompileJob,
 def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trace]]:
     home: Path = tmp_path_factory.mktemp("home")
     names = tuple(chosen(request, "triton_kernel"))
-    report = benchmark(
-        names, gpu="cpu", language="triton", workload="tiny", quick=True, catalog=CATALOG, store_home=home
+    report = bench(
+        names, devices="cpu", language="triton", workload="tiny", quick=True, catalog=CATALOG, store_home=home
     )
     traces: dict[str, list[Trace]] = {}
     for trace in report.traces:
@@ -58,9 +58,9 @@ def interpreted_cutile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Trace]]:
     names = tuple(chosen(request, "cutile_kernel"))
-    report = benchmark(
+    report = bench(
         names,
-        gpu="cpu",
+        devices="cpu",
         language="cutile",
         workload=tuple(sorted({smallest_it_takes(name).uuid for name in names})),
         catalog=CATALOG,

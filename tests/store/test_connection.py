@@ -293,7 +293,7 @@ def test_a_file_that_is_no_store_is_left_alone(opened, home):
     home.mkdir()
     path = home / "tilegym.duckdb"
     path.write_bytes(b"not a database" * 1000)
-    with raises(StoreError, "store_damaged", "tilegym-db ingest --rebuild"), opened():
+    with raises(StoreError, "store_damaged", "tilegym-db data ingest --rebuild"), opened():
         pass
     assert path.read_bytes() == b"not a database" * 1000
 

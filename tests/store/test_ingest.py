@@ -105,7 +105,7 @@ FAILURE = {
     "expected": "1.5",
     "got": "nan",
     "worst_row": 16,
-    "command": "tilegym-db reproduce scale_triton --axes M=17",
+    "command": "tilegym-db debug reproduce scale_triton --axes M=17",
 }
 
 

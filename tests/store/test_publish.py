@@ -40,7 +40,7 @@ def test_the_snapshot_holds_the_best_trace_per_solution_and_shape(opened, write_
     assert (report.folder, report.entries, report.traces, report.revocations) == (folder, 3, 4, 0)
     assert report.left_out == {
         "the worker was not confined (sandbox level below 2)": 1,
-        "passed a screen only (tilegym-db promote)": 1,
+        "passed a screen only (tilegym-db verify)": 1,
     }
     assert sorted(report.written) == sorted(path for path in folder.rglob("*") if path.is_file())
     scale = read_journal(folder / "norm" / "scale.jsonl.gz").traces

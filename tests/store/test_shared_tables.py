@@ -14,7 +14,6 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.cli.doctor import check_shared_tables
-from tilegym_db.cli.explain import shared_tables
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.installation import signed_line
 from tilegym_db.published.shared_place import SharedPlace
@@ -23,6 +22,7 @@ from tilegym_db.published.snapshot import sha256
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.published.trace_file import packed, unpacked
 from tilegym_db.records import Trace
+from tilegym_db.resolver.explain import shared_tables
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.publish import publish
 from tilegym_db.store.table_exchange import FetchedTables, fetch_tables, share_tables
@@ -383,11 +383,11 @@ def test_explain_and_doctor_say_what_is_used_and_why_not(team, on):
     team.at("bob")
     (told,) = shared_tables(GPU)
     assert (told["standing"], told["used"]) == ("foreign", False)
-    assert told["why"].endswith(f"tilegym-db sync {team.address} --tables --trust")
+    assert told["why"].endswith(f"tilegym-db data sync {team.address} --tables --trust")
     (check,) = check_shared_tables()
     assert (check.state, check.fix) == (
         "missing",
-        f"To use what you trust: tilegym-db sync {team.address} --tables --trust",
+        f"To use what you trust: tilegym-db data sync {team.address} --tables --trust",
     )
     (told,) = shared_tables(GPU, trust=True)
     assert told["used"]
@@ -410,14 +410,14 @@ def test_the_command_line_shares_a_table_and_brings_it(anywhere, on, capsys, mon
             journal.append(trace.model_copy(update=changes))
     anywhere.at("ada")
     assert app(["publish", "--gpu", GPU, "--to", anywhere.address]) == 0
-    assert "added a resolver table of the kernels promoted here, in 2 files" in capsys.readouterr().err
+    assert "added a resolver table of the kernels verified here, in 2 files" in capsys.readouterr().err
     anywhere.at("bob")
-    assert app(["sync", anywhere.address, "--tables"]) == 0
+    assert app(["data", "sync", anywhere.address, "--tables"]) == 0
     told = capsys.readouterr()
     assert told.out == "1 resolver tables, 1 of them new here\n"
     assert "foreign, and served by nothing here" in told.err
     assert not (anywhere.home("bob") / "tilegym.duckdb").exists()
-    assert app(["sync", anywhere.address, "--trust", "--json"]) == 0
+    assert app(["data", "sync", anywhere.address, "--trust", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["added"], told["tables"], told["new_tables"], told["waiting_tables"]) == (5, 1, 0, 0)
     table = load_table(GPU)

@@ -400,7 +400,7 @@ def test_the_command_line_shares_syncs_and_asks(s3, home, tmp_path, monkeypatch,
     assert app(["publish", "--gpu", "l4", "--to", s3]) == 0
     assert "5 traces added" in capsys.readouterr().err
     monkeypatch.setenv("TILEGYM_DB_HOME", str(tmp_path / "colleague"))
-    assert app(["sync", s3]) == 0
+    assert app(["data", "sync", s3]) == 0
     assert "5 traces added" in capsys.readouterr().out
     assert (
         app(["sql", "--from", s3, "--csv", "SELECT count(*) AS n, origin FROM traces WHERE gpu = 'l4' GROUP BY ALL"])

@@ -2,8 +2,9 @@
 
 The module runs exactly the bytes that the Solution's digest covers. Its name is derived from that digest, so two loads
 of one source share their compiled kernels, and an edited source is another module. Source files beside the entry file
-can be imported as ``from .other import x``, or as ``import other`` while it is being imported; files that are not declared
-as sources cannot.
+can be imported as ``from .other import x``, or as ``import other`` while it is being imported. Shared code that is declared as
+the source ``_lib/triton/scale.py`` is imported as ``from _lib.triton.scale import x``. Files that are not declared as sources
+cannot be imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
@@ -61,10 +62,10 @@ def unload_entry(solution: SolutionFiles) -> None:
         finders[:] = [finder for finder in finders if getattr(finder, "package", None) != package]
 
 
-def clipped_traceback(error: BaseException, folder: Path) -> str:
-    """Return the message of an error with the frames in a Solution's folder, and the type of its cause if any."""
+def clipped_traceback(error: BaseException, *folders: Path) -> str:
+    """Return the message of an error with the frames in a Solution's folders, and the type of its cause if any."""
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if Path(frame.filename).is_relative_to(folder)]
+    frames = [frame for frame in every if any(Path(frame.filename).is_relative_to(folder) for folder in folders)]
     if isinstance(error, SyntaxError) or not frames:
         lines = traceback.format_exception_only(error)
     else:
@@ -108,7 +109,7 @@ def _import(solution: SolutionFiles, name: str) -> ModuleType:
                 f"Fix: pip install --force-reinstall 'tilegym-db[{toolchain.extra}]'",
                 code="language_broken",
             ) from error
-        trace = clipped_traceback(error, solution.folder)
+        trace = clipped_traceback(error, *solution.folders)
         raise SolutionError(
             f"{solution.name}: {spec.entry_path} failed to import.\n{trace}", code="import_failed"
         ) from error
@@ -123,14 +124,15 @@ def _check_unchanged(solution: SolutionFiles) -> None:
     # Triton and TileLang read a kernel's text from the file again: the digest must cover that text.
     for path, content in solution.sources.items():
         try:
-            same = (solution.folder / path).read_bytes() == content
+            same = solution.source_file(path).read_bytes() == content
         except OSError as error:
             raise SolutionError(
-                f"{solution.name}: cannot read {solution.folder / path}: {error.strerror}.", code="source_unreadable"
+                f"{solution.name}: cannot read {solution.source_file(path)}: {error.strerror}.",
+                code="source_unreadable",
             ) from error
         if not same:
             raise SolutionError(
-                f"{solution.folder / path} changed after it was read. Run the command again.", code="source_changed"
+                f"{solution.source_file(path)} changed after it was read. Run the command again.", code="source_changed"
             )
 
 
@@ -158,11 +160,14 @@ class _ExactSource(importlib.machinery.SourceFileLoader):
 class _SiblingFinder:
     """Resolves a Solution's own files by their names inside its package and, while ``plain``, by their plain names."""
 
-    def __init__(self, folder: Path, package: str, sources: Mapping[str, bytes]) -> None:
-        self.package = package
+    def __init__(self, solution: SolutionFiles) -> None:
+        self.package = _package_name(solution)
         self.plain = True
-        files = {path: content for path, content in sources.items() if path.endswith(".py")}
-        self.modules = {_module_name(path): (folder / path, content) for path, content in files.items()}
+        self.modules = {
+            _module_name(path): (solution.source_file(path), content)
+            for path, content in solution.sources.items()
+            if path.endswith(".py")
+        }
         nested = {parent for name in self.modules for parent in _parents(name)} - set(self.modules)
         self.folders = nested
 
@@ -193,7 +198,7 @@ def _parents(name: str) -> Iterator[str]:
 @contextmanager
 def _siblings(solution: SolutionFiles) -> Iterator[None]:
     """Let a Solution import its own files; by plain names only as long as it is being imported."""
-    finder = _SiblingFinder(solution.folder, _package_name(solution), solution.sources)
+    finder = _SiblingFinder(solution)
     plain = {*finder.modules, *finder.folders}
     hidden = {name: sys.modules.pop(name) for name in plain & set(sys.modules)}
     sys.meta_path.insert(0, finder)

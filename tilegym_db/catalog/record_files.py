@@ -43,6 +43,18 @@ class SolutionFiles:
         """The folder of its sources, which a family shares."""
         return self.path.parent
 
+    def source_file(self, name: str) -> Path:
+        """Return the file of one of its sources; see :func:`source_file`."""
+        return source_file(self.path, name)
+
+    @cached_property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that hold its sources: its own, and those of shared code."""
+        outside = {
+            file.parent for name in self.sources if not (file := self.source_file(name)).is_relative_to(self.folder)
+        }
+        return (self.folder, *sorted(outside))
+
     @property
     def root(self) -> Path:
         """The catalog root that holds it, with links resolved."""
@@ -92,10 +104,30 @@ def stock_of(solutions: Iterable[SolutionFiles]) -> SolutionFiles | None:
     return min(stock, key=lambda files: (len(files.record.spec.constraints), files.name), default=None)
 
 
+def source_file(record_path: Path, name: str) -> Path:
+    """Return the file of a source: beside the record, or in a catalog's shared code if ``name`` begins with ``_lib/``.
+
+    A copy of shared code beside the record comes first, since an exported Solution carries its own. Then come
+    ``solutions/_lib/`` of the record's root and of the package.
+    """
+    path = record_path.parent / name
+    if name.startswith(f"{LIBRARY}/") and not path.exists():
+        roots = [root_of(record_path)] if len(record_path.parents) > 4 else []
+        for root in (*roots, shipped_root()):
+            if (root / "solutions" / name).is_file():
+                return root / "solutions" / name
+    return path
+
+
+def library_files(root: Path) -> list[Path]:
+    """Return the files of code that Solutions of a root share: ``solutions/_lib/<language>/*.py``."""
+    return visible(root / "solutions" / LIBRARY, "*/*.py")
+
+
 def read_source(record_path: Path, name: str) -> bytes:
-    """Return the bytes of a source beside a Solution's record; refuse a link that leads out of the folder."""
-    folder = record_path.parent
-    path = folder / name
+    """Return the bytes of a source of a Solution's record; refuse a link that leads out of its folder."""
+    path = source_file(record_path, name)
+    folder = record_path.parent if path == record_path.parent / name else path.parents[name.count("/")]
     if not path.exists():
         raise RecordError(
             f"{record_path}: sources: '{name}' does not exist beside {file_of(record_path).name}.",
@@ -169,7 +201,7 @@ def solution_folders(root: Path) -> list[Path]:
 
     Skip a link to a folder that contains the link: following it would loop, or read the whole disk.
     """
-    found = visible(root / "solutions", "*/*")
+    found = [path for path in visible(root / "solutions", "*/*") if path.parent.name != LIBRARY]
     links = {path for path in {*found, *(path.parent for path in found)} if path.is_symlink()}
     upwards = {path for path in links if _leads_upwards(path)}
     return [path for path in found if path not in upwards and path.parent not in upwards]
@@ -431,6 +463,9 @@ def read_workloads(path: Path, definition: Definition) -> Iterator[Workload | Br
 
 # ---- broken records -------------------------------------------------------------------------------
 # A broken record is left out and named once. Only commands about that record fail.
+
+LIBRARY = "_lib"
+"""Folder of shared code below ``solutions/``; a source ``_lib/triton/scale.py`` lies in it."""
 
 RECORD_NAME = "solution.json"
 """Name of a Solution's record file in its own folder."""

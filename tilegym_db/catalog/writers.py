@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilegym_db.catalog.blobs import add_blobs
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, file_of
+from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, file_of, source_file
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
@@ -92,8 +92,15 @@ def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str,
     with writing(root):
         folder = _folder_for(catalog.reread(root), record, root)
         content = (record.to_json(indent=2) + "\n").encode()
-        write_folder(folder, {**sources, RECORD_NAME: content})
+        own = {name: source for name, source in sources.items() if not _is_shared(folder / RECORD_NAME, name, source)}
+        write_folder(folder, {**own, RECORD_NAME: content})
     return folder
+
+
+def _is_shared(record_path: Path, name: str, content: bytes) -> bool:
+    """Return True if a source is shared code that the catalog has already, with the same bytes."""
+    path = source_file(record_path, name)
+    return path != record_path.parent / name and path.read_bytes() == content
 
 
 def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:

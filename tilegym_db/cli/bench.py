@@ -1,65 +1,131 @@
-"""``tilegym-db bench``, ``promote``, ``tune`` and ``regress``: verify, time and tune Solutions on this machine."""
+"""``tilegym-db bench``, ``verify``, ``tune`` and ``regress``: measure and verify Solutions on this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.options import Executor, Gpus, Language, MachineGpu, Names, WorkloadGlob, finite_seconds
+from tilegym_db.cli.kit.formats import AsJson
+from tilegym_db.cli.kit.options import (
+    AllowUnsandboxed,
+    Executor,
+    Force,
+    Gpus,
+    Language,
+    MachineGpu,
+    Names,
+    Quick,
+    WorkloadGlob,
+    finite_seconds,
+)
 from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
+    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.measurement.devices.devices import Devices
     from tilegym_db.measurement.plan import BenchReport, SummaryRow
     from tilegym_db.measurement.regress import RegressionReport
     from tilegym_db.measurement.tune.tune import TuneReport
     from tilegym_db.measurement.tune.tuner import TuneResult
 
+LanguageWithOthers = Annotated[
+    str | None,
+    typer.Option("--language", help="Only solutions in this language, and those that they are compared with."),
+]
+TraceLines = Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")]
+
+
+@contextmanager
+def progress_of(
+    names: list[str] | None, gpu: str, gpus: str | None, executor: str | None, *, as_json: bool
+) -> Iterator[tuple[Devices, Progress]]:
+    """Refuse absent GPUs and unknown names before the slow imports, then show progress on stderr during the block.
+
+    Yields the devices that the options name, and the progress.
+    """
+    from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.measurement.machine import devices_of_options
+
+    devices = devices_of_options(gpu, gpus, executor)
+    refuse_unknown_names(names or ())
+    from tilegym_db.cli.kit.bench_progress import Progress
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        yield devices, progress
+
+
+# ---- Bench and verify ---------------------------------------------------------------------------------
+
 
 def bench_command(
     names: Names = None,
-    language: Annotated[
-        str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
-    ] = None,
+    language: LanguageWithOthers = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
     executor: Executor = None,
     workload: WorkloadGlob = None,
-    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
-    again: Annotated[bool, typer.Option(help="Measure again what has a trace already.")] = False,
-    promote: Annotated[bool, typer.Option("--promote", help="Then promote what passed (see promote).")] = False,
-    allow_unsandboxed: Annotated[
-        bool, typer.Option(help="Promote even if workers cannot be confined; such traces are never published.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
+    quick: Quick = False,
+    force: Force = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Then verify what passed (see verify).")] = False,
+    allow_unsandboxed: AllowUnsandboxed = False,
+    as_json: TraceLines = False,
 ) -> None:
     """Build, verify and time solutions; every result becomes a trace in the database.
 
-    This is the screen. What passes is a candidate, and is verified once it is promoted. Interrupt it at any time: results are
-    kept, and the next run continues.
+    This is the screen. What passes is a candidate, and counts as verified once 'verify' passes it. Interrupt it at any time:
+    results are kept, and the next run continues.
     """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+        from tilegym_db.measurement.benchmark import bench
 
-    refuse_absent_gpu(gpu, gpus, executor)
-    refuse_unknown_names(names or ())
-    from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import benchmark
-
-    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = benchmark(
+        report = bench(
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             language=language,
             workload=workload,
             quick=quick,
-            again=again,
-            promote=promote,
+            force=force,
+            verify=verify,
+            allow_unsandboxed=allow_unsandboxed,
+            observer=progress.observer(),
+        )
+    finish(report, as_json=as_json)
+
+
+def verify_command(
+    names: Names = None,
+    language: LanguageWithOthers = None,
+    gpu: MachineGpu = "auto",
+    gpus: Gpus = None,
+    executor: Executor = None,
+    workload: WorkloadGlob = None,
+    quick: Quick = False,
+    force: Force = False,
+    allow_unsandboxed: AllowUnsandboxed = False,
+    as_json: TraceLines = False,
+) -> None:
+    """Verify what passed a screen. Only what passes here is used by best, the resolver and patched models.
+
+    It runs in fresh confined processes, with fresh secrets and all fuzz cases, and its traces have the tier 'promotion'. It
+    requires five bitwise equal runs, device time that belongs to the solution's own kernels, and a time that the harness's own
+    clock confirms.
+    """
+    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+        from tilegym_db.measurement.benchmark import verify
+
+        report = verify(
+            tuple(names or ()),
+            devices=devices,
+            language=language,
+            workload=workload,
+            quick=quick,
+            force=force,
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
@@ -73,10 +139,8 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
             typer.echo(trace.to_json())
     else:
         print_summary(report)
-    for promotion in report.promotions:
-        note(
-            f"{promotion.id}: {promotion.ratio:.2f}x over {promotion.baseline} (99% interval from {promotion.ci_low:.2f})"
-        )
+    for award in report.awards:
+        note(f"{award.id}: {award.ratio:.2f}x over {award.baseline} (99% interval from {award.ci_low:.2f})")
     for remark in (*report.notes, *report.plan.refused):
         note(remark)
     for reason in report.unfinished:
@@ -93,7 +157,6 @@ def print_summary(report: BenchReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from tilegym_db.cli.kit.output import print_table
     from tilegym_db.measurement.plan import summarise
 
     console = Console()
@@ -112,7 +175,7 @@ def print_summary(report: BenchReport) -> None:
         console.print(f"traces measured: {measured}", highlight=False)
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
-    after = f"promote --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
+    after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
     console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
 
 
@@ -121,54 +184,6 @@ def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
     note = row.note if len(row.note) <= 200 else row.note[:197] + "..."
     light = "" if row.sol_ratio is None else f"{row.sol_ratio:.0%}"
     return row.solution, row.language, f"{row.passed}/{row.total}", speedup, over_best, light, note
-
-
-# ---- Promote ------------------------------------------------------------------------------------------
-
-
-def promote_command(
-    names: Names = None,
-    language: Annotated[
-        str | None, typer.Option(help="Only solutions in this language, and those that they are compared with.")
-    ] = None,
-    gpu: MachineGpu = "auto",
-    gpus: Gpus = None,
-    executor: Executor = None,
-    workload: WorkloadGlob = None,
-    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
-    again: Annotated[bool, typer.Option(help="Promote again what has a verdict already.")] = False,
-    allow_unsandboxed: Annotated[
-        bool, typer.Option(help="Promote even if workers cannot be confined; such traces are never published.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")] = False,
-) -> None:
-    """Run the promotion tier. Only what passes it is verified, and used by best, the resolver and patched models.
-
-    The tier uses fresh confined processes, fresh secrets and all fuzz cases. It requires five bitwise equal runs, device time
-    that belongs to the solution's own kernels, and a time that the harness's own clock confirms.
-    """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
-
-    refuse_absent_gpu(gpu, gpus, executor)
-    refuse_unknown_names(names or ())
-    from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import promote
-
-    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = promote(
-            tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
-            language=language,
-            workload=workload,
-            quick=quick,
-            again=again,
-            allow_unsandboxed=allow_unsandboxed,
-            observer=progress.observer(),
-        )
-    finish(report, as_json=as_json)
 
 
 # ---- Tune ---------------------------------------------------------------------------------------------
@@ -189,8 +204,8 @@ def tune_command(
     executor: Executor = None,
     workload: WorkloadGlob = None,
     budget: Budget = None,
-    quick: Annotated[bool, typer.Option(help="Few workloads and rounds.")] = False,
-    again: Annotated[bool, typer.Option(help="Forget what earlier runs tried.")] = False,
+    quick: Quick = False,
+    force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and every config tried as JSON.")] = False,
 ) -> None:
     """Find the fastest config of each solution per workload, verify it and store it as a trace.
@@ -198,26 +213,17 @@ def tune_command(
     The search covers the tunables that a solution declares. Nothing is tuned at run time. Interrupt it at any time: rejected
     configs are not tried again. Exit status 1 if a declared config gives a wrong result.
     """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+        from tilegym_db.measurement.tune.tune import tune
 
-    refuse_absent_gpu(gpu, gpus, executor)
-    refuse_unknown_names(names or ())
-    from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.cli.kit.output import note, print_json
-    from tilegym_db.measurement.tune.tune import tune
-
-    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = tune(
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             language=language,
             workload=workload,
             budget_s=budget,
             quick=quick,
-            again=again,
+            force=force,
             observer=progress.tune_observer(),
         )
     if as_json:
@@ -237,8 +243,6 @@ COLUMNS = ("solution", "axes", "dtypes", "config", "vs defaults", "tried", "left
 
 def print_report(report: TuneReport) -> None:
     """Print one row per pair, what was left out with the reasons, and the next step."""
-    from tilegym_db.cli.kit.output import note, print_table
-
     if report.results:
         print_table(COLUMNS, [_cells(result) for result in report.results], prose=("why",), least=("left", "dtypes"))
     skipped: dict[str, int] = {}
@@ -247,7 +251,7 @@ def print_report(report: TuneReport) -> None:
     for reason, count in skipped.items():
         note(f"{count} not tuned: {reason}")
     spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "nothing new"
-    note(f"configs given up: {spelled}. Next: tilegym-db promote --gpu {report.machine.gpu}")
+    note(f"configs given up: {spelled}. Next: tilegym-db verify --gpu {report.machine.gpu}")
 
 
 def _cells(result: TuneResult) -> tuple[Any, ...]:
@@ -293,29 +297,21 @@ def regress_command(
     gpus: Gpus = None,
     executor: Executor = None,
     workload: WorkloadGlob = None,
-    quick: Annotated[bool, typer.Option(help="Few workloads and samples.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time every solution that changed since then, old and new version interleaved on this machine.
 
     Exit status 1 if a new version is slower by more than noise, or fails although the old one passes. Exit status 4 if a
     control, one source timed against itself, shows that the times are not reliable. Nothing is stored.
     """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+        from tilegym_db.measurement.regress import regress
 
-    refuse_absent_gpu(gpu, gpus, executor)
-    refuse_unknown_names(names or ())
-    from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.regress import regress
-
-    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = regress(
             against,
             tuple(names or ()),
-            gpu=gpu,
-            gpus=gpus,
-            executor=executor,
+            devices=devices,
             workload=workload,
             quick=quick,
             observer=progress.observer(),

@@ -1,4 +1,4 @@
-"""``tilegym-db best``, ``leaderboard`` and ``compare``: rank verified solutions per operator, shape and GPU."""
+"""``tilegym-db best`` and ``compare``: rank verified solutions per operator, shape and GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.kit.formats import (
+    AsArrow,
+    AsCsv,
+    AsJson,
+    AsParquet,
+    Form,
+    OutputFile,
+    Wide,
+    chosen_form,
+    write_records,
+)
 from tilegym_db.cli.kit.options import (
     Axes,
     DefinitionName,
@@ -40,6 +50,9 @@ MAX_ROWS = 1 << 31
 
 def best_command(
     name: DefinitionName = None,
+    rank: Annotated[
+        bool, typer.Option("--rank", help="Rank all solutions instead: shapes measured, shapes won, geometric means.")
+    ] = False,
     op_type: OpType = None,
     gpu: Gpu = None,
     axes: Axes = None,
@@ -56,17 +69,26 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add import normalise_language
     from tilegym_db.cli.kit.options import parse_axes
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
+    from tilegym_db.errors import UsageError
+    from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    sizes, spoken = parse_axes("--axes", axes), normalise_language(language)
+    sizes, spoken = parse_axes("--axes", axes), None if language is None else normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
     check_op_type(op_type, name)
     chosen = chosen_gpu(gpu)
+    if rank:
+        if sizes or spoken or limit is not None:
+            raise UsageError(
+                "--rank counts every size and every solution; leave --axes, --language and --limit out.",
+                code="options_clash",
+            )
+        rank_solutions(form, name, op_type, chosen, trust=trust, spark=spark)
+        return
     with open_reader(trust=trust) as store:
         rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
         measured = measured_gpus(store)
@@ -77,12 +99,12 @@ def best_command(
         raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified)
     if not form.is_table:
         write_records(form, rows)
-    else:
-        print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=wide, least=BEST_DROPPED_FIRST)
-        print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
-        note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
-        if unverified:
-            note(unverified)
+        return
+    print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=wide, least=BEST_DROPPED_FIRST)
+    print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
+    note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
+    if unverified:
+        note(unverified)
 
 
 def none_verified(
@@ -94,7 +116,7 @@ def none_verified(
     what = name or (f"op_type {op_type}" if op_type else "any definition")
     return NoSolutionError(
         f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-        + (unverified or f"Try: tilegym-db bench --promote {name or ''}".rstrip()),
+        + (unverified or f"Try: tilegym-db bench --verify {name or ''}".rstrip()),
         code="no_solution",
     )
 
@@ -169,35 +191,16 @@ def chosen_gpu(gpu: str | None) -> str | None:
     return parse_gpu(gpu)
 
 
-# ---- Leaderboard --------------------------------------------------------------------------------------
+# ---- Rank ---------------------------------------------------------------------------------------------
 
 
-def leaderboard_command(
-    name: DefinitionName = None,
-    op_type: OpType = None,
-    gpu: Gpu = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
-    trust: Trust = False,
-    spark: Spark = None,
+def rank_solutions(
+    form: Form, name: str | None, op_type: str | None, chosen: str | None, *, trust: bool, spark: bool | None
 ) -> None:
-    """Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.
-
-    Exit status 3 if nothing is verified.
-    """
-    from tilegym_db.catalog import Catalog
+    """Print the view ``leaderboard``. Raise :class:`NoSolutionError` if nothing is verified."""
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    if name is not None:
-        Catalog.default().definition(name)
-    check_op_type(op_type, name)
-    chosen = chosen_gpu(gpu)
     with open_reader(trust=trust) as store:
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
         sized = size_rows(store, name, op_type, chosen) if form.is_table and spark_wanted(spark) else []
@@ -208,7 +211,7 @@ def leaderboard_command(
     if not form.is_table:
         write_records(form, rows, KEYS)
         return
-    print_leaderboard(rows, sized, wide=wide)
+    print_leaderboard(rows, sized, wide=form.wide)
     note("speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes.")
     if unverified:
         note(unverified)
@@ -320,7 +323,7 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
     if definitions[0] != definitions[1]:
         raise UsageError(
             f"'{a}' computes {definitions[0]} and '{b}' computes {definitions[1]}: only solutions of one definition can be "
-            f"compared. Try: tilegym-db leaderboard {definitions[0]}",
+            f"compared. Try: tilegym-db best {definitions[0]} --rank",
             code="definitions_differ",
         )
 
@@ -333,6 +336,6 @@ def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exceptio
     where = f" on {gpu}" if gpu else ""
     return NoSolutionError(
         f"'{a}' and '{b}' have no verified size in common{where}; GPUs with verified traces: "
-        f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --promote",
+        f"{', '.join(measured_gpus(store)) or 'none'}. Try: tilegym-db bench {a} {b} --verify",
         code="sizes_disjoint",
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import shlex
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from tilegym_db.cli.kit.groups import SETTINGS, CommandGroup
 
 COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
         "list": "List definitions, or their solutions (--solutions) or workloads (--workloads).",
         "show": "Show a definition, a solution or one trace in full.",
-        "best": "Print the fastest verified solution per operator, shape and GPU.",
-        "leaderboard": "Rank solutions per operator and GPU: shapes measured, shapes won, geometric means.",
+        "best": "Print the fastest verified solution per operator, shape and GPU; --rank compares all.",
         "compare": "Compare two solutions of one operator at every size at which both are verified.",
         "explain": "Show which solution the resolver picks for a call, and why it rejects the others.",
         "report": "Write one page of everything in the database, for a browser without a network.",
@@ -30,61 +31,65 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Measure": {
         "bench": "Build, verify and time solutions; every result becomes a trace in the database.",
-        "tune": "Find the fastest config of each solution per workload.",
-        "promote": "Run the final verification of what passed a screen; only verified kernels are served.",
-        "reproduce": "Verify one case of one solution and print the result of every gate.",
-        "sanitize": "Run kernels under compute-sanitizer at fuzz shapes; a finding is a failed verdict.",
-        "profile": "Profile one call with Nsight Compute: bandwidth, occupancy, registers, stalls.",
-        "regress": "Time every solution that changed since a revision, old and new interleaved.",
+        "verify": "Run the final verification of what passed a screen; only verified kernels are served.",
         "publish": "Write the traces and the resolver table of one GPU.",
-        "ingest": "Add journals to the database.",
-        "sync": "Add the traces of a shared data set to the database.",
-    },
-    "The loop": {
-        "task": "Create a task, print it for its author, submit a kernel, see the verdict.",
-        "auto-kernelize": "Let an author write kernels for a model's costliest operators, and keep those that help.",
-        "recommend": "Show which promoted kernels would serve a model's calls; nothing is applied.",
-        "mcp": "Offer the loop's commands to agents as tools of the Model Context Protocol, over stdio.",
+        "tune": "Find the fastest config of each solution per workload.",
+        "regress": "Time every solution that changed since a revision, old and new interleaved.",
+        "debug": "Sanitize or profile a solution, or reproduce one case: sanitize, profile, reproduce.",
     },
     "Models": {
         "fit": "Measure the kernels for a model here, publish them for you, prove them and time the model.",
-        "verify-model": "Compare each kernel of a patch with stock code on a model's own calls.",
-        "model-bench": "Time a patched model against the unpatched one.",
+        "model": "Time a patched model, or compare its kernels with stock code: bench, verify.",
     },
-    "In and out": {
-        "import": "Import a foreign data set into a separate folder, unchanged; nothing of it is run.",
-        "export": "Write this database, or an imported data set, as files for other tools.",
-        "compare-foreign": "Run imported solutions in the sandbox and compare our verdicts with theirs.",
+    "Agents": {
+        "task": "Create a task, print it for its author, submit a kernel, see the verdict; or do it for a model.",
+        "mcp": "Offer the loop's commands to agents as tools of the Model Context Protocol, over stdio.",
+    },
+    "Data": {
+        "data": "Exchange data sets and traces: import, export, compare, ingest, sync.",
     },
     "This machine": {
         "demo": "Show the main features of tilegym-db on this machine in a few minutes.",
-        "doctor": "Report what works here and how to fix what does not.",
-        "calibrate": "Measure the peaks of this GPU.",
-        "version": "Print the version of tilegym-db and of the packages it works with.",
+        "doctor": "Report what works here and how to fix what does not; also calibrate, versions.",
     },
 }
 """Commands with one-line summaries, by panel of the help, in the order of the help."""
 
 MODULES = {
     **dict.fromkeys(("add-definition", "add-solution", "add-workload"), "add"),
-    **dict.fromkeys(("bench", "promote", "tune", "regress"), "bench"),
-    **dict.fromkeys(("sanitize", "profile", "reproduce"), "instruments"),
-    **dict.fromkeys(("best", "leaderboard", "compare"), "best"),
-    **dict.fromkeys(("publish", "ingest", "sync"), "publish"),
-    **dict.fromkeys(("import", "export", "compare-foreign"), "exchange"),
-    **dict.fromkeys(("task", "auto-kernelize", "recommend", "mcp"), "task"),
-    **dict.fromkeys(("fit", "model-bench", "verify-model"), "models"),
-    **dict.fromkeys(("doctor", "calibrate", "version"), "doctor"),
+    **dict.fromkeys(("bench", "verify", "tune", "regress"), "bench"),
+    **dict.fromkeys(("best", "compare"), "best"),
+    **dict.fromkeys(("task", "mcp"), "task"),
+    **dict.fromkeys(("fit", "model"), "models"),
 }
 """Module of ``cli`` with the function ``<command>_command``, by command.
 
 A command that is not listed is ``command`` or the Typer app ``app`` in the module of that name.
 """
 
+OLD_NAMES = {
+    "auto-kernelize": "task auto",
+    "calibrate": "doctor calibrate",
+    "compare-foreign": "data compare",
+    "export": "data export",
+    "import": "data import",
+    "ingest": "data ingest",
+    "leaderboard": "best --rank",
+    "model-bench": "model bench",
+    "profile": "debug profile",
+    "promote": "verify",
+    "recommend": "task recommend",
+    "reproduce": "debug reproduce",
+    "sanitize": "debug sanitize",
+    "sync": "data sync",
+    "verify-model": "model verify",
+    "version": "doctor versions",
+}
+"""Earlier name of a command -> the words that replace it."""
+
 
 # ---- Typer group --------------------------------------------------------------------------------------
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EPILOG = (
     "Exit status: 0 ok, 1 a finding or a failure, 2 wrong usage or a missing package, 3 no verified solution, "
     "4 an invalid measurement, 130 interrupted."
@@ -118,8 +123,8 @@ def every_command() -> dict[str, Any]:
     return found
 
 
-class CommandTable(TyperGroup):
-    """The Typer group of :data:`COMMANDS`."""
+class CommandTable(CommandGroup):
+    """The group of :data:`COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return every name, in the order of the help."""
@@ -130,14 +135,13 @@ class CommandTable(TyperGroup):
         return load_command(cmd_name) if cmd_name in self.list_commands(ctx) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Resolve a command like Typer, but suggest the nearest names for an unknown one."""
-        from tilegym_db.errors import UsageError, did_you_mean
+        """Resolve a command as a group does, but answer an old name with the new one."""
+        from tilegym_db.errors import UsageError
 
-        known = self.list_commands(ctx)
-        if args and args[0] not in known and not args[0].startswith("-"):
-            raise UsageError(
-                f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: tilegym-db --help", code="command_unknown"
-            )
+        if args and args[0] in OLD_NAMES:
+            new = OLD_NAMES[args[0]]
+            command = " ".join(["tilegym-db", new, *map(shlex.quote, args[1:])])
+            raise UsageError(f"'{args[0]}' is now '{new}'. Try: {command}", code="command_renamed")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -107,11 +107,11 @@ def select_jobs(
         UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
     """
     from tilegym_db.backends.compile_jobs import CompileJob
-    from tilegym_db.cli.add import normalise_language
     from tilegym_db.errors import UsageError
     from tilegym_db.records import TILE_LANGUAGES
+    from tilegym_db.records.solution import normalise_language
 
-    wanted = normalise_language(language)
+    wanted = None if language is None else normalise_language(language)
     jobs, excluded = [], ""
     for solution in named_solutions(catalog, names):
         spoken = solution.record.spec.language

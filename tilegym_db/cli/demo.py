@@ -134,7 +134,7 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.bench import print_summary
     from tilegym_db.cli.kit.bench_progress import Progress
-    from tilegym_db.measurement.benchmark import benchmark
+    from tilegym_db.measurement.benchmark import bench
     from tilegym_db.sandbox.worker import best_level
     from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
@@ -157,12 +157,12 @@ def measure(machine: Machine, folder: Path, tokens: int) -> int:
         names, workload = ("rms_norm_demo",), "stage:demo"
     with heartbeat("testing the sandbox of this machine"):
         sandbox = best_level(machine.device)
-        promote = sandbox.level >= MIN_SANDBOX_LEVEL
-    if not promote:
-        say(f"There is no promotion, so nothing will count as verified: {'; '.join(sandbox.reasons)}")
+        verify = sandbox.level >= MIN_SANDBOX_LEVEL
+    if not verify:
+        say(f"Nothing will count as verified: {'; '.join(sandbox.reasons)}")
     with heartbeat("verifying and timing"), Progress() as progress:
-        report = benchmark(
-            names, gpu=machine.gpu, workload=workload, quick=machine.is_gpu, again=True, promote=promote,
+        report = bench(
+            names, devices=machine.gpu, workload=workload, quick=machine.is_gpu, force=True, verify=verify,
             catalog=Catalog.default(), observer=progress.observer(),
         )  # fmt: skip
     print_summary(report)

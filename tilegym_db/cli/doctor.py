@@ -1,4 +1,4 @@
-"""``tilegym-db doctor``, ``calibrate`` and ``version``: report what works on this machine, and how to fix the rest."""
+"""``tilegym-db doctor``: report what works on this machine, and how to fix the rest; calibrate it; print versions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tilegym_db.cli.kit.formats import (
     write_json,
     write_records,
 )
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tilegym_db.records.roofline import GpuPeaks, Measured
     from tilegym_db.sandbox.confine import Sandbox
     from tilegym_db.store.broken_files import BrokenFiles
+
+
+app = command_group("Report what works here and how to fix what does not.", runs_alone=True)
 
 
 # ---- Lines of the report ------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ def files_checks(found: BrokenFiles) -> Iterator[Check]:
         yield Check(found.what, "missing", detail, fix)
     if found.read < found.files:
         left = f"{found.files - found.read} older {found.what} were not read, because that takes too long here"
-        yield Check(found.what, "ok", f"{left}; tilegym-db ingest --rebuild reads them all")
+        yield Check(found.what, "ok", f"{left}; tilegym-db data ingest --rebuild reads them all")
 
 
 def _named(faults: Sequence[RejectedLine]) -> str:
@@ -128,9 +132,10 @@ def _named(faults: Sequence[RejectedLine]) -> str:
 _OPERANDS = {"tf32": "float32", "float32": None}
 
 
+@app.command("calibrate")
 def calibrate_command(
     gpu: Annotated[str, typer.Option(help="auto, or the GPU in this machine (h100, h200, ...).")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the peaks of this GPU, which are the basis of speed-of-light ratios, and store them.
 
@@ -176,12 +181,13 @@ def print_peaks(peaks: GpuPeaks) -> None:
     )
 
 
-# ---- Version ------------------------------------------------------------------------------------------
+# ---- Versions ------------------------------------------------------------------------------------------
 
 PACKAGES = ("duckdb", "torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers")
 
 
-def version_command(
+@app.command("versions")
+def versions_command(
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,
@@ -217,7 +223,9 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def doctor_command(
+@app.callback()
+def command(
+    context: typer.Context,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     as_parquet: AsParquet = False,
@@ -226,6 +234,8 @@ def doctor_command(
     wide: Wide = False,
 ) -> None:
     """Report what works here and how to fix what does not. Exit status 1 if anything is broken."""
+    if context.invoked_subcommand is not None:
+        return
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     found = [check for checks in CHECKS for check in _results(checks)]
     if not form.is_table:
@@ -391,7 +401,7 @@ def check_store() -> Iterator[Check]:
 
 
 def check_sandbox() -> Iterator[Check]:
-    """Yield the state of the sandbox, and which kernels are promoted if workers cannot be confined."""
+    """Yield the state of the sandbox, and which kernels are verified if workers cannot be confined."""
     import importlib.util
 
     from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
@@ -415,7 +425,7 @@ def sandbox_check(found: Sandbox) -> Check:
     if found.level >= MIN_SANDBOX_LEVEL:
         return Check("sandbox", "ok", found.description)
     detail = (
-        "workers cannot be confined here, so only kernels that the package ships are promoted, and only you can use them "
+        "workers cannot be confined here, so only kernels that the package ships are verified, and only you can use them "
         f"({found.description})"
     )
     fix = "your own kernels need Linux 6.2 or newer with Landlock enabled, and not gVisor"
@@ -453,7 +463,7 @@ def peaks_check(own: GpuPeaks | None, known: GpuPeaks | None, gpu: str, driver: 
     """
     if own is not None:
         return Check("peaks", "ok", f"{gpu} calibrated {_spelled_peaks(own)}")
-    fix = "tilegym-db calibrate (bench does this once, automatically)"
+    fix = "tilegym-db doctor calibrate (bench does this once, automatically)"
     if known is None:
         return Check("peaks", "missing", f"{gpu} is not calibrated, so traces have no speed of light", fix)
     detail = f"{gpu} is not calibrated with driver {driver}; known: {_spelled_peaks(known)}"

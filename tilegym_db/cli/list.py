@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 def command(
     solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
     workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
-    promoted: Annotated[
+    awards: Annotated[
         bool,
-        typer.Option(
-            "--promoted", help="List promotions: kernels that beat the best baseline by 1.10x, with their status."
-        ),
+        typer.Option("--awards", help="List awards: kernels that beat the best baseline by 1.10x, with their status."),
     ] = False,
     op_type: OpType = None,
     status: Annotated[str | None, typer.Option(help="Only definitions with the tag status:<this>.")] = None,
@@ -55,27 +53,27 @@ def command(
     from tilegym_db.errors import UsageError
 
     form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    if solutions + workloads + promoted > 1:
+    if solutions + workloads + awards > 1:
         raise UsageError(
-            "--solutions, --workloads and --promoted list different things; give one of them.", code="options_clash"
+            "--solutions, --workloads and --awards list different things; give one of them.", code="options_clash"
         )
     if origin is not None:
         rows = imported_rows(origin, "solution" if solutions else "workload" if workloads else "definition", op_type)
         print_imported(rows, form)
         return
-    describe = solution_rows if solutions else workload_rows if workloads else promoted_rows if promoted else None
+    describe = solution_rows if solutions else workload_rows if workloads else award_records if awards else None
     rows = listed_rows(Catalog.default(), describe, op_type, status)
     if not form.is_table:
         write_records(form, rows)
     elif rows:
         cells = [tuple(_spelled(value) for value in row.values()) for row in rows]
-        print_table(list(rows[0]), cells, wide=wide, least=LEAST_OF_PROMOTIONS if promoted else LEAST)
+        print_table(list(rows[0]), cells, wide=wide, least=LEAST_OF_AWARDS if awards else LEAST)
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
         note("nothing matches.")
 
 
-LEAST_OF_PROMOTIONS = ("trace", "digest", "ratio", "over")
+LEAST_OF_AWARDS = ("trace", "digest", "ratio", "over")
 LEAST = ("trace", "tags", "description", "layouts", "version", "digest", "targets", "status", "role")
 
 
@@ -165,17 +163,17 @@ def workload_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[d
     ]
 
 
-def promoted_rows(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
-    """Return one row per promotion of the Definitions, with its status."""
+def award_records(catalog: Catalog, definitions: Sequence[Definition]) -> list[dict[str, Any]]:
+    """Return one row per award of the Definitions, with its status."""
     from tilegym_db.store.connection import open_store
-    from tilegym_db.store.loop import promotion_rows
+    from tilegym_db.store.loop import award_rows
 
     names = {item.name for item in definitions}
     with open_store(read_only=True, catalog=catalog) as store:
-        found = [row for row in promotion_rows(store) if row["definition"] in names]
+        found = [row for row in award_rows(store) if row["definition"] in names]
     return [
         {
-            "promotion": row["id"],
+            "award": row["id"],
             "status": row["status"],
             "solution": row["solution"],
             "digest": row["solution_digest"][:12],

@@ -1,4 +1,4 @@
-"""``tilegym-db fit``, ``model-bench`` and ``verify-model``: measure, time and verify kernels for whole models."""
+"""``tilegym-db fit`` and ``model``: measure, time and verify kernels for whole models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import Wide
-from tilegym_db.cli.kit.options import ConfigFile, Gpus, MachineGpu
+from tilegym_db.cli.kit.formats import AsJson, Wide
+from tilegym_db.cli.kit.groups import command_group
+from tilegym_db.cli.kit.options import (
+    ConfigFile,
+    Gpus,
+    Layers,
+    MachineGpu,
+    MaxNewTokens,
+    ModelDtype,
+    PromptTokens,
+    Rounds,
+    Sequences,
+)
 from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
 
 if TYPE_CHECKING:
@@ -22,6 +33,8 @@ if TYPE_CHECKING:
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
 
 
+app = command_group("Time a patched model, or verify its kernels on the calls that it makes.")
+
 LARGEST = 8
 """Maximum number of unserved pieces that are listed."""
 
@@ -29,14 +42,16 @@ LARGEST = 8
 def fit_command(
     config: ConfigFile,
     batch: Annotated[str, typer.Option(help="Sequences; several as 1,8.", metavar="N[,N]")] = "1",
-    prompt: Annotated[str, typer.Option(help="Random tokens of each; several as 512,4096.", metavar="N[,N]")] = "512",
-    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.", min=0)] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Random tokens of each; several as 512,4096.", metavar="N[,N]")
+    ] = "512",
+    max_new_tokens: MaxNewTokens = 64,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Timed generations per way.", min=1, max=100_000)] = 10,
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dtype: ModelDtype = "bfloat16",
+    rounds: Rounds = 10,
+    layers: Layers = None,
+    as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
     """Capture the calls of a model with random weights, measure kernels for them, publish those for you, and time the model.
@@ -44,16 +59,16 @@ def fit_command(
     Nothing is downloaded. Every result is stored at once, so you can interrupt and run it again to continue. A second run
     measures nothing. Exit 1: a kernel failed its proof on the model, or something could not be measured.
     """
-    from tilegym_db.measurement.machine import refuse_absent_gpu
+    from tilegym_db.measurement.machine import devices_of_options
 
-    refuse_absent_gpu(gpu, gpus)
-    batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
+    devices = devices_of_options(gpu, gpus)
+    batches, prompts = _numbers("--batch", batch), _numbers("--prompt-tokens", prompt_tokens)
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
-    options = FitOptions(batches, prompts, new, dtype, layers, rounds, gpus)
+    options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
-        report = fit_config(config, gpu, options, progress.observer(), progress.round_done)
+        report = fit_config(config, devices, options, progress.observer(), progress.round_done)
     if as_json:
         print_json(content_of(report))
     else:
@@ -123,26 +138,28 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
         note("Next: tilegym_db.patch(model)")
 
 
-# ---- Model bench ----------------------------------------------------------------------------------------
+# ---- Bench ----------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 
 
-def model_bench_command(
+@app.command("bench")
+def bench_command(
     config: ConfigFile,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    prompt: Annotated[int, typer.Option(help="Random tokens of each sequence.")] = 512,
-    new: Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.")] = 64,
+    batch: Sequences = 1,
+    prompt_tokens: PromptTokens = 512,
+    max_new_tokens: MaxNewTokens = 64,
     gpu: MachineGpu = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Timed generations per way.", max=100_000)] = 10,
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Prove the patch first; see verify-model.")] = False,
+    dtype: ModelDtype = "bfloat16",
+    rounds: Rounds = 10,
+    layers: Layers = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the patch first; see model verify.")] = False,
     static_cache: Annotated[
         bool, typer.Option("--static-cache", help="Also both with a static cache and compiled decoding.")
     ] = False,
     compile_prefill: Annotated[
-        bool, typer.Option("--compile", help="Also both under torch.compile; for the prefill alone (--new 0).")
+        bool,
+        typer.Option("--compile", help="Also both under torch.compile; for the prefill alone (--max-new-tokens 0)."),
     ] = False,
     beside: Annotated[
         list[str] | None, typer.Option(help="Also a library in a separate process: liger or tilegym; repeatable.")
@@ -152,7 +169,7 @@ def model_bench_command(
         typer.Option(help="Also stock with its experts set to eager, batched_mm or grouped_mm; repeatable."),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Also profile one call: GPU time by kernels.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
     """Generate with a model of random weights, stock and patched in turns, and store how long each takes.
@@ -170,7 +187,8 @@ def model_bench_command(
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 
     options = ModelBenchOptions(
-        dtype=dtype, batch=batch, prompt=prompt, new=new, rounds=rounds, layers=layers, verify=verify, profile=profile,
+        dtype=dtype, batch=batch, prompt=prompt_tokens, new=max_new_tokens, rounds=rounds, layers=layers, verify=verify,
+        profile=profile,
         with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
         experts=tuple(experts or ()),
     )  # fmt: skip
@@ -313,23 +331,26 @@ def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-# ---- Verify model ---------------------------------------------------------------------------------------
+# ---- Verify ---------------------------------------------------------------------------------------
 
 
-def verify_model_command(
+@app.command("verify")
+def verify_command(
     config: ConfigFile,
     gpu: MachineGpu = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    prompt: Annotated[int, typer.Option(help="Random tokens of each sequence; one more is decoded.")] = 128,
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    dtype: ModelDtype = "bfloat16",
+    batch: Sequences = 1,
+    prompt_tokens: PromptTokens = 128,
+    layers: Layers = None,
     capture: Annotated[
         bool, typer.Option("--capture", help="Keep the model's calls as workloads in your catalog.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
     """Patch a model with random weights, and compare each kernel with stock code on the calls that the model makes.
+
+    After the prompt, one more token is decoded.
 
     Nothing is downloaded. Exit 1: a kernel's error exceeds the one that stock allows, so a patch with verify=True leaves it out.
     """
@@ -340,7 +361,7 @@ def verify_model_command(
     from tilegym_db.models.verify_model import keep_workloads, model_tag, verify_model
 
     device = select_machine(gpu).device
-    found = verify_model(config, device=device, dtype=dtype, batch=batch, prompt=prompt, layers=layers)
+    found = verify_model(config, device=device, dtype=dtype, batch=batch, prompt=prompt_tokens, layers=layers)
     if as_json:
         print_json(found.report.to_dict())
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilegym_db.cli.kit.formats import AsJson, file_name
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
     from tilegym_db.scaffold import MappedWorkloads
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Write a draft of a definition, a solution or workloads, with the next command.",
-)
+app = command_group("Write a draft of a definition, a solution or workloads, with the next command.")
 
 
 @app.command("definition")
@@ -96,9 +91,10 @@ def new_solution(
 ) -> None:
     """Write the draft of a kernel with the operator's signature, or add its stock code."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.add import login_name, normalise_language
     from tilegym_db.errors import UsageError
+    from tilegym_db.records.solution import normalise_language
     from tilegym_db.scaffold import draft_solution, stock_solution_files
+    from tilegym_db.scaffold.solution_draft import login_name
 
     if name is not None:
         check_name(name, "--name")
@@ -121,8 +117,8 @@ def new_solution(
         )
         note(f"added solution '{record.name}' for {definition}. Next: tilegym-db new solution {definition} -l triton")
         return
+    assert language is not None
     chosen = normalise_language(language)
-    assert chosen is not None
     called = name or free_name(f"{definition}_{chosen}", set(catalog.solution_paths))
     target = folder or Path(called)
     write_new(target, draft_solution(operator, chosen, called, login_name()))

@@ -1,13 +1,13 @@
-"""``tilegym-db publish``, ``ingest`` and ``sync``: publish traces for the resolver, and add traces to the database."""
+"""``tilegym-db publish``: publish the traces of one GPU for the resolver, here or in a shared data set."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.options import Trust, complete_gpu, regular_files
+from tilegym_db.cli.kit.formats import AsJson
+from tilegym_db.cli.kit.options import Trust, complete_gpu
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def publish_command(
             help="The GPU whose traces to publish: h200, ..., or auto for the one here.", autocompletion=complete_gpu
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     trust: Trust = False,
     to: Annotated[
         str | None,
@@ -32,13 +32,13 @@ def publish_command(
 ) -> None:
     """Write the traces and the resolver table of one GPU: into the checkout, or into the user's folder.
 
-    In a checkout, runs of whole models (model-bench) are published too, as evidence for models.
+    In a checkout, runs of whole models (model bench) are published too, as evidence for models.
     From then on resolve() and patch() on that GPU use the published kernels. Only traces that the promotion tier verified in a
-    confined process are published, and traces that a later failure revoked are removed. If workers cannot be confined, promoted
+    confined process are published, and traces that a later failure revoked are removed. If workers cannot be confined, verified
     kernels that the package ships are published, but only into the user's folder.
 
     With --to nothing is written here. The data set gets every missing trace of that GPU from this installation, and a resolver
-    table of the promoted kernels. Others fetch both with 'tilegym-db sync'. Credentials come from the environment.
+    table of the verified kernels. Others fetch both with 'tilegym-db data sync'. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
     from tilegym_db.cli.kit.reader import open_reader
@@ -74,10 +74,10 @@ def _share(uri: str, gpu: str, *, as_json: bool) -> None:
         note(f"{report.traces - report.known} traces added, {report.known} were there already")
     else:
         note(
-            f"nothing to add: there are no traces of {gpu} from this machine. Try, on that GPU: tilegym-db bench --promote"
+            f"nothing to add: there are no traces of {gpu} from this machine. Try, on that GPU: tilegym-db bench --verify"
         )
     if files:
-        note(f"added a resolver table of the kernels promoted here, in {len(files)} files")
+        note(f"added a resolver table of the kernels verified here, in {len(files)} files")
     for problem in report.problems:
         note(f"not read: {problem}")
     if report.problems:
@@ -108,96 +108,3 @@ def _print(report: PublishReport, *, paths: bool) -> None:
         note(f"{report.revocations} failures are published too, so that other stores revoke those passes")
     for path in report.leftover:
         note(f"nothing verified is left in {path}; delete it if this is intended")
-
-
-# ---- Ingest ---------------------------------------------------------------------------------------------
-
-
-def ingest_command(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Trace files (.jsonl); none means every journal of the store.",
-            exists=True,
-            dir_okay=False,
-            callback=regular_files,
-        ),
-    ] = None,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Rebuild the database from its journals.")] = False,
-    trust: Annotated[
-        bool,
-        typer.Option("--trust", help="Trust traces that this installation did not measure (origin 'foreign')."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Add journals to the database. Known traces are skipped, so you can run it at any time.
-
-    Exit status 1 if a line is not a valid trace; the others are still ingested.
-    """
-    from tilegym_db.errors import UsageError
-    from tilegym_db.store import connection
-    from tilegym_db.store.connection import open_store
-
-    if rebuild and files:
-        raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
-    if rebuild and trust:
-        raise UsageError(
-            "--rebuild keeps what was trusted before; run: tilegym-db ingest --trust [FILES]", code="options_clash"
-        )
-    if rebuild:
-        report = connection.rebuild()
-    else:
-        with open_store() as store:
-            report = connection.ingest(store, files, trust=trust)
-    rejected = [str(line) for line in report.rejected]
-    if as_json:
-        print_json({"files": report.files, "added": report.added, "known": report.known, "rejected": rejected})
-    else:
-        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
-    for line in (*rejected, *report.notes):
-        note(line)
-    if rejected:
-        raise typer.Exit(1)
-
-
-# ---- Sync -----------------------------------------------------------------------------------------------
-
-
-def sync_command(
-    uri: Annotated[str, typer.Argument(help="A folder, or an address such as s3://bucket/folder.", metavar="URI")],
-    trust: Annotated[
-        bool,
-        typer.Option("--trust", help="Trust traces and tables that this installation did not write."),
-    ] = False,
-    tables: Annotated[
-        bool, typer.Option("--tables", help="Fetch only the resolver tables, for a machine that only serves.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Add every trace of a shared data set to the database, and its resolver tables to the user's folder.
-
-    Known traces are skipped. Traces of other installations are foreign: they are shown, but used only with --trust. The same
-    holds for their tables. With --trust, patch(), resolve() and 'explain' use each table in addition to what is published here.
-    The next 'sync --trust' replaces a table by a newer one of the same writer. Credentials come from the environment, as for any
-    S3 tool. Exit status 1 if a file of the data set is invalid; the others are still read.
-    """
-    from tilegym_db.paths import home
-    from tilegym_db.store.sharing import SharedDataSet, brought_in
-    from tilegym_db.store.table_exchange import fetch_tables
-
-    data_set = SharedDataSet(uri)
-    report, rejected = brought_in(data_set, trust=trust) if not tables else (None, [])
-    found = fetch_tables(home(), data_set.place, trust=trust)
-    rejected += found.problems
-    counts = {} if report is None else {"files": report.files, "added": report.added, "known": report.known}
-    if as_json:
-        facts = {"tables": found.tables, "new_tables": found.new, "waiting_tables": found.waiting}
-        print_json({**counts, **facts, "rejected": rejected})
-    elif report is not None:
-        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
-    if not as_json and (found.tables or report is None):
-        typer.echo(f"{found.tables} resolver tables, {found.new} of them new here")
-    for line in (*rejected, *(report.notes if report is not None else ()), *found.notes(uri)):
-        note(line)
-    if rejected:
-        raise typer.Exit(1)

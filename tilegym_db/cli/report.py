@@ -9,16 +9,11 @@ from typing import Annotated
 import typer
 
 from tilegym_db.cli.kit.formats import file_name
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import Trust, path_given
 from tilegym_db.cli.kit.output import note, print_line
 
-app = typer.Typer(
-    invoke_without_command=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Write one page of the whole database, for a browser without a network.",
-)
+app = command_group("Write one page of the whole database, for a browser without a network.", runs_alone=True)
 
 Since = Annotated[
     datetime | None,

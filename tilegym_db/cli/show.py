@@ -191,7 +191,7 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
         "dtypes": "; ".join(f"{name}: {', '.join(choices)}" for name, choices in spec.dtypes.items()),
         "constraints": "; ".join(spec.constraints),
         "layouts": spelled_map(spec.layouts),
-        "omits": f"{', '.join(spec.omits)} (verified without a time, never promoted or served)" if spec.omits else "",
+        "omits": f"{', '.join(spec.omits)} (verified without a time, never ranked or served)" if spec.omits else "",
         "tunables": "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in spec.tunables.items()),
     }
     for label, text in facts.items():
@@ -351,7 +351,7 @@ def _standing(row: dict[str, Any]) -> str:
     if row["tier"] == "untimed":
         return "no: it omits an output, so it was verified but not timed"
     if row["tier"] not in VERIFIED_TIERS:
-        return f"no: the {row['tier']} tier is not enough; run tilegym-db promote {row['solution']}"
+        return f"no: the {row['tier']} tier is not enough; run tilegym-db verify {row['solution']}"
     return "no: there is a newer pass of the same source, config and shape"
 
 

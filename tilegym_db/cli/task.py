@@ -1,4 +1,4 @@
-"""``tilegym-db task``, ``auto-kernelize``, ``recommend`` and ``mcp``: tasks, submissions and the loop over a model."""
+"""``tilegym-db task`` and ``mcp``: tasks, submissions and the loop over a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
-    MAX_PROMPT_TOKENS,
     ConfigFile,
+    Layers,
     MachineGpu,
+    ModelDtype,
+    PromptTokens,
+    Rounds,
     complete_definition,
     complete_gpu,
     complete_language,
@@ -26,13 +30,7 @@ if TYPE_CHECKING:
     from tilegym_db.records.loop import Attempt, Experiment
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Create a task, print it for its author, submit a kernel, see the verdict.",
-)
+app = command_group("Create a task, print it for its author, submit a kernel, see the verdict.")
 
 TaskId = Annotated[str, typer.Argument(help="The task's id, or how it begins.", metavar="ID")]
 Language = Annotated[
@@ -55,7 +53,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a task for a kernel of one operator, language and GPU, with the bar to beat, and print its id."""
-    from tilegym_db.loop.tasks import create_task, unpromotable
+    from tilegym_db.loop.tasks import create_task, unverifiable
 
     task = create_task(
         definition, language=language, gpu=gpu, workload=tuple(workload) if workload else None, min_speedup=min_speedup
@@ -64,7 +62,7 @@ def create(
         print_json(task.model_dump(mode="json"))
     else:
         print_line(task.id)
-    if why := unpromotable(task.language, task.gpu):
+    if why := unverifiable(task.language, task.gpu):
         note(why)
     count = len(task.workloads)
     note(
@@ -78,11 +76,9 @@ def from_model(
     config: ConfigFile,
     language: Language = "triton",
     gpu: TaskGpu = "auto",
-    prompt: Annotated[
-        int, typer.Option(help="Random tokens of the profiled call.", min=1, max=MAX_PROMPT_TOKENS)
-    ] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
+    prompt_tokens: PromptTokens = 128,
+    dtype: ModelDtype = "bfloat16",
+    layers: Layers = None,
     drafts: Annotated[Path | None, typer.Option(help="Folder for drafts of what no definition describes.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,12 +87,12 @@ def from_model(
     For a part that no definition describes, a draft is written with the captured shapes, dtypes, strides and source location.
     """
     from tilegym_db.loop.from_model import tasks_from_model
-    from tilegym_db.loop.tasks import unpromotable
+    from tilegym_db.loop.tasks import unverifiable
 
     found = tasks_from_model(
-        config, language=language, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers, drafts=drafts
+        config, language=language, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, drafts=drafts
     )
-    if found.time_of == "cpu" and (why := unpromotable(language, "cpu")):
+    if found.time_of == "cpu" and (why := unverifiable(language, "cpu")):
         note(why)
     rows = [piece.to_dict() for piece in found.pieces]
     if as_json:
@@ -104,7 +100,7 @@ def from_model(
         return
     columns = ("part", "share", "calls", "definition", "match", "outcome")
     print_table(columns, [tuple(row[name] for name in columns) for row in rows], prose=("outcome",))
-    note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt} tokens")
+    note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt_tokens} tokens")
 
 
 @app.command("prompt")
@@ -123,9 +119,10 @@ def submit(
     gpu: Annotated[str | None, typer.Option(help="The GPU to measure on; it must be the task's.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a kernel: it is received, scanned, compiled, screened and promoted. It runs only in a confined worker.
+    """Submit a kernel: it is received, scanned, compiled, screened and verified. It runs only in a confined worker.
 
-    Exit 0 promoted, 1 refused, 3 no GPU for the last steps (submit the same source again on a machine with the GPU).
+    Exit 0: it has an award, and the stored verdict is 'promoted'. Exit 1: it is refused. Exit 3: there is no GPU for the last
+    steps, so submit the same source again on a machine with the GPU.
     """
     from tilegym_db.loop.tasks import find_task
 
@@ -159,8 +156,8 @@ def _print_attempt(attempt: Attempt, gpu: str) -> None:
         print_line(f"{attempt.gate + ': ' if attempt.gate else ''}{attempt.reason}")
     if attempt.command:
         note(f"To reproduce it: {attempt.command}")
-    for promotion in attempt.promotions:
-        print_line(promotion)
+    for award in attempt.promotions:
+        print_line(award)
     note(NEXT[attempt.verdict].format(task=attempt.task, gpu=gpu))
 
 
@@ -203,12 +200,13 @@ def _with_short_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "id": row["id"][:length]} for row in rows]
 
 
-# ---- Auto-kernelize -------------------------------------------------------------------------------------
+# ---- Auto -------------------------------------------------------------------------------------
 
 MAX_BUDGET_S = 30 * 24 * 3600
 
 
-def auto_kernelize_command(
+@app.command("auto")
+def auto_command(
     config: ConfigFile,
     author: Annotated[
         str | None,
@@ -222,13 +220,11 @@ def auto_kernelize_command(
         str, typer.Option("--language", "-l", help="Language of the kernels.", autocompletion=complete_language)
     ] = "triton",
     gpu: MachineGpu = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    prompt: Annotated[
-        int, typer.Option(help="Random tokens of the measured call.", min=1, max=MAX_PROMPT_TOKENS)
-    ] = 128,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", max=100_000)] = 10,
-    layers: Annotated[int | None, typer.Option(help="Keep only the first so many layers.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the experiments as JSON.")] = False,
+    dtype: ModelDtype = "bfloat16",
+    prompt_tokens: PromptTokens = 128,
+    rounds: Rounds = 10,
+    layers: Layers = None,
+    as_json: AsJson = False,
 ) -> None:
     """Profile a model, let an author write kernels for the costliest stock code, and keep those that help.
 
@@ -242,7 +238,7 @@ def auto_kernelize_command(
     from tilegym_db.loop.auto import auto_kernelize
     from tilegym_db.loop.model_state import ModelState
 
-    state = ModelState(config, machine, dtype, prompt, rounds, layers)
+    state = ModelState(config, machine, dtype, prompt_tokens, rounds, layers)
     done: list[Experiment] = []
     why = ""
     try:
@@ -258,7 +254,7 @@ def auto_kernelize_command(
 def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
     """Return the machine to measure on, after checking the options, because building a model is slow."""
     from tilegym_db.loop.auto import author_command
-    from tilegym_db.loop.tasks import check_language, unpromotable
+    from tilegym_db.loop.tasks import check_language, unverifiable
 
     check_language(language)
     if author is not None:
@@ -267,7 +263,7 @@ def checked_machine(language: str, author: str | None, gpu: str) -> Machine:
 
     refuse_absent_gpu(gpu)
     machine = select_machine(gpu)
-    if why := unpromotable(language, machine.gpu):
+    if why := unverifiable(language, machine.gpu):
         note(why)
     return machine
 
@@ -309,17 +305,16 @@ def parse_duration(text: str) -> float:
 # ---- Recommend ------------------------------------------------------------------------------------------
 
 
+@app.command("recommend")
 def recommend_command(
     config: ConfigFile,
     gpu: Annotated[str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)],
-    prompt: Annotated[
-        int, typer.Option(help="Random tokens; a step of decoding follows.", min=1, max=MAX_PROMPT_TOKENS)
-    ] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    layers: Annotated[int, typer.Option(help="Keep only the first so many layers.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prompt_tokens: PromptTokens = 128,
+    dtype: ModelDtype = "bfloat16",
+    layers: Layers = 1,
+    as_json: AsJson = False,
 ) -> None:
-    """Show which promoted kernels would serve a model's calls. Nothing is applied: publish and patch do that.
+    """Show which kernels with an award would serve a model's calls. Nothing is applied: publish and patch do that.
 
     Ratios are per operator and say nothing about the whole model. Timings of the model itself are listed separately.
     """
@@ -328,7 +323,7 @@ def recommend_command(
     chosen_gpu(gpu)  # before the slow import of PyTorch
     from tilegym_db.loop.recommend import recommend
 
-    found = recommend(config, gpu=gpu, prompt=prompt, dtype=dtype, layers=layers)
+    found = recommend(config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers)
     if as_json:
         print_json(found.to_dict())
         return
@@ -339,7 +334,7 @@ def recommend_command(
         "dtypes",
         "available",
         "applied",
-        "promotion",
+        "award",
         "op_ratio",
         "over",
         "reason",
@@ -353,7 +348,7 @@ def recommend_command(
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])
     else:
-        note(f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model-bench {config}")
+        note(f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config}")
 
 
 # ---- MCP server -----------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def draft_of(found: DataSet, name: str) -> Draft:
         if problem is not None:
             raise UsageError(
                 f"{name}: its constraint {problem}, so drawn inputs cannot be checked against it. "
-                f"Try: tilegym-db compare-foreign {found.origin} {name} --run",
+                f"Try: tilegym-db data compare {found.origin} {name} --run",
                 code="constraint_unchecked",
             )
     draft, definition = Draft(), _record(found, adapted)

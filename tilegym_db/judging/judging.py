@@ -310,13 +310,13 @@ class ComparedPair:
     foreign_hardware: str | None
     foreign_latency_us: float | None
     ours: Judgement | None
-    promoted_status: str | None = None
+    verified_status: str | None = None
     """Status of the newest trace of the Solution that was added to the catalog from a draft.
 
-    The trace is a promotion or a failure. None without such a trace.
+    The trace is a verified pass or a failure. None without such a trace.
     """
-    promoted_gpu: str | None = None
-    promoted_latency_us: float | None = None
+    verified_gpu: str | None = None
+    verified_latency_us: float | None = None
 
     @property
     def agreement(self) -> str:
@@ -324,7 +324,7 @@ class ComparedPair:
 
         A trace takes precedence over a judgement.
         """
-        status = self.promoted_status or (None if self.ours is None else self.ours.status)
+        status = self.verified_status or (None if self.ours is None else self.ours.status)
         if status is None:
             return "not judged here"
         if status == NOT_RUN:
@@ -335,13 +335,13 @@ class ComparedPair:
         return "agree" if they == we else "we fail it" if they else "they fail it"
 
 
-def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
+def verified_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trace]) -> dict[PairKey, Trace]:
     """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
 
     Args:
         found: the data set.
         catalog: the catalog to search for its Definitions and Workloads, by the tags that a draft gives them.
-        traces: promotions that stand and failures, oldest first.
+        traces: verified passes that stand and failures, oldest first.
     """
     names: dict[tuple[str, str, str], PairKey] = {}
     for item in found.of_kind("definition"):
@@ -361,10 +361,10 @@ def promoted_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trac
 
 
 def compared(
-    found: DataSet, judgements: Sequence[Judgement], promoted: Mapping[PairKey, Trace] | None = None
+    found: DataSet, judgements: Sequence[Judgement], verified: Mapping[PairKey, Trace] | None = None
 ) -> list[ComparedPair]:
     """Return every pair with a verdict from either side, in the order of the data set."""
-    promoted = promoted or {}
+    verified = verified or {}
     foreign: dict[PairKey, Mapping[str, Any]] = {}
     for item in found.of_kind("trace"):
         foreign[item.definition, item.record["solution"], item.name] = item.record[
@@ -372,8 +372,8 @@ def compared(
         ]  # the lines are in time order, so the newest one stays
     ours = {(item.definition, item.solution, item.workload): item for item in judgements}
     pairs = []
-    for key in dict.fromkeys([*foreign, *ours, *promoted]):
-        trace = promoted.get(key)
+    for key in dict.fromkeys([*foreign, *ours, *verified]):
+        trace = verified.get(key)
         evaluation = foreign.get(key)
         performance = (evaluation or {}).get("performance") or {}
         latency = performance.get("latency_ms") or None
@@ -384,9 +384,9 @@ def compared(
                 foreign_hardware=evaluation["environment"]["hardware"] if evaluation else None,
                 foreign_latency_us=latency * 1e3 if latency else None,
                 ours=ours.get(key),
-                promoted_status=trace.status if trace else None,
-                promoted_gpu=trace.gpu if trace else None,
-                promoted_latency_us=trace.performance.latency_us if trace and trace.performance else None,
+                verified_status=trace.status if trace else None,
+                verified_gpu=trace.gpu if trace else None,
+                verified_latency_us=trace.performance.latency_us if trace and trace.performance else None,
             )
         )
     return pairs

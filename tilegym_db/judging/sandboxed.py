@@ -46,7 +46,7 @@ class Confined:
         self.files, self.definition, self.device = files, definition, device
         self.interpret = interpret
         environment = INTERPRETERS[files.record.spec.language].environment if interpret else {}
-        self.worker = WorkerProcess(device, folder, environment, readable=(files.folder,))
+        self.worker = WorkerProcess(device, folder, environment, readable=files.folders)
 
     def __enter__(self) -> Confined:
         return self

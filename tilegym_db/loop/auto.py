@@ -161,7 +161,7 @@ class Kernelizer:
         try:
             attempt, problem = self._author(task)
             if attempt is None or attempt.verdict != "promoted":
-                outcome = unpromoted(attempt, problem)
+                outcome = without_award(attempt, problem)
             else:
                 before, base, outcome = self._try(trial, attempt, before)
         except TilegymDBError as error:
@@ -187,7 +187,7 @@ class Kernelizer:
         kept = Catalog.default().solution_paths
         for solution in experiment.changed.keys() & kept.keys():
             self.say(
-                f"{solution} stays promoted and in the catalog, where `task submit` put it ({kept[solution].parent}), but is "
+                f"{solution} stays verified and in the catalog, where `task submit` put it ({kept[solution].parent}), but is "
                 "not published, and no later experiment here publishes it. To serve models with it anyway: "
                 f"tilegym-db publish --gpu {experiment.gpu}"
             )
@@ -323,8 +323,8 @@ class Outcome:
         return Experiment.model_validate(content)
 
 
-def unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
-    """Return the outcome if no kernel was promoted.
+def without_award(attempt: Attempt | None, problem: str) -> Outcome:
+    """Return the outcome if no kernel got an award.
 
     Args:
         attempt: the last attempt, if any.
@@ -335,7 +335,7 @@ def unpromoted(attempt: Attempt | None, problem: str) -> Outcome:
     if attempt is None:
         return Outcome("crash", problem or "the author submitted nothing")
     gate = f"{attempt.gate}: " if attempt.gate else ""
-    return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not promoted: {gate}{attempt.reason}")
+    return Outcome("discard", f"attempt {attempt.number} of {attempt.task} was not taken: {gate}{attempt.reason}")
 
 
 # ---- Trial --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,22 @@ from typing import Any
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import NotFoundError, UsageError, check_kind
+from tilegym_db.errors import HardwareError, NotFoundError, UsageError, check_kind
 from tilegym_db.loop.from_model import Piece, kept_calls, pieces_of
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
+from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
 from tilegym_db.models.capture import random_prompt
-from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import home
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
+from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.model_run import ModelRun, Speedups
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.model_runs import save_model_run, stored_model_runs
@@ -38,10 +40,7 @@ from tilegym_db.store.publish import publish
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens.
-
-    ``gpus`` is as for ``bench``.
-    """
+    """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens."""
 
     batches: tuple[int, ...] = (1,)
     prompts: tuple[int, ...] = (512,)
@@ -49,7 +48,6 @@ class FitOptions:
     dtype: str = "bfloat16"
     layers: int | None = None
     rounds: int = 10
-    gpus: str | None = None
 
     @property
     def runs(self) -> list[ModelBenchOptions]:
@@ -96,7 +94,7 @@ class FitReport:
 
 def fit_config(
     path: Path,
-    gpu: str = "auto",
+    devices: DevicesLike = "auto",
     options: FitOptions | None = None,
     observer: Observer | None = None,
     round_done: Callable[[int, int], None] | None = None,
@@ -105,7 +103,7 @@ def fit_config(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        gpu: as for :func:`~tilegym_db.benchmark`.
+        devices: as for :func:`~tilegym_db.bench`, but no cluster; the model runs on the first of them.
         options: shape of the model's calls.
         observer: callbacks for the kernel measurements.
         round_done: called after each timing round of the model.
@@ -115,7 +113,8 @@ def fit_config(
         HardwareError: the requested GPU is not in this machine. Or workers cannot be confined, and the package ships none of
             the kernels, so that nothing could be published.
     """
-    options, machine = options or FitOptions(), select_machine(gpu)
+    options, asked = options or FitOptions(), _of_this_host(devices)
+    machine = select_machine(asked.gpu)
     for run in options.runs:
         run.check()
     config = load_config(path, options.layers)
@@ -123,7 +122,7 @@ def fit_config(
         check_run_fits(config, machine.device, run.dtype, run.batch, run.prompt, run.new)
     model = build_model(config, machine.device, options.dtype)
     prompts = [random_prompt(model, run.batch, run.prompt) for run in options.runs]
-    report = _fit(model, prompts, model_tag(path), machine, options.gpus, observer)
+    report = _fit(model, prompts, model_tag(path), machine, asked, observer)
     del model  # the runs build it again, and a GPU may not have room for both
     if not report.interrupted:
         for run in options.runs:
@@ -136,7 +135,7 @@ def fit(
     inputs: torch.Tensor,
     *,
     name: str = "",
-    gpus: str | None = None,
+    devices: DevicesLike = "auto",
     rounds: int = 10,
     observer: Observer | None = None,
 ) -> FitReport:
@@ -146,13 +145,15 @@ def fit(
         model: a causal language model of transformers in eval mode, all on one device.
         inputs: token ids [batch, tokens] of a typical call.
         name: tag of its calls; by default the name of its class.
-        gpus: measure on several GPUs; as for :func:`~tilegym_db.benchmark`.
+        devices: what to measure on, as for :func:`~tilegym_db.bench`, but no cluster. ``auto`` is the device of the model, and
+            all others are of its kind.
         rounds: timed calls of the model; stock and patched calls alternate.
         observer: callbacks for the kernel measurements.
 
     Raises:
         UsageError: the model or an argument is invalid, or no Definition describes any of its calls.
-        HardwareError: workers cannot be confined, and the package ships none of the kernels, so that nothing could be published.
+        HardwareError: the devices are not those of the model, or workers cannot be confined, and the package ships none of the
+            kernels, so that nothing could be published.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"fit takes a model, a torch.nn.Module, not {type(model).__name__}.", code="argument_type")
@@ -163,17 +164,34 @@ def fit(
             f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}.",
             code="tokens_invalid",
         )
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if len(devices) != 1:
+    asked = _of_this_host(devices)
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if len(kinds) != 1:
         raise UsageError(
-            f"fit takes a model on one device, not on {', '.join(sorted(devices)) or 'none'}.", code="devices_mixed"
+            f"fit takes a model on one device, not on {', '.join(sorted(kinds)) or 'none'}.", code="devices_mixed"
         )
-    machine = select_machine("auto" if devices == {"cuda"} else "cpu")
-    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, gpus, observer)
+    machine = select_machine("auto" if kinds == {"cuda"} else "cpu")
+    if asked.gpu != "auto" and not same_gpu(asked.gpu, machine.gpu):
+        raise HardwareError(
+            f"the model is on {machine.gpu}, and devices={devices!r} was asked for. Move the model or leave devices out.",
+            code="gpu_other",
+        )
+    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer)
     if not report.interrupted:
         report.speedup, handle = time_instance(model, inputs, machine, rounds)
         report.failed += _failed(handle)
     return report
+
+
+def _of_this_host(devices: DevicesLike) -> Devices:
+    """Return the requested devices; raise :class:`UsageError` for a cluster."""
+    asked = parse_devices(devices)
+    if asked.executor is not None:
+        raise UsageError(
+            f"fit measures on this host, not on devices={asked.executor!r}. Name its GPUs, or 'all'.",
+            code="fit_on_cluster",
+        )
+    return asked
 
 
 def _fit(
@@ -181,13 +199,13 @@ def _fit(
     prompts: Sequence[torch.Tensor],
     tag: str,
     machine: Machine,
-    gpus: str | None,
+    devices: Devices,
     observer: Observer | None,
 ) -> FitReport:
     """Run every step except timing the model."""
     captured: list[Workload] = []
     for ids in prompts:
-        handle = patch_what_fits(model, verify=True, inputs=ids)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=ids))
         handle.unpatch()
         captured += handle.workloads
     report = FitReport(tag, machine, kept_calls(captured, tag))
@@ -198,7 +216,7 @@ def _fit(
         )
     kernels = runnable_kernels(Catalog.default(), {call.definition for call in report.calls}, machine)
     if kernels:
-        _measure(report, kernels, gpus, observer)
+        _measure(report, kernels, devices, observer)
     else:
         report.notes.append(
             f"no kernel of {', '.join(sorted({c.definition for c in report.calls}))} runs on {machine.gpu}"
@@ -219,11 +237,10 @@ def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Mach
     ]
 
 
-def _measure(report: FitReport, kernels: Sequence[str], gpus: str | None, observer: Observer | None) -> None:
+def _measure(report: FitReport, kernels: Sequence[str], devices: Devices, observer: Observer | None) -> None:
     uuids = tuple(dict.fromkeys(call.uuid for call in report.calls))
-    measured = benchmark(
-        tuple(kernels), gpu=report.machine.gpu, workload=uuids, promote=True, gpus=gpus, observer=observer
-    )
+    of_kind = replace(devices, gpu=report.machine.gpu)
+    measured = bench(tuple(kernels), devices=of_kind, workload=uuids, verify=True, observer=observer)
     report.notes += [*measured.notes, *measured.unfinished]
     report.measured = measured if measured.traces or measured.interrupted else None
 

@@ -19,7 +19,7 @@ from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
-from tilegym_db.models.patch import discover, patch_what_fits
+from tilegym_db.models.patch import PatchOptions, discover, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.models.verify_model import keep_workloads, model_tag
 from tilegym_db.records import Workload
@@ -205,7 +205,7 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
 
 def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
     """Return the Definitions that verified kernels serve in this model, and every kind of call that it makes."""
-    handle = patch_what_fits(model, verify=True, inputs=inputs, catalog=catalog)
+    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=inputs, catalog=catalog))
     try:
         with torch.no_grad():
             model(inputs)

@@ -25,7 +25,7 @@ INSTRUCTIONS = (
     "comparison, timing and verdict are the database's."
 )
 VERDICT_STATUSES = (0, 1, 3)
-"""Exit statuses of ``task submit`` that report a verdict: promoted, refused, no GPU."""
+"""Exit statuses of ``task submit`` that report a verdict: an award, a refusal, no GPU."""
 CHECK_STATUSES = (0, 1)
 """Exit statuses of ``check``: no finding, findings."""
 
@@ -87,9 +87,9 @@ async def show_definition(name: str) -> dict[str, Any]:
     return found
 
 
-async def list_promotions() -> list[dict[str, Any]]:
-    """List promotions, the kernels that beat the best baseline by 1.10x, and whether their evidence is still valid."""
-    found: list[dict[str, Any]] = await _json("list", "--promoted")
+async def list_awards() -> list[dict[str, Any]]:
+    """List awards, the kernels that beat the best baseline by 1.10x, and whether their evidence is still valid."""
+    found: list[dict[str, Any]] = await _json("list", "--awards")
     return found
 
 
@@ -105,13 +105,13 @@ async def task_prompt(task: str) -> str:
 
 
 async def recommend(config: str, gpu: str) -> dict[str, Any]:
-    """List the promotions that could serve a model's calls. Nothing is applied, and ratios are per operator.
+    """List the awarded kernels that could serve a model's calls. Nothing is applied, and ratios are per operator.
 
     Args:
         config: path of a model's config.json on this machine.
         gpu: slug or family.
     """
-    found: dict[str, Any] = await _json("recommend", config, "--gpu", gpu)
+    found: dict[str, Any] = await _json("task", "recommend", config, "--gpu", gpu)
     return found
 
 
@@ -132,7 +132,7 @@ async def task_from_model(
         gpu: slug, family, or ``auto`` for the GPU of this machine.
         prompt: number of random tokens in the profiled call.
     """
-    options = ["--language", language, "--gpu", gpu, "--prompt", str(prompt)]
+    options = ["--language", language, "--gpu", gpu, "--prompt-tokens", str(prompt)]
     found: dict[str, Any] = await _json("task", "from-model", config, *options)
     return found
 
@@ -147,7 +147,7 @@ async def task_create(
 
 
 async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[str, Any]:
-    """Submit a kernel and return the verdict: received, scanned, compiled, screened, promoted.
+    """Submit a kernel and return the verdict: received, scanned, compiled, screened, verified.
 
     Args:
         task: its id.
@@ -161,5 +161,5 @@ async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[
     return found
 
 
-READERS = (list_definitions, show_definition, list_promotions, task_status, task_prompt, recommend, check_architecture)
+READERS = (list_definitions, show_definition, list_awards, task_status, task_prompt, recommend, check_architecture)
 WRITERS = (task_create, task_from_model, task_submit)

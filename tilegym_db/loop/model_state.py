@@ -17,7 +17,7 @@ from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import time_of
-from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
@@ -74,7 +74,7 @@ class ModelState:
 
         On a GPU the profiler's launch numbers attribute the time.
         """
-        handle = patch_what_fits(self.model, catalog=Catalog.default())
+        handle = patch_what_fits(self.model, PatchOptions(catalog=Catalog.default()))
         try:
             with timing_lock(self.machine.device):
                 shares = [self._share(handle, self._call) for _ in range(PROFILES)]

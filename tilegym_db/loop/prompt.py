@@ -210,7 +210,7 @@ def _judged(task: Task) -> str:
             "4. screened: a confined process runs the kernel on unpredictable inputs and compares it with the "
             "reference in float64; then its timings are interleaved with those of the stock code. "
             "A kernel that is clearly slower than the bar is refused.",
-            f"5. promoted: fresh processes and seeds, all fuzz cases, audits, and all baselines in the same rounds; "
+            f"5. verified: fresh processes and seeds, all fuzz cases, audits, and all baselines in the same rounds; "
             f"{task.min_speedup:.2f}x at the lower end of the interval.",
             "",
             "A source is judged only once: submitting it again gives the same verdict.",

@@ -1,4 +1,4 @@
-"""Find promotions that could serve a model's calls. The ratios are per operator, and nothing is applied."""
+"""Find awarded kernels that could serve a model's calls. The ratios are per operator, and nothing is applied."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.models.capture import random_prompt
-from tilegym_db.models.patch import patch_what_fits
+from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import model_run_rows, promotion_rows
+from tilegym_db.store.loop import award_rows, model_run_rows
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """One kind of call of a model, and the nearest promotion. ``op_ratio`` is the operator's speedup, not the model's."""
+    """One kind of call of a model, and the nearest award. ``op_ratio`` is the operator's speedup, not the model's."""
 
     definition: str
     stage: str
     axes: str
     dtypes: str
     available: bool
-    promotion: str = ""
+    award: str = ""
     op_ratio: float | None = None
     op_ci_low: float | None = None
     over: str = ""
@@ -55,7 +55,7 @@ class Recommendation:
 def recommend(
     path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1
 ) -> Recommendation:
-    """Capture the calls of a model with random weights on the CPU, and find the nearest standing promotion for each.
+    """Capture the calls of a model with random weights on the CPU, and find the nearest standing award for each.
 
     Args:
         path: config file, or folder with a ``config.json``.
@@ -68,30 +68,30 @@ def recommend(
         UsageError: the config or an option is invalid.
     """
     model = build_model(load_config(path, layers), "cpu", dtype)
-    handle = patch_what_fits(model, verify=True, inputs=random_prompt(model, 1, prompt))
+    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_prompt(model, 1, prompt)))
     handle.unpatch()
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS)
     with open_store(read_only=True) as store:
-        promotions = [row for row in promotion_rows(store, gpus=slugs) if row["status"] == "standing"]
+        awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
         runs = model_run_rows(store, model_tag(path), slugs)
     return Recommendation(
         model_tag(path),
         gpu,
-        tuple(match(call, promotions, Catalog.default(), gpu) for call in handle.workloads),
+        tuple(match(call, awards, Catalog.default(), gpu) for call in handle.workloads),
         tuple(runs),
     )
 
 
-def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
-    """Return the promotion for a call: of the same sizes, else of the nearest ones. Reads only the catalog."""
+def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
+    """Return the award for a call: of the same sizes, else of the nearest ones. Reads only the catalog."""
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
     axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
-    fitting = [row for row in promotions if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
+    fitting = [row for row in awards if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
         reason = (
-            f"no promotion ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
+            f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
             f"the kernel that serves it: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} --gpu {gpu}"
         )
         return Recommended(*place, available=False, reason=reason)
@@ -100,7 +100,7 @@ def match(call: Workload, promotions: list[dict[str, Any]], catalog: Catalog, gp
     return Recommended(
         *place,
         available=True,
-        promotion=best["id"],
+        award=best["id"],
         op_ratio=best["ratio"],
         op_ci_low=best["ci_low"],
         over=best["baseline"],

@@ -46,7 +46,7 @@ def attempts_at(task: Task, home: Path) -> list[Attempt]:
 
 
 def last_attempt(task: Task, home: Path) -> Attempt | None:
-    """Return the promoted attempt, else the newest."""
+    """Return the attempt with an award, else the newest."""
     return max(attempts_at(task, home), key=lambda one: (one.verdict == "promoted", one.number), default=None)
 
 

@@ -1,7 +1,7 @@
-"""The catalog of submissions that are not promoted yet. It lies next to the journals, apart from the user's catalog.
+"""The catalog of submissions that have not passed yet. It lies next to the journals, apart from the user's catalog.
 
-Only commands about submissions read it. Refused submissions stay, so that their failing cases can be reproduced. A promoted
-submission moves to a catalog. The loop marks those that it added itself, and only these can be withdrawn again.
+Only commands about submissions read it. Refused submissions stay, so that their failing cases can be reproduced. A
+submission that passed moves to a catalog. The loop marks those that it added itself, and only these can be withdrawn again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Take a submission through its steps: received, scanned, compiled, screened, promoted.
+"""Take a submission through its steps: received, scanned, compiled, screened, verified.
 
 Each passed step is journaled, so that a restarted run continues. A source is judged only once. The store keeps the
 measurements as traces, and an attempt never repeats them.
@@ -23,9 +23,9 @@ from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, U
 from tilegym_db.files import hold_lock, read_bytes
 from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.awards import BASELINES, record_awards
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.machine import select_machine
-from tilegym_db.measurement.promotions import BASELINES, record_promotions
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import loop_folder
@@ -114,7 +114,7 @@ def submit(
         gpu: the GPU to measure on; it must be the task's, which is the default.
         catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
-        root: catalog root for a promoted kernel; by default that of ``add-solution``, from which no experiment removes it.
+        root: catalog root for a kernel that passes; by default that of ``add-solution``, from which no experiment removes it.
         observer: callbacks for the progress of the measurements.
 
     Returns:
@@ -141,7 +141,7 @@ def submit(
         submission.observer = observer or Observer()
         if is_known and submission.attempt.verdict in ("refused", "promoted"):
             if submission.attempt.verdict == "promoted" and root is None and isinstance(received, SolutionFiles):
-                # A person submitted it, so it belongs into the user's catalog, even if the loop promoted and withdrew it.
+                # A person submitted it, so it belongs into the user's catalog, even if the loop added and withdrew it.
                 leave(definition, enter(definition, received, catalog, home), catalog, home)
             return submission.attempt
         if isinstance(received, AttemptRefusal):
@@ -192,7 +192,7 @@ def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog, ro
         ended = _screen(submission, candidate, catalog)
         if ended is not None:
             return ended
-    return _promote(submission, candidate, catalog, root)
+    return _verify(submission, candidate, catalog, root)
 
 
 def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> AttemptRefusal | None:
@@ -236,15 +236,20 @@ def _measure(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
     uuids = tuple(item.uuid for item in task.workloads)
     found = _stored(submission, candidate, own, tiers)
     if unmeasured(task, found):
-        options: dict[str, Any] = {"gpu": task.gpu, "workload": uuids, "catalog": own, "store_home": submission.home}
+        options: dict[str, Any] = {
+            "devices": task.gpu,
+            "workload": uuids,
+            "catalog": own,
+            "store_home": submission.home,
+        }
         if "promotion" in tiers:
             # All baselines run in the same rounds, because any of them may be the fastest.
             baselines = tuple(
                 one.name for one in own.solutions_for(task.definition) if one.record.spec.role == "baseline"
             )
-            report = promote((candidate.name, *baselines), again=True, observer=submission.observer, **options)
+            report = verify((candidate.name, *baselines), force=True, observer=submission.observer, **options)
         else:
-            report = benchmark((candidate.name,), observer=submission.observer, **options)
+            report = bench((candidate.name,), observer=submission.observer, **options)
         if report.interrupted:
             raise KeyboardInterrupt
         found = _stored(submission, candidate, own, tiers)
@@ -261,12 +266,12 @@ def _stored(submission: Submission, candidate: SolutionFiles, own: Catalog, tier
         return [found[trace_id] for trace_id in ids]
 
 
-def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog, root: Path | None) -> Attempt:
+def _verify(submission: Submission, candidate: SolutionFiles, catalog: Catalog, root: Path | None) -> Attempt:
     task = submission.task
     traces = submission.on_device(lambda: _measure(submission, candidate, catalog, ("promotion",)))
     with open_store(submission.home, catalog=with_candidates(catalog, submission.home)) as store:
-        promotions, reasons = record_promotions(store, traces, submission.home, task.min_speedup)
-    refusal = promotion_refusal(task, traces, reasons)
+        awards, reasons = record_awards(store, traces, submission.home, task.min_speedup)
+    refusal = award_refusal(task, traces, reasons)
     ids = tuple(trace.trace_id for trace in traces)
     if refusal is not None:
         return submission.refuse(refusal, ids)
@@ -275,7 +280,7 @@ def _promote(submission: Submission, candidate: SolutionFiles, catalog: Catalog,
         "promoted",
         "promoted",
         trace_ids=tuple(dict.fromkeys((*submission.attempt.trace_ids, *ids))),
-        promotions=tuple(promotion.id for promotion in promotions),
+        promotions=tuple(award.id for award in awards),
     )
 
 
@@ -420,13 +425,13 @@ def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None
     return None
 
 
-def promotion_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
-    """Return the refusal by the first workload that was not promoted.
+def award_refusal(task: Task, traces: Sequence[Trace], reasons: Mapping[str, str]) -> AttemptRefusal | None:
+    """Return the refusal by the first workload without an award.
 
     Args:
         task: the task with its workloads.
         traces: the submission's traces in the promotion tier. The newest per workload counts.
-        reasons: for each trace id without a promotion, the reason.
+        reasons: for each trace id without an award, the reason.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
     for item in task.workloads:

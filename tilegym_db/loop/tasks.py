@@ -101,7 +101,7 @@ def _check_request(language: str, min_speedup: float) -> None:
     check_language(language)
     if min_speedup < MIN_SPEEDUP:
         raise UsageError(
-            f"--min-speedup {min_speedup:g}: a promotion needs {MIN_SPEEDUP:.2f}, so the bar must not be lower.",
+            f"--min-speedup {min_speedup:g}: an award needs {MIN_SPEEDUP:.2f}, so the bar must not be lower.",
             code="bar_too_low",
         )
     if not min_speedup <= MAX_BAR:  # also true for NaN
@@ -120,12 +120,12 @@ def _kept(task: Task, home: Path) -> Task:
     return known or task
 
 
-def unpromotable(language: str, gpu: str) -> str:
-    """Return why no kernel for this language and GPU can be promoted; empty if one can."""
+def unverifiable(language: str, gpu: str) -> str:
+    """Return why no kernel for this language and GPU can be verified; empty if one can."""
     if gpu != CPU or language not in TILE_LANGUAGES:
         return ""
     return (
-        f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so they cannot be promoted here. "
+        f"{language} kernels are verified in an interpreter on a CPU and timed on a GPU only, so none gets an award here. "
         "Ask for --language python, or name a GPU with --gpu"
     )
 

@@ -1,4 +1,4 @@
-"""Entry points of the harness for Python: :func:`benchmark` screens Solutions or a function, :func:`promote` verifies them.
+"""Entry points of the harness for Python: :func:`bench` screens Solutions or a function, :func:`verify` verifies Solutions.
 
 A run of one tier goes from the plan to the database. Each trace is journaled as it arrives, so a run can be interrupted and
 resumed.
@@ -17,15 +17,15 @@ from typing import Any, Literal
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import UsageError
+from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here
 from tilegym_db.measurement.calibrate import peaks_or_reason
-from tilegym_db.measurement.devices.devices import MeasuringDevice
+from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Peaks, Session
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
 from tilegym_db.measurement.plan import BenchReport, Options, Plan, names_of, refuse_omitting
-from tilegym_db.measurement.promotions import may_lack_confinement, record_promotions, sandbox_note, unpromotable_here
 from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
@@ -42,42 +42,46 @@ from tilegym_db.verification.inputs import draws_spread
 from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
 
 
-def benchmark(
-    names: str | tuple[str, ...] | Callable[..., Any] = (),
+def bench(
+    names: str | Iterable[str] | Callable[..., Any] = (),
     *,
     definition: str | None = None,
-    gpu: str = "auto",
+    dtypes: Mapping[str, Sequence[str]] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    devices: DevicesLike = "auto",
     language: str | None = None,
     workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
-    again: bool = False,
-    promote: bool = False,
+    force: bool = False,
+    verify: bool = False,
     allow_unsandboxed: bool = False,
-    gpus: str | Sequence[MeasuringDevice] | None = None,
-    executor: str | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
 ) -> BenchReport:
-    """Screen Solutions: verify and time them, and store a Trace for each (solution, workload) pair.
+    """Screen Solutions or a function: compare them with the reference, time them, and store a Trace for each Workload.
+
+    A function is written to a file together with the definitions that it uses. The file runs in a worker like every Solution,
+    beside stock code. Its traces are of the screen tier, so it is never served. To keep it, save the file and run
+    ``tilegym-db add-solution``.
 
     Args:
-        names: Definitions or Solutions; empty means all. Or a function, which is screened and never served: see
-            :func:`~tilegym_db.measurement.benchmark.benchmark_function`.
+        names: Definitions or Solutions; empty means all. Or a function that is called like the Definition's reference, with or
+            without its outputs as last arguments.
         definition: the operator that a function implements; for a function only.
-        gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
+        dtypes: dtype variable -> the dtypes that a function supports; by default all of the Definition.
+        layouts: tensor -> the layout that a function needs, if not ``contiguous``.
+        devices: ``auto`` (the GPU of this machine if it has one, else its CPU), ``cpu``, or the slug or family of the GPU in
+            this machine. Several GPUs of this host, all of one kind and with one process each: ``all``, an index or a list of
+            indices. The devices of a Ray cluster: ``ray`` or ``ray:HOST:PORT``.
         language: only Solutions in this language, with stock code and the verified Solutions that may be the fastest.
         workload: glob over uuid, tags and axes key, such as ``stage:decode`` or ``M=1,*``; or several globs, of which one
             must match.
         quick: few workloads and few samples.
-        again: also measure pairs that already have a trace.
-        promote: then run the promotion tier on what passed, as :func:`promote` does; the report contains its traces.
-        allow_unsandboxed: promote every source even if this machine cannot confine a worker; such traces are marked and
-            never published. Without it, such a machine promotes only sources that the package ships, for its own user.
-        gpus: measure on several GPUs of this host, all of one kind, with one process per GPU: ``all``, a number (``2``), or
-            indices (``0,2``). By default one GPU, in this process.
-        executor: ``ray`` or ``ray:HOST:PORT`` for the devices of a Ray cluster instead of this host; ``gpus`` is then the
-            maximum number of devices. ``gpu="cpu"`` uses the processors of its nodes.
+        force: also measure pairs that already have a trace.
+        verify: then verify what passed, as :func:`verify` does; the report contains its traces. Not for a function.
+        allow_unsandboxed: verify every source even if this machine cannot confine a worker; such traces are marked and
+            never published. Without it, such a machine verifies only sources that the package ships, for its own user.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
         observer: callbacks for progress.
@@ -85,30 +89,40 @@ def benchmark(
     Raises:
         HardwareError: the requested GPU is not the one in this machine, the machine cannot confine a worker, or no cluster
             answers.
-        MissingPackageError: the executor needs a package that is not installed.
+        MissingPackageError: a cluster needs a package that is not installed.
         NotFoundError: a name that is neither a Definition nor a Solution.
+        RecordError: the Definition has no such ``dtypes`` or ``layouts``.
         StoreError: the store cannot be used.
-        UsageError: a function without ``definition``, or ``definition`` without a function.
+        UsageError: a function without ``definition`` or with ``verify``, an argument for functions without one, a function
+            that cannot be written to a file, or one with other parameters than the Definition.
     """
-    with _candidates(names, definition, catalog, promote=promote) as (candidates, records):
-        options = Options(candidates, language, workload, quick, again)
-        places = (gpu, gpus, records, store_home)
-        return run_tiers(
-            options, *places, observer, confined=not allow_unsandboxed, then_promote=promote, executor=executor
-        )
+    asked = parse_devices(devices)
+
+    def run(candidates: tuple[str, ...], records: Catalog | None) -> BenchReport:
+        options = Options(candidates, language, workload, quick, force)
+        confined = not allow_unsandboxed
+        return run_tiers(options, asked, records, store_home, observer, confined=confined, then_verify=verify)
+
+    if callable(names):
+        return _bench_function(names, definition, dtypes, layouts, catalog, run, verify=verify)
+    for argument, value in (("definition", definition), ("dtypes", dtypes), ("layouts", layouts)):
+        if value is not None:
+            raise UsageError(
+                f"{argument}= is only for a function; name an operator as the first argument: bench('...').",
+                code="definition_without_function",
+            )
+    return run(names_of(names), catalog)
 
 
-def promote(
-    names: str | tuple[str, ...] = (),
+def verify(
+    names: str | Iterable[str] = (),
     *,
-    gpu: str = "auto",
+    devices: DevicesLike = "auto",
     language: str | None = None,
     workload: str | tuple[str, ...] | None = None,
     quick: bool = False,
-    again: bool = False,
+    force: bool = False,
     allow_unsandboxed: bool = False,
-    gpus: str | Sequence[MeasuringDevice] | None = None,
-    executor: str | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
@@ -117,39 +131,11 @@ def promote(
 
     Only Solutions that pass here are verified; ``best``, the resolver and patched models use no others. Pairs whose newest
     screen failed are left out. Verified Solutions that are nearly the fastest are measured again together with new ones, so
-    that the ranking comes from the same rounds. Arguments and errors are those of :func:`benchmark`.
+    that the ranking comes from the same rounds. Arguments and errors are those of :func:`bench`.
     """
-    options = Options(names_of(names), language, workload, quick, again, "promotion")
-    places = (gpu, gpus, catalog, store_home)
-    return run_tiers(options, *places, observer, confined=not allow_unsandboxed, executor=executor)
-
-
-@contextlib.contextmanager
-def _candidates(
-    names: str | tuple[str, ...] | Callable[..., Any],
-    definition: str | None,
-    catalog: Catalog | None,
-    *,
-    promote: bool,
-) -> Iterator[tuple[tuple[str, ...], Catalog | None]]:
-    """Yield the names to screen and their catalog. A function has a name only while it is measured."""
-    if not callable(names):
-        if definition is not None:
-            raise UsageError(
-                "definition= is only for a function; name an operator as the first argument: benchmark('...').",
-                code="definition_without_function",
-            )
-        yield names_of(names), catalog
-        return
-    if definition is None:
-        raise UsageError(
-            "name the operator that the function implements: benchmark(function, definition='...').",
-            code="definition_missing",
-        )
-    if promote:
-        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
-    with catalog_with_function(names, definition, catalog) as (name, records):
-        yield (name,), records
+    options = Options(names_of(names), language, workload, quick, force, "promotion")
+    asked = parse_devices(devices)
+    return run_tiers(options, asked, catalog, store_home, observer, confined=not allow_unsandboxed)
 
 
 # ---- tier run -------------------------------------------------------------------------------------
@@ -160,40 +146,37 @@ POLICIES: Mapping[Literal["screen", "promotion"], TierPolicy] = {"screen": SCREE
 
 def run_tiers(
     options: Options,
-    gpu: str,
-    gpus: str | Sequence[MeasuringDevice] | None,
+    devices: Devices,
     catalog: Catalog | None,
     store_home: Path | None,
     observer: Observer | None,
     *,
     confined: bool,
-    then_promote: bool = False,
-    executor: str | None = None,
+    then_verify: bool = False,
 ) -> BenchReport:
-    """Run the requested tier, then the promotion of what passed if ``then_promote``; return one report.
+    """Run the requested tier, then verify what passed if ``then_verify``; return one report.
 
-    With ``confined``, nothing is promoted without a sandbox. Other arguments and errors are those of
-    :func:`~tilegym_db.measurement.benchmark.benchmark`.
+    With ``confined``, nothing is verified without a sandbox. Other arguments and errors are those of :func:`bench`.
     """
     watch = observer or Observer()
-    confined = confined and (then_promote or options.tier == "promotion")
-    with open_pool(executor, gpus, gpu, watch.starting) as pool:
-        setup = _prepared(pool, gpu, catalog, store_home)
+    confined = confined and (then_verify or options.tier == "promotion")
+    with open_pool(devices, watch.starting) as pool:
+        setup = _prepared(pool, devices.gpu, catalog, store_home)
         limits = _limits(setup, options, pool) if confined else None
         confined = confined and limits is None
         if options.tier == "promotion":
             refuse_omitting(setup.catalog, options.names)
         report = _run(setup, options, watch, pool, limits, confined=confined)
-        if then_promote and not report.interrupted:
-            promotion = replace(options, tier="promotion")
-            report = report.followed_by(_run(setup, promotion, watch, pool, limits, confined=confined))
+        if then_verify and not report.interrupted:
+            final = replace(options, tier="promotion")
+            report = report.followed_by(_run(setup, final, watch, pool, limits, confined=confined))
     if limits is not None:
         report.notes.append(sandbox_note(setup.machine, limits))
     return report
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
-    """Return the Solutions that may not be promoted here because workers cannot be confined, with reasons; None if they can
+    """Return the Solutions that may not be verified here because workers cannot be confined, with reasons; None if they can
     be.
 
     Supervisors check the sandbox themselves and refuse their work if it fails. Only a kernel without Landlock is known in
@@ -201,7 +184,7 @@ def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[
     """
     if pool is not None and (setup.site is not None or not may_lack_confinement()):
         return None
-    return unpromotable_here(setup.machine, setup.catalog, options.names)
+    return unverifiable_here(setup.machine, setup.catalog, options.names)
 
 
 def _prepared(pool: DevicePool | None, gpu: str, catalog: Catalog | None, store_home: Path | None) -> RunSetup:
@@ -228,7 +211,7 @@ def _run(
         if policy is SCREEN:
             done |= done_keys(store, machine.gpu, INTERPRETER.tier) | done_keys(store, machine.gpu, UNTIMED.tier)
         known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
-        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.again else {}
+        failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
         tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
@@ -251,7 +234,7 @@ def _run(
             report.notes.append(problem)
     with setup.store() as store:
         if policy is PROMOTION:
-            report.promotions, _ = record_promotions(store, report.traces, setup.home)
+            report.awards, _ = record_awards(store, report.traces, setup.home)
     return report
 
 
@@ -329,7 +312,7 @@ def run_plan(
 
 
 # ---- cross check ----------------------------------------------------------------------------------
-# Compare the two clocks of a promotion: CUDA events, which decide, and CUPTI.
+# Compare the two clocks of the promotion tier: CUDA events, which decide, and CUPTI.
 #
 # Events include the launch: a call of one kernel takes longer by the time of an empty kernel, 3 to 4 us, depending on the
 # host (``docs/decisions/timing.md``, 0022). Calls that launch several kernels are not compared, since events also count the gaps
@@ -359,12 +342,12 @@ class TwoClocks:
         return (
             f"CUDA events and CUPTI agree on {self.agree} of {self.compared} single-kernel calls (within "
             f"{MAX_DIFFERENCE_US:g} us or {MAX_DIFFERENCE_SHARE:.0%}, less the {self.launch_us:.3g} us of an empty kernel), so "
-            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db calibrate"
+            "the times are uncertain. Repeat the run on a quiet machine, after tilegym-db doctor calibrate"
         )
 
 
 def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
-    """Compare the time of each promoted call of one kernel by CUDA events with its time by CUPTI.
+    """Compare the time of each verified call of one kernel by CUDA events with its time by CUPTI.
 
     Args:
         traces: those of one run.
@@ -386,45 +369,32 @@ def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
 # ---- A function of a notebook or script -----------------------------------------------------------
 # Screen a function as a temporary Solution.
 
-
-def benchmark_function(
-    function: Callable[..., Any],
-    definition: str,
-    *,
-    dtypes: Mapping[str, Sequence[str]] | None = None,
-    layouts: Mapping[str, str] | None = None,
-    catalog: Catalog | None = None,
-    **options: Any,
-) -> BenchReport:
-    """Verify and time a function against a Definition, together with stock code, without adding it to a catalog.
-
-    The function and the definitions that it uses are written to a file, which runs in a worker like every Solution. Its
-    traces are of the screen tier, so it is never served. To keep it, save the file and run ``tilegym-db add-solution``.
-
-    Args:
-        function: called like the Definition's reference, with or without its outputs as last arguments.
-        definition: the name of the operator.
-        dtypes: dtype variable -> the dtypes that the function supports; by default all of the Definition.
-        layouts: tensor -> the layout that the function needs, if not ``contiguous``.
-        catalog: the records; the shipped ones and the user's by default.
-        options: as for :func:`~tilegym_db.measurement.benchmark.benchmark`, but not ``promote``.
-
-    Raises:
-        UsageError: the function's source is unknown, it uses objects that cannot be written to a file, or its parameters
-            differ from those of the Definition.
-        NotFoundError: no such Definition.
-        RecordError: the Definition has no such ``dtypes`` or ``layouts``.
-    """
-    if "promote" in options:
-        raise UsageError(ONLY_SCREENED, code="function_not_promoted")
-    with catalog_with_function(function, definition, catalog, dtypes, layouts) as (name, records):
-        return benchmark((name,), catalog=records, **options)
-
-
-# ---- function solution ----------------------------------------------------------------------------
-
 FILE = "kernel.py"
-ONLY_SCREENED = "a function can only be screened; promotion needs a named Solution. Try: tilegym-db add-solution FILE"
+ONLY_SCREENED = (
+    "a function can only be screened; verification needs a named Solution. Try: tilegym-db add-solution FILE"
+)
+
+
+def _bench_function(
+    function: Callable[..., Any],
+    definition: str | None,
+    dtypes: Mapping[str, Sequence[str]] | None,
+    layouts: Mapping[str, str] | None,
+    catalog: Catalog | None,
+    run: Callable[[tuple[str, ...], Catalog], BenchReport],
+    *,
+    verify: bool,
+) -> BenchReport:
+    """Screen a function by ``run``, which gets its temporary name and a catalog that contains it."""
+    if definition is None:
+        raise UsageError(
+            "name the operator that the function implements: bench(function, definition='...').",
+            code="definition_missing",
+        )
+    if verify:
+        raise UsageError(ONLY_SCREENED, code="function_not_verified")
+    with catalog_with_function(function, definition, catalog, dtypes, layouts) as (name, records):
+        return run((name,), records)
 
 
 @contextlib.contextmanager
@@ -437,7 +407,7 @@ def catalog_with_function(
 ) -> Iterator[tuple[str, Catalog]]:
     """Yield the name of a function as a Solution, and a catalog that contains it while the block runs.
 
-    Arguments and errors are those of :func:`~tilegym_db.measurement.benchmark.benchmark_function`.
+    Arguments and errors are those of :func:`bench`.
     """
     catalog = catalog or Catalog.default()
     record = catalog.definition(definition)

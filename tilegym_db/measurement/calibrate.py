@@ -146,7 +146,7 @@ def calibrate(machine: Machine) -> GpuPeaks:
     if not machine.is_gpu:
         raise HardwareError(
             f"peaks are measured on a GPU, and '{machine.gpu}' ({machine.gpu_name}) is not a GPU; traces of a CPU have no "
-            "speed of light. Run tilegym-db calibrate on a machine with an NVIDIA GPU.",
+            "speed of light. Run tilegym-db doctor calibrate on a machine with an NVIDIA GPU.",
             code="gpu_absent",
         )
     import torch

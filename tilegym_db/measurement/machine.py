@@ -16,7 +16,7 @@ from filelock import FileLock
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.driver import driver_files, driver_gpu_names, driver_version
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.devices.devices import choose_gpus, parse_gpus
+from tilegym_db.measurement.devices.devices import Devices, GpuChoice, choose_gpus, parse_gpus
 from tilegym_db.measurement.devices.ray_address import max_devices, names_cluster, parse_executor, require_ray
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 
@@ -88,29 +88,43 @@ _NO_GPU = (
 )
 
 
-def refuse_absent_gpu(asked: str, gpus: str | None = None, executor: str | None = None) -> None:
-    """Raise early, without PyTorch, if a requested GPU is unknown or absent according to the driver; ``gpus`` is
-    ``--gpus``.
+def devices_of_options(gpu: str, gpus: str | None = None, executor: str | None = None) -> Devices:
+    """Return the devices that the options ``--gpu``, ``--gpus`` and ``--executor`` name, after :func:`refuse_absent`.
 
-    Success proves nothing more: only :func:`select_machine` knows if PyTorch can use the GPU. For a cluster, which
-    ``executor`` names, only checks that need no connection are made.
+    Raises:
+        HardwareError, UsageError, MissingPackageError: as :func:`refuse_absent`, or ``gpus`` is malformed.
+    """
+    devices = Devices(gpu, None if gpus is None else parse_gpus(gpus), executor)
+    refuse_absent(devices)
+    return devices
+
+
+def refuse_absent_gpu(asked: str) -> None:
+    """Raise as :func:`refuse_absent` for one GPU, which ``--gpu`` names."""
+    refuse_absent(Devices(asked))
+
+
+def refuse_absent(devices: Devices) -> None:
+    """Raise early, without PyTorch, if a requested GPU is unknown or absent according to the driver.
+
+    Success proves nothing more: only :func:`select_machine` knows if PyTorch can use the GPU. For a cluster, only checks that
+    need no connection are made.
 
     Raises:
         HardwareError: as :func:`select_machine`.
-        UsageError: ``gpus`` or ``executor`` is malformed.
+        UsageError: the executor is malformed, or the request names GPUs of a cluster by index.
         MissingPackageError: the executor needs a package that is not installed.
     """
-    if executor is not None and names_cluster(executor):
-        parse_executor(executor)
+    asked, gpus = devices.gpu, devices.gpus if isinstance(devices.gpus, GpuChoice) else None
+    if devices.executor is not None and names_cluster(devices.executor):
+        parse_executor(devices.executor)
         max_devices(gpus)
         require_ray()
         if asked != "auto":
             parse_gpu(asked)
         return
-    if gpus is not None:
-        choice = parse_gpus(gpus)
-        if asked == CPU or not driver_files():
-            choose_gpus(choice, [], asked)
+    if gpus is not None and (asked == CPU or not driver_files()):
+        choose_gpus(gpus, [], asked)
     wanted = None if asked == "auto" else parse_gpu(asked)
     if wanted is None or wanted == CPU:
         return

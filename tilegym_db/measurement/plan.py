@@ -16,7 +16,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
-from tilegym_db.records.loop import Promotion
+from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id, name_with_config, why_not_timed
 from tilegym_db.records.trace import UNTIMED_TIERS
 from tilegym_db.sandbox.interpreters import interpreted_here
@@ -43,7 +43,7 @@ class Options:
     language: str | None = None
     workload: str | tuple[str, ...] | None = None
     quick: bool = False
-    again: bool = False
+    force: bool = False
     tier: Literal["screen", "promotion"] = "screen"
 
 
@@ -166,7 +166,7 @@ CPU_MAX_FLOPS = 4e9
 CPU_MAX_BYTES = 64e6
 INTERPRETER_MAX_ELEMENTS = 1 << 15
 QUICK_WORKLOADS = 2
-ALREADY_MEASURED = "already measured (--again repeats it)"
+ALREADY_MEASURED = "already measured (--force repeats it)"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def make_plan(
     Args:
         catalog: the records.
         machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
-        options: names (of Definitions or Solutions), language, workload glob, quick, again.
+        options: names (of Definitions or Solutions), language, workload glob, quick, force.
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
         unusable: language -> what is missing for it here, and the command that installs it.
         excluded: reasons for pairs that must not run, with keys as in ``done``.
@@ -236,7 +236,7 @@ def make_plan(
 
 
 def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
-    """Raise :class:`UsageError` if a name to promote is a Solution that omits an output."""
+    """Raise :class:`UsageError` if a name to verify is a Solution that omits an output."""
     for name in names:
         found = catalog.solutions.get(name)
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
@@ -424,7 +424,7 @@ def _new_candidates(item: DefinitionPlan, workload: Workload) -> list[tuple[str,
 def _why_not(key: DoneKey, options: Options, done: Collection[DoneKey], excluded: Mapping[DoneKey, str]) -> str | None:
     if key in excluded:
         return excluded[key]
-    return ALREADY_MEASURED if not options.again and key in done else None
+    return ALREADY_MEASURED if not options.force and key in done else None
 
 
 def _elements(definition: Definition, workload: Workload) -> int:
@@ -513,8 +513,8 @@ class BenchReport:
     """Number of traces per device, if there are several."""
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds per device and phase; the phases are those of :mod:`tilegym_db.verification.phases`."""
-    promotions: list[Promotion] = field(default_factory=list)
-    """Promotions that its traces earned, and earlier ones of the same sources."""
+    awards: list[Award] = field(default_factory=list)
+    """Awards that its traces earned, and earlier ones of the same sources."""
 
     def followed_by(self, later: BenchReport) -> BenchReport:
         """Return one report of this run and a later one on the same machine, named after the later one."""

@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.catalog.record_files import FAMILY_NAME, RECORD_NAME, family_names, file_of, solution_of_family
+from tilegym_db.catalog.record_files import (
+    FAMILY_NAME,
+    LIBRARY,
+    RECORD_NAME,
+    family_names,
+    file_of,
+    solution_of_family,
+)
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
-from tilegym_db.measurement.devices.devices import MeasuringDevice
+from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
@@ -43,29 +50,26 @@ def regress(
     against: str,
     names: tuple[str, ...] = (),
     *,
-    gpu: str = "auto",
+    devices: DevicesLike = "auto",
     workload: str | None = None,
     quick: bool = False,
     bars: Bars | None = None,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: Observer | None = None,
-    gpus: str | Sequence[MeasuringDevice] | None = None,
-    executor: str | None = None,
 ) -> RegressionReport:
     """Measure every Solution whose source changed since ``against``, with old and new versions interleaved.
 
     Args:
         against: a run of the store, or a git revision of the catalog.
         names: Definitions or Solutions; empty means all.
-        gpu: as for :func:`tilegym_db.benchmark`.
+        devices: as for :func:`tilegym_db.bench`; both versions and the control are always on one of them.
         workload: glob over uuid, tags and axes key.
         quick: few workloads and few samples.
         bars: thresholds of a change; by default those of the device.
         catalog: today's records.
         store_home: folder of the store, which is searched first for ``against``.
         observer: callbacks for progress.
-        gpus, executor: as for :func:`tilegym_db.benchmark`; both versions and the control are always on one GPU.
 
     Raises:
         HardwareError: the requested GPU is not the one in this machine.
@@ -73,9 +77,10 @@ def regress(
         UsageError: git is not installed, or the catalog is not in a repository.
     """
     watch = observer or Observer()
-    with open_pool(executor, gpus, gpu, watch.starting) as pool:
-        setup = RunSetup.on(pool, gpu, catalog, store_home)
-        options = Options(workload=workload, quick=quick, again=True, tier="promotion")
+    asked = parse_devices(devices)
+    with open_pool(asked, watch.starting) as pool:
+        setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
+        options = Options(workload=workload, quick=quick, force=True, tier="promotion")
         return _regress(setup, against, names, options, bars, watch, pool)
 
 
@@ -596,6 +601,8 @@ class SourceHistory:
         sources = {}
         for source in record.sources:
             content = self._blob(commit, f"{place}/{source.path}")
+            if content is None and source.path.startswith(f"{LIBRARY}/"):
+                content = self._blob(commit, f"solutions/{source.path}")
             if content is None:
                 raise RecordError(f"{where}: its source '{source.path}' is not in that commit.", code="source_missing")
             sources[source.path] = content
@@ -613,7 +620,9 @@ class SourceHistory:
         return None
 
     def _commits(self, solution: SolutionFiles) -> Iterator[str]:
-        places = (place for place, _ in _places(solution))
+        places = [place for place, _ in _places(solution)]
+        if any(name.startswith(f"{LIBRARY}/") for name in solution.sources):
+            places.append(f"solutions/{LIBRARY}")
         listed = self._try("log", "--all", "--full-history", "--format=%H", "--", *places)
         yield from (listed or b"").decode().split()
 

@@ -63,7 +63,7 @@ def reproduce(
         seed: seed of the inputs. The same seed gives other numbers on another kind of device.
         offset: number of elements by which every tensor is moved off its alignment.
         config: a value per tunable.
-        gpu: as for :func:`tilegym_db.benchmark`.
+        gpu: as for :func:`tilegym_db.bench`.
         catalog: the records.
 
     Raises:
@@ -119,7 +119,9 @@ def _verify(
 def _check_contents(definition: Definition, contents: str, scalars: Mapping[str, Scalar]) -> None:
     if contents not in CONTENTS:
         hint = did_you_mean(contents, CONTENTS)
-        raise UsageError(f"unknown contents '{contents}'.{hint} Known: {', '.join(CONTENTS)}.", code="contents_unknown")
+        raise UsageError(
+            f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}.", code="contents_unknown"
+        )
     missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]
     if missing:
         raise UsageError(

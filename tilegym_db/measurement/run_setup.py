@@ -1,4 +1,4 @@
-"""Setup of a run for ``benchmark``, ``promote``, ``tune`` and ``regress``: machine, records, store and observer.
+"""Setup of a run for ``bench``, ``verify``, ``tune`` and ``regress``: machine, records, store and observer.
 
 The second part builds Traces.
 """
@@ -186,7 +186,7 @@ def lacking_dependencies(needed: Mapping[str, tuple[str, ...]]) -> dict[str, str
 # Construction of Traces: the provenance of the run, the verdict on one pair, and its times if there are any.
 
 OWN_CONTENTS = "the workload's own"
-TIER_COMMANDS: dict[Tier, str] = {"promotion": "promote", "screen": "bench", "untimed": "bench", "interpreter": "bench"}
+TIER_COMMANDS: dict[Tier, str] = {"promotion": "verify", "screen": "bench", "untimed": "bench", "interpreter": "bench"}
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,8 @@ class RunContext:
         config: Config,
     ) -> FailurePoint | None:
         """Return the point of failure: one case, or the workload as a whole. None if nothing was checked."""
-        words = ["tilegym-db", self.command or TIER_COMMANDS[tier], solution.name, "--gpu", self.machine.gpu]
-        command = shlex.join([*words, "--workload", workload.uuid, "--again"])
+        words = ["tilegym-db", *(self.command or TIER_COMMANDS[tier]).split(), solution.name, "--gpu", self.machine.gpu]
+        command = shlex.join([*words, "--workload", workload.uuid, "--force"])
         if failure.case is not None:
             point = _point_of_case(failure, failure.case, definition, solution, config, self.machine.gpu)
             if not failure.case.files:
@@ -371,7 +371,7 @@ def _point_of_case(
 def reproduce_command(definition: Definition, solution: str, case: Case, config: Config, gpu: str) -> str:
     """Return the command that verifies this one case again. Seeds give other numbers on another kind of device."""
     variable = {name: size for name, size in case.call.axes.items() if name in definition.var_axes}
-    words = ["tilegym-db", "reproduce", solution, "--gpu", gpu]
+    words = ["tilegym-db", "debug", "reproduce", solution, "--gpu", gpu]
     for option, values in (
         ("--axes", variable),
         ("--dtype", case.call.dtypes),
@@ -381,5 +381,5 @@ def reproduce_command(definition: Definition, solution: str, case: Case, config:
     ):
         for name, value in values.items():
             words += [option, f"{name}={value}"]
-    words += ["--contents", case.contents, "--seed", str(case.seed)]
+    words += ["--distribution", case.contents, "--seed", str(case.seed)]
     return shlex.join(words + (["--offset", str(case.offset)] if case.offset else []))

@@ -121,7 +121,7 @@ class Runner:
                 return Failure("REJECTED", reason, gate="timed output", case=pool.contents[number].case)
         return None
 
-    # -- audits of a promotion ----------------------------------------------------------------------------------------
+    # -- audits of the promotion tier ---------------------------------------------------------------------------------
 
     def run_calls(self, slots: Sequence[int], busy_us: float) -> Elapsed | Failure:
         """Return the time from the request for one call on each slot to the reply, by this process's clock."""

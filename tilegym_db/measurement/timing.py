@@ -44,7 +44,7 @@ class TimingBudget:
 
     @classmethod
     def screening(cls) -> TimingBudget:
-        """Return a budget that suffices to choose candidates for promotion.
+        """Return a budget that suffices to choose candidates for verification.
 
         It does not resolve differences within the noise between two processes.
         """
@@ -178,7 +178,7 @@ def time_interleaved(
 def _too_slow_a_device(kept: int, budget: TimingBudget, clock: ClockReading) -> str:
     return (
         f"the device slowed down ({', '.join(clock.slowdowns)}) in {budget.max_rounds - kept} of {budget.max_rounds} "
-        "rounds, so its times cannot be trusted. Let it cool down, and repeat the command with --again"
+        "rounds, so its times cannot be trusted. Let it cool down, and repeat the command with --force"
     )
 
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +30,24 @@ from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
-MODES = ("inference",)
-POLICIES = ("verified",)
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """The choices of a patch, as :func:`patch` describes them."""
+
+    ops: Collection[str] | None = None
+    dry_run: bool = False
+    verify: bool = False
+    inputs: ModelInputs | None = None
+    quantise: str | None = None
+    catalog: Catalog | None = None
+    trust: bool = False
 
 
 def patch(
     model: torch.nn.Module,
     *,
-    mode: str = "inference",
     ops: Collection[str] | None = None,
-    policy: str = "verified",
     dry_run: bool = False,
     verify: bool = False,
     inputs: ModelInputs | None = None,
@@ -54,12 +62,12 @@ def patch(
     table can serve, on the model's device and in its dtype, is not patched. A call site whose calls never get a kernel is
     removed again.
 
+    A call in training (a module in training mode, a tensor that needs a gradient) is served if a kernel for the backward is
+    verified as well, and otherwise runs the model's own code.
+
     Args:
         model: any ``torch.nn.Module`` with a call site at any depth; call sites are found by structure.
-        mode: ``inference``, the only mode. A call in training (a module in training mode, a tensor that needs a gradient) is
-            served if a kernel for the backward is verified as well, and otherwise runs the model's own code.
         ops: the Definitions to serve; None means all.
-        policy: ``verified``, the only policy.
         dry_run: find and probe, but change nothing.
         verify: verify the patch on the model itself before it serves anything. The model runs two batches of prompts on its
             own code and decodes two positions of each. On the inputs of each call site, kernel and stock code are compared
@@ -76,10 +84,8 @@ def patch(
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
             unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
     """
-    handle = patch_what_fits(
-        model, mode=mode, ops=ops, policy=policy, dry_run=dry_run, verify=verify, inputs=inputs, quantise=quantise,
-        catalog=catalog, trust=trust,
-    )  # fmt: skip
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust)
+    handle = patch_what_fits(model, options)
     if not handle.report().sites:
         raise UsageError(
             f"this {type(model).__name__} has no part that can be served ({', '.join(sorted(PARTS))}). "
@@ -89,85 +95,53 @@ def patch(
     return handle
 
 
-def patch_what_fits(
-    model: torch.nn.Module,
-    *,
-    mode: str = "inference",
-    ops: Collection[str] | None = None,
-    policy: str = "verified",
-    dry_run: bool = False,
-    verify: bool = False,
-    inputs: ModelInputs | None = None,
-    quantise: str | None = None,
-    catalog: Catalog | None = None,
-    trust: bool = False,
-) -> Handle:
+def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None) -> Handle:
     """Patch a model as :func:`patch` does, but accept one that has nothing to patch."""
+    options = options or PatchOptions()
     _check_model(model)
-    if mode not in MODES or policy not in POLICIES:
-        raise UsageError(
-            f"mode must be one of {MODES} and policy one of {POLICIES}, not {mode!r} and {policy!r}.",
-            code="mode_unknown",
-        )
-    if dry_run and (verify or quantise):
-        option = "verify" if verify else "quantise"
+    if options.dry_run and (options.verify or options.quantise):
+        option = "verify" if options.verify else "quantise"
         raise UsageError(
             f"a dry run changes nothing, so there is nothing to verify; leave out dry_run or {option}.",
             code="options_clash",
         )
-    if inputs is not None and not (verify or quantise):
+    if options.inputs is not None and not (options.verify or options.quantise):
         raise UsageError("inputs are for verify=True; give both or neither.", code="options_clash")
-    check_kind(ops if ops is not None else (), Iterable, "ops are names of definitions")
-    ops = (ops,) if isinstance(ops, str) else ops
-    records = (catalog or current_catalog()).trusting(trust)
+    check_kind(options.ops if options.ops is not None else (), Iterable, "ops are names of definitions")
+    ops = (options.ops,) if isinstance(options.ops, str) else options.ops
+    records = (options.catalog or current_catalog()).trusting(options.trust)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
         raise UsageError(
             f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list", code="definition_unknown"
         )
-    if quantise is not None:
+    options = replace(options, ops=ops)
+    if options.quantise is not None:
         return quantise_and_patch(
             model,
-            quantise,
-            inputs,
-            lambda final: _found_and_patched(model, records, _PatchOptions(ops, False, verify and final), inputs),
+            options.quantise,
+            options.inputs,
+            lambda final: _found_and_patched(model, records, replace(options, verify=options.verify and final)),
         )
-    return _found_and_patched(model, records, _PatchOptions(ops, dry_run, verify), inputs)
+    return _found_and_patched(model, records, options)
 
 
-class _PatchOptions:
-    """The options that decide which groups to patch."""
-
-    def __init__(self, ops: Collection[str] | None, dry_run: bool, verify: bool) -> None:
-        self.ops = ops
-        self.dry_run = dry_run
-        self.verify = verify
-
-
-def _found_and_patched(
-    model: torch.nn.Module, records: Catalog, choice: _PatchOptions, inputs: ModelInputs | None
-) -> Handle:
+def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchOptions) -> Handle:
     found = discover(model, records)
-    if choice.verify and not found:
+    if options.verify and not found:
         return Handle()  # nothing to verify
-    return _patch(model, found, records, choice, inputs)
+    return _patch(model, found, records, options)
 
 
-def _patch(
-    model: torch.nn.Module,
-    found: Sequence[ModuleGroup],
-    records: Catalog,
-    choice: _PatchOptions,
-    inputs: ModelInputs | None,
-) -> Handle:
+def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
     served = PublishedTables(records)
     handle = Handle()
     try:
         for group in _sharing_a_forward(found):
-            handle.add([(part, _why_not(part, choice, served)) for part in group], records)
-        if choice.verify:
+            handle.add([(part, _why_not(part, options, served)) for part in group], records)
+        if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
-            handle.prove(model, inputs)
+            handle.prove(model, options.inputs)
             never = {
                 (part.kind, part.module_class.__name__, part.definition): served.why_never_served(part)
                 for part in found
@@ -201,20 +175,23 @@ def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
     return list(groups.values())
 
 
-def _why_not(found: ModuleGroup, choice: _PatchOptions, served: PublishedTables) -> str:
+def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables) -> str:
     """Return the reason for a group to stay stock; empty if it is to be patched."""
     if found.reason:
         return found.reason
-    if choice.ops is not None and found.definition not in choice.ops:
+    if options.ops is not None and found.definition not in options.ops:
         return "not among the ops asked for"
-    if choice.dry_run:
+    if options.dry_run:
         return "dry run"
-    return "" if choice.verify else served.why_never_served(found)
+    return "" if options.verify else served.why_never_served(found)
 
 
 @contextlib.contextmanager
 def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
-    """Patch a model for a ``with`` block as :func:`patch` does; restore it afterwards, also after an exception."""
+    """Patch a model for a ``with`` block as :func:`patch` does; restore it afterwards, also after an exception.
+
+    ``options`` are the arguments of :func:`patch`.
+    """
     handle = patch(model, **options)
     try:
         yield handle
@@ -231,9 +208,11 @@ def patched_init(**options: Any) -> Iterator[list[Handle]]:
 
     The models are built with stock code and stay patched after the block. Yields a list that holds their handles once the
     block has ended. If one model cannot be patched, all stay as they are.
+    ``options`` are the arguments of :func:`patch`.
 
     ``PreTrainedModel.__init__`` is wrapped while any thread is inside such a block. Models of other threads do not change.
     """
+    chosen = PatchOptions(**options)
     handles: list[Handle] = []
     with _constructed_models() as built:
         yield handles
@@ -242,7 +221,7 @@ def patched_init(**options: Any) -> Iterator[list[Handle]]:
     try:
         for model in models:
             if id(model) not in inner:
-                handles.append(patch_what_fits(model, **options))
+                handles.append(patch_what_fits(model, chosen))
     except BaseException:
         while handles:
             handles.pop().unpatch()

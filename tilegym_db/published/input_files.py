@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilegym_db.catalog.record_files import solution_folders
+from tilegym_db.catalog.record_files import library_files, solution_folders
 from tilegym_db.files import regular_files
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.trace_file import SUFFIX
@@ -31,13 +31,14 @@ _RECORD_FILES = ("definitions/*/*.json", "workloads/*/*.jsonl")
 
 
 def record_files(catalog: Catalog) -> list[Path]:
-    """Return the files of Definitions, of Solutions with their sources, and of Workloads."""
+    """Return the files of Definitions, of Solutions with their sources and shared code, and of Workloads."""
     found = [path for root in catalog.roots for pattern in _RECORD_FILES for path in root.glob(pattern)]
     for root in catalog.roots:
         for folder in solution_folders(root):
             for place, folders, names in os.walk(folder):  # a folder that cannot be entered counts as empty
                 folders[:] = [name for name in folders if name != "__pycache__"]
                 found += [Path(place) / name for name in names]
+        found += library_files(root)
     return found
 
 

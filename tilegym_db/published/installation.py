@@ -88,7 +88,7 @@ def _cached_key(path: Path, _mtime_ns: int, _inode: int) -> bytes:
     if len(key) != KEY_BYTES:
         raise StoreError(
             f"{path} is damaged: it has {len(key)} bytes and not {KEY_BYTES}. Restore it, or delete it: then what was "
-            "measured here before counts as foreign (tilegym-db ingest --trust).",
+            "measured here before counts as foreign (tilegym-db data ingest --trust).",
             code="key_damaged",
         )
     return key

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from tilegym_db.files import write_atomically
 from tilegym_db.records.base import Record, RecordPart
 from tilegym_db.records.definition import Definition
-from tilegym_db.records.loop import Attempt, Experiment, Pattern, Promotion, Task
+from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import Family, Solution
@@ -30,7 +30,7 @@ from tilegym_db.records.workload import Workload
 
 RECORDS: tuple[type[Record], ...] = (
     *(Definition, Solution, Family, Workload, Trace, GpuPeaks, ModelRun),
-    *(Task, Attempt, Promotion, Experiment, Pattern),
+    *(Task, Attempt, Award, Experiment, Pattern),
 )
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -2,7 +2,7 @@
 
 Three questions are asked in this order:
 
-1. :func:`why_not_trusted`: is the measurement one that counts, and for whom? ``publish`` and awards ask only this.
+1. :func:`why_not_trusted`: does the measurement count, and for which users? ``publish`` and awards ask only this.
 2. :func:`why_not_for_call`: was the kernel verified for such a call?
 3. :func:`why_not_faster`: is it faster than the stock code by more than noise?
 
@@ -117,7 +117,7 @@ def why_not_trusted(candidate: Candidate, *, audience: Audience) -> Refusal | No
     if candidate.tier not in VERIFIED_TIERS:
         return Refusal(
             "unverified",
-            f"tier {candidate.tier or 'unknown'}: not a verified measurement; promote it (tilegym-db promote "
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; verify it (tilegym-db verify "
             f"{candidate.solution}) and publish again",
         )
     if candidate.of_files:

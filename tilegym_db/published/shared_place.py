@@ -50,7 +50,7 @@ class SharedPlace:
             )
         if "://" in uri and parts.scheme not in SCHEMES:
             raise UsageError(
-                f"'{hidden(uri)}' is no address of a data set: it is a folder, or starts with "
+                f"'{hidden(uri)}' is not an address of a data set. Give a folder, or an address that starts with "
                 f"{' or '.join(f'{scheme}://' for scheme in SCHEMES)}.",
                 code="address_invalid",
             )
@@ -62,7 +62,7 @@ class SharedPlace:
             self.files, self.root = fs.FileSystem.from_uri(uri if "://" in uri else os.path.abspath(uri))
         except (ValueError, TypeError) as error:
             raise UsageError(
-                f"'{uri}' is no address of a data set: {hidden(str(error))}.", code="address_invalid"
+                f"'{uri}' is not an address of a data set: {hidden(str(error))}.", code="address_invalid"
             ) from None
         except OSError as error:  # pyarrow asks for the region of a bucket
             raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.", code="place_unreachable") from None

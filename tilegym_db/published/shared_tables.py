@@ -57,7 +57,7 @@ class SharedTable:
     @property
     def why_unused(self) -> str:
         """Return the reason why it does not serve, and the next step."""
-        again = f"tilegym-db sync {self.address} --tables"
+        again = f"tilegym-db data sync {self.address} --tables"
         if self.problem:
             return f"a damaged table of a team: {self.problem.rstrip('.')}. Fetch it again: {again}"
         which = f"the table of {self.gpu} that came from {self.address} ({self.snapshot.published})"

@@ -75,7 +75,7 @@ class Snapshot:
         if name not in self.files:
             raise RecordError(
                 f"{path} is not used: {self.folder / LOCK_NAME} does not list it, so tilegym-db did not publish it. "
-                "Delete it, or bring it in as a foreign file: tilegym-db ingest --trust FILE",
+                "Delete it, or bring it in as a foreign file: tilegym-db data ingest --trust FILE",
                 code="file_unlisted",
             )
         if sha256(content) != self.files[name]:
@@ -92,7 +92,7 @@ class Snapshot:
         why = "its lock is not signed by this installation" if self.files else f"it has no {LOCK_NAME}"
         return (
             f"{self.folder} is foreign: {why}. If you trust where it came from, bring it in with: "
-            f"tilegym-db ingest --trust {self.folder}/*/*.jsonl.gz, and publish again"
+            f"tilegym-db data ingest --trust {self.folder}/*/*.jsonl.gz, and publish again"
         )
 
 

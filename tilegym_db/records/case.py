@@ -56,7 +56,7 @@ class Case:
 
     @property
     def contents(self) -> str:
-        """The contents, as ``reproduce --contents`` takes them: ``outliers``, or ``outliers:typical``."""
+        """The contents, as ``debug reproduce --distribution`` takes them: ``outliers``, or ``outliers:typical``."""
         return self.distribution + TYPICAL * self.typical
 
     @property

@@ -622,7 +622,8 @@ def check_tolerance(tolerance: Mapping[str, Tolerance], inputs: Specs, outputs: 
         if _LOW_PRECISION.isdisjoint(_dtypes_of(tensors, dtypes)):
             known = ", ".join(sorted(_LOW_PRECISION))
             raise RecordError(
-                f"tolerance.{dtype}.share: only products of low-precision formats have strays, and no input is of {known}",
+                f"tolerance.{dtype}.share: only products of low-precision formats may have outliers. Make an input one of "
+                f"{known}, or leave it out",
                 code="share_without_input",
             )
 

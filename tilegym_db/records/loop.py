@@ -1,6 +1,6 @@
-"""Records of the loop from a task to a promotion: Task, Attempt, Promotion, Experiment and Pattern.
+"""Records of the loop from a task to an award: Task, Attempt, Award, Experiment and Pattern.
 
-They hold what was asked, tried and found. The database decides what still counts: a promotion is void if its trace is
+They hold what was asked, tried and found. The database decides what still counts: an award is void if its trace is
 gone, or if a later failure revoked it.
 """
 
@@ -20,9 +20,10 @@ from tilegym_db.records.workload import NAMESPACE
 # ---- thresholds -----------------------------------------------------------------------------------
 
 MIN_SPEEDUP = 1.10
-"""Minimum speedup for a promotion id: lower end of the interval over the best baseline of the same rounds."""
+"""Minimum speedup for an award: lower end of the interval over the best baseline of the same rounds."""
 
 
+# Attempts and awards are journaled under the words that they had first: "promoted", "promotions" and the kind "promotion".
 Step = Literal["received", "scanned", "compiled", "screened", "promoted"]
 STEPS: tuple[Step, ...] = Step.__args__  # type: ignore[attr-defined]
 Verdict = Literal["pending", "refused", "no_gpu", "promoted"]
@@ -133,6 +134,7 @@ class Attempt(Record):
     """Command that reproduces the failing case."""
     trace_ids: tuple[str, ...] = ()
     promotions: tuple[str, ...] = ()
+    """Ids of its awards."""
     wall_s: Real = Field(default=0.0, ge=0)
     """Seconds since it was received, over every run of the command that worked on it."""
     device_s: Real = Field(default=0.0, ge=0)
@@ -147,20 +149,20 @@ class Attempt(Record):
             self.stage == "promoted"
         ):
             raise RecordError(
-                "an attempt is promoted with the ids of its promotions, and in the stage 'promoted'",
-                code="promotion_incomplete",
+                "an attempt has the verdict 'promoted' with the ids of its awards, and in the stage 'promoted'",
+                code="award_incomplete",
             )
         return self
 
 
-class Promotion(Record):
+class Award(Record):
     """A kernel that beat the best baseline of the same rounds, in a trace of the promotion tier. Evidence for one operator."""
 
     kind: ClassVar[str] = "promotion"
 
     schema_version: Literal[1] = 1
     id: str = Field(pattern=r"^[a-z0-9][A-Za-z0-9_.\-]{0,255}_v[1-9][0-9]*$")
-    """``<language>_<definition>_<gpu>_<dtypes>_<shape>_v<n>``; n counts the promotions with the same id before ``_v``."""
+    """``<language>_<definition>_<gpu>_<dtypes>_<shape>_v<n>``; n counts the awards with the same id before ``_v``."""
     solution: str = Field(pattern=NAME_PATTERN)
     solution_digest: str = Field(pattern=_DIGEST)
     definition: str = Field(pattern=NAME_PATTERN)
@@ -179,7 +181,7 @@ class Promotion(Record):
     ci_high: Real
     evidence_level: Literal["op"] = "op"
     applied: Literal[False] = False
-    """A promotion changes no model; publishing does."""
+    """An award changes no model; publishing does."""
     created: Moment
 
     @property

@@ -168,7 +168,7 @@ class ModelRun(Record):
         for name, timing in timings.items():
             if (timing.tpot_ms is not None) != (self.new_tokens >= 2):
                 raise RecordError(
-                    f"{name}.tpot_ms is there from two new tokens on, and new_tokens is {self.new_tokens}",
+                    f"{name}.tpot_ms needs at least two new tokens, and new_tokens is {self.new_tokens}",
                     code="figure_unexpected",
                 )
             if (timing.tokens_per_s is not None) != (self.new_tokens >= 1):
@@ -181,7 +181,7 @@ class ModelRun(Record):
         for name, speedup in speedups.items():
             if (speedup is not None) != (self.new_tokens >= 2):
                 raise RecordError(
-                    f"{name} is there from two new tokens on, and new_tokens is {self.new_tokens}",
+                    f"{name} needs at least two new tokens, and new_tokens is {self.new_tokens}",
                     code="figure_unexpected",
                 )
         return self

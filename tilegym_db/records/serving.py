@@ -124,7 +124,7 @@ def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError
                 )
     elif definition.backward_of is not None:
         return RecordError(
-            f"serving.part: a backward is served with '{definition.backward_of}', not as a part",
+            f"serving.part: leave it out; a backward is served with its forward '{definition.backward_of}'",
             code="serving_of_backward",
         )
     for key in ("includes", "after"):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
 from tilegym_db.records.base import (
     NAME_PATTERN,
     Flag,
@@ -60,6 +60,23 @@ def spell_config(config: Mapping[str, Tunable]) -> str:
 def name_with_config(name: str, config: Mapping[str, Tunable]) -> str:
     """Return ``rms_norm_triton[BLOCK_M=2, num_warps=4]``; the name alone for the source's defaults."""
     return f"{name}[{spell_config(config)}]" if config else name
+
+
+def normalise_language(language: str) -> str:
+    """Return the language in the spelling of records.
+
+    Raises:
+        UsageError: the language is unknown.
+    """
+    check_kind(language, str, "a language is a text")
+    if language in LANGUAGES:
+        return language
+    if language in ("cuda-tile", "cuTile"):
+        return "cutile"
+    raise UsageError(
+        f"unknown language {language!r}.{did_you_mean(language.lower(), LANGUAGES)} Known: {', '.join(LANGUAGES)}.",
+        code="language_unknown",
+    )
 
 
 class Source(RecordPart):
@@ -456,11 +473,11 @@ def narrowed(definition: Definition, omits: Sequence[str]) -> Definition:
 
 
 def why_not_timed(name: str, omits: Sequence[str]) -> str | None:
-    """Return the reason why a Solution is not timed, and so neither promoted nor ranked; None if it is timed."""
+    """Return the reason why a Solution is not timed, and so never ranked; None if it is timed."""
     if not omits:
         return None
     return (
-        f"{name} omits {', '.join(omits)}: it is verified without a time, and not promoted, published or resolved, "
+        f"{name} omits {', '.join(omits)}: it is verified without a time, and not ranked, published or resolved, "
         "since there is nothing yet that its times could be compared with"
     )
 

@@ -121,7 +121,7 @@
   }
   const tables = {
     kernels: {
-      rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --promote",
+      rows: rows.evidence.filter((row) => row.is_fastest_in_language), empty: "Nothing is verified in this database yet. Try: tilegym-db bench --verify",
       keep: (row) => !byId("fastest").checked || row.is_fastest,
       columns: [OPERATOR, SHAPE, TEXT("dtypes_key", "dtypes"), TEXT("gpu", "GPU"),
         TEXT("language", "language"), KERNEL, { ...TEXT("config_key", "config"), optional: true }, ...MEASURED],
@@ -141,7 +141,7 @@
       rows: rows.coverage, empty: "No GPU has any measurement in this database.", render: coverage, columns: [],
     },
     models: {
-      rows: besideStock(), empty: "This database holds no run of a whole model. Try: tilegym-db model-bench CONFIG",
+      rows: besideStock(), empty: "This database holds no run of a whole model. Try: tilegym-db model bench CONFIG",
       columns: [{ key: "model", label: "model", show: (row) => [element("span", { class: "whole" }, row.model), aside(`${row.layers} layers`)] }, TEXT("gpu", "GPU"),
         { key: "call", label: "call", show: (row) => `${row.batch} x ${row.prompt_tokens}${row.new_tokens ? ` + ${row.new_tokens}` : ""}` },
         { key: "way", label: "way", show: (row) => (row.library ? element("span", { title: row.library }, row.way) : row.way.replaceAll("_", " ")) },
@@ -155,7 +155,7 @@
       columns: [TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), { key: "cases", label: "cases", number: true, show: (row) => String(row.cases || "") }],
     },
     changes: {
-      rows: rows.changes, empty: "This database holds no promotion, revocation or regression.", keep: (row) => row.day >= sinceDay(),
+      rows: rows.changes, empty: "This database holds no award, revocation or regression.", keep: (row) => row.day >= sinceDay(),
       columns: [TEXT("day", "day"), TEXT("kind", "what"), OPERATOR, KERNEL, TEXT("gpu", "GPU"), NUMBER("cases", "cases"), { ...NUMBER("ratio", "times slower", 3), optional: true }],
     },
     solutions: {

@@ -168,14 +168,14 @@ def reproduce_command(row: Mapping[str, Any]) -> str:
     For a case measured on an input file, return the command that measures it again.
     """
     if row["blobs_key"]:
-        return shlex.join(["tilegym-db", "bench", row["solution"], "--workload", row["workload_uuid"], "--again"])
+        return shlex.join(["tilegym-db", "bench", row["solution"], "--workload", row["workload_uuid"], "--force"])
     options = (
         ("--axes", "axes_key"),
         ("--dtype", "dtypes_key"),
         ("--scalar", "scalars_key"),
         ("--layout", "layouts_key"),
     )
-    parts = ["tilegym-db", "reproduce", row["solution"]]
+    parts = ["tilegym-db", "debug", "reproduce", row["solution"]]
     for option, key in options:
         parts += [option, row[key]] if row[key] else []
     for name, value in row["config"].items():

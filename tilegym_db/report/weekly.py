@@ -36,11 +36,11 @@ def weekly(store: Store, since: datetime, *, whole: bool = False, see_all: str =
     revoked = [row for row in changes if row["kind"] == "revocation"]
     slower = [row for row in changes if row["kind"] == "regression"]
     attempts, open_rows = queries.attempt_rows(store, since), queries.open_rows(store)
-    shapes, promoted = (sum(row[name] for row in kernels) for name in ("shapes", "promoted"))
+    shapes, awards = (sum(row[name] for row in kernels) for name in ("shapes", "awards"))
     parts = [
         f"# tilegym-db since {since.date().isoformat()}",
         f"Kernels verified at {shapes} shapes (once a GPU) of {len({row['definition'] for row in kernels})} operators, "
-        f"at {promoted} of them promoted. Revocations: {len(revoked)}. Regressions: {len(slower)}. "
+        f"at {awards} of them with an award. Revocations: {len(revoked)}. Regressions: {len(slower)}. "
         f"Attempts: {sum(row['attempts'] for row in attempts)}. Open: {len(open_rows)}.",
         "## Kernels",
         _kernels(store, since, kernels, form),
@@ -85,7 +85,7 @@ def _share(key: str) -> Callable[[Mapping[str, Any]], object]:
 
 def _kernels(store: Store, since: datetime, kernels: Rows, form: _Form) -> str:
     """Return the verified kernels: one line per operator and GPU, or per family and GPU if there are many."""
-    empty = "No kernel was verified or promoted."
+    empty = "No kernel was verified."
     if form.whole or len(kernels) <= FEW:
         return _table([("operator", "definition"), *KERNELS], kernels, empty)
     families = queries.family_rows(store, since)
@@ -144,7 +144,7 @@ KERNELS: tuple[Column, ...] = (
     ("GPU", "gpu"),
     ("languages", "languages"),
     ("shapes verified", "shapes"),
-    ("promoted", "promoted"),
+    ("awards", "awards"),
     ("best ratio", "ratio"),
     ("of", "solution"),
 )

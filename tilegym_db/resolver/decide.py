@@ -1,9 +1,8 @@
 """The decision: which verified solution serves a request, and why every other one does not. Pure: no I/O, no torch.
 
-The measured point is the exact one, else the nearest in log space inside the measured range or, along independent work, a
-little beyond it, else there is none. Of its
-candidates, those that are verified with today's source, declared for the request, faster than the stock code by more than
-noise and not launched later than it is done compete on latency. Where nobody is left, the stock code runs.
+A request is judged by one measured point: the exact one, else the nearest in log space. The nearest point must lie inside
+the measured range, or a little beyond it along axes that only repeat work. Each candidate of the point must pass
+:func:`~tilegym_db.published.servable.why_not_served`. The rest compete on latency. If no candidate passes, stock code runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tilegym_db.records.trace import PROCESS_NOISE_US
 from tilegym_db.resolver.request import Request
 
 MIN_COMPILED_US = 8.0
-"""A shorter call is left to ``torch.compile``: most of it is the launch, which is what fusing it with its neighbours saves."""
+"""A shorter call is left to ``torch.compile``. Most of its time is the launch, which fusing it with its neighbours saves."""
 
 NO_BACKWARD = "mode training: it has no verified backward"
 
@@ -40,20 +39,20 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a decision rests on: a measured point and its measurement, or the reason why stock code runs."""
+    """The basis of a decision: a measured point and its measurement, or the reason why stock code runs."""
 
     source: Literal["exact", "nearest", "stock"]
     reason: str
     gpu: str
     published: str | None = None
     axes: Mapping[str, int] | None = None
-    """The measured point; differs from the request's axes where the source is ``nearest``."""
+    """The measured point; differs from the request's axes if the source is ``nearest``."""
     candidate: Candidate | None = None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``solution`` is None where stock code runs."""
+    """The picked solution and the rejected ones. ``solution`` is None if stock code runs."""
 
     solution: SolutionFiles | None
     config: Config
@@ -62,7 +61,7 @@ class Decision:
 
 
 def no_kernel(reason: str, gpu: str) -> Decision:
-    """The decision about a call that cannot be asked for, such as one whose sizes the Definition excludes."""
+    """Return the decision for a call that cannot be requested, such as one whose sizes the Definition excludes."""
     return Decision(None, {}, Evidence("stock", reason, gpu), ())
 
 
@@ -76,10 +75,10 @@ def decide(
 
     Args:
         request: a checked request.
-        table: the published measurements of the request's GPU; None where there are none.
+        table: the published measurements of the request's GPU; None if nothing is published.
         solutions: the catalog's solutions of the Definition, by name.
-        backward: what was decided about its backward, for a request in training. Without a kernel there, stock code runs
-            forward too: autograd goes back the way that it came.
+        backward: the decision about its backward, for a request in training. Without a kernel for the backward, stock code
+            runs forward too, because autograd needs what stock code saves.
     """
     if request.mode == "training" and request.definition.backward_of is None:
         if backward is None:
@@ -97,15 +96,15 @@ def decide(
 def judge(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> Decision:
-    """The decision by one measured point."""
+    """Decide by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
     return _conclude(point, table, solutions, eligible, rejected, request.serving)
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
-    """Why a kernel that serves a call in eager mode stays out of code that is compiled; None where it pays there too.
+    """Return why a kernel that serves a call in eager mode does not serve it in compiled code; None if it does.
 
-    A compiler does not see into a kernel: what it could have fused with the call's neighbours is what the kernel must win back.
+    A compiler does not see into a kernel, so it cannot fuse the call with its neighbours. The kernel must win back that loss.
     """
     winner = decision.evidence.candidate
     if winner is None or winner.latency_us is None:
@@ -122,7 +121,10 @@ def not_in_compiled_code(decision: Decision) -> str | None:
 def judge_each_serving(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> dict[str | None, Decision]:
-    """:func:`judge` for each that may be serving: under its name where it ties with the fastest; any other is as None."""
+    """Run :func:`judge` for each solution that may be serving now, and return the decisions by its name.
+
+    Only solutions that tie with the fastest can change the decision. None stands for all others.
+    """
     eligible, rejected = _sort_out(point, request, table, solutions)
     as_fast = tied(ranked(eligible))
     names = [None, *{candidate.solution for candidate in as_fast}] if len(as_fast) > 1 else [None]
@@ -132,7 +134,7 @@ def judge_each_serving(
 def _sort_out(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """The candidates of a point that may serve the request, and why each of the others may not."""
+    """Return the candidates of a point that may serve the request, and the others with the reason."""
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
     stock = first_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
@@ -175,7 +177,7 @@ def _conclude(
 
 
 def _whose_word(winner: Candidate) -> str:
-    """What is to be known of a measurement that was not made here and confined, nor shipped."""
+    """Return a note on a winner that was measured without confinement or by another installation; else ""."""
     if winner.shipped_source:
         level = f"sandbox level {winner.sandbox_level}"
         return f"; its worker was not confined ({level}), so it serves this user alone: the package ships its source"
@@ -204,10 +206,11 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
 
 
 def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candidate, list[Rejection]]:
-    """The lowest latency; inside its noise what is serving, else what is launched clearly sooner; and why the others lost.
+    """Return the winner, and the others with the reason why they lost.
 
-    Small kernels take a few microseconds on the device whoever wrote them, and several times that to launch: there the
-    host decides how fast a model is.
+    The lowest latency wins. Of candidates within its noise, the one that is serving stays; otherwise the one that is launched
+    clearly sooner wins. A small kernel takes a few microseconds on the device and several times that to launch, so the host
+    time decides how fast a model is.
     """
     by_latency = ranked(eligible)
     best, as_fast = by_latency[0], tied(by_latency)

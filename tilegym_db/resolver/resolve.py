@@ -107,20 +107,42 @@ def resolve(
         UsageError: the request does not fit the Definition, or the GPU is unknown.
         NoSolutionError: no verified solution is faster, and the Definition has no stock solution.
     """
-    check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
     catalog = (catalog or Catalog.default()).trusting(trust)
-    record = _record(definition, catalog)
-    call = _call(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
-    slug, target = _gpu(gpu, like)
-    unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
-    request = make_request(record, call, gpu=slug, sm=target, mode=mode, unavailable=unavailable)
+    request = ask(
+        definition, catalog, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars, gpu=gpu, mode=mode, like=like
+    )
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())
     chosen = decision.solution or stock
     if chosen is None:
         raise NoSolutionError(_why_nothing(request, decision), code="no_solution")
+    record = request.definition
     dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
+
+
+def ask(
+    definition: str | Definition,
+    catalog: Catalog,
+    *,
+    axes: Mapping[str, int] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    scalars: Mapping[str, Scalar] | None = None,
+    gpu: str | None = None,
+    mode: str = "inference",
+    like: Sequence[Any] | None = None,
+) -> Request:
+    """Return the request that the arguments of :func:`resolve` describe.
+
+    Only a request about this machine knows which languages cannot run here. Errors are those of :func:`resolve`.
+    """
+    check_kind(gpu or "", str, "gpu is the name of a GPU, a text")
+    record = _record(definition, catalog)
+    call = _call(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
+    slug, target = _gpu(gpu, like)
+    unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
+    return make_request(record, call, gpu=slug, sm=target, mode=mode, unavailable=unavailable)
 
 
 def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Call:
@@ -595,5 +617,5 @@ def _at(
     kernels = [
         lost for lost in decision.rejected if lost.candidate.role == "kernel" and lost.candidate.latency_us is not None
     ]
-    told = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
-    return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{told}"
+    detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
+    return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{detail}"

@@ -30,7 +30,7 @@ from tilegym_db.sandbox.protocol import KernelUse, sum_uses
 
 RECOMPILE_LIMIT = 64
 """Maximum number of graphs that torch.compile keeps for one function. Its default of 8 is less than the shapes, strides,
-offsets and modes (inference or not) of one promotion, and a function that must be one graph raises beyond it."""
+offsets and modes (inference or not) of one verification, and a function that must be one graph raises beyond it."""
 
 
 class Worker:

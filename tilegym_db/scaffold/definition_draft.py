@@ -340,7 +340,7 @@ def parse_tensors(option: str, text: str) -> dict[str, dict[str, Any]]:
         for entry in entries or ():
             if entry == 0 or (isinstance(entry, str) and not re.search("[A-Za-z_]", entry)):
                 raise UsageError(
-                    f"{option}: '{entry}' of '{name}' is no size: a whole number from 1, or an axis. {_SPELLING}",
+                    f"{option}: '{entry}' of '{name}' is not a size. Give a whole number from 1, or an axis. {_SPELLING}",
                     code="tensor_size",
                 )
         found[name] = {"shape": entries, "dtype": dtype}

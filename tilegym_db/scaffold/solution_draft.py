@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import getpass
 import json
 import textwrap
 from collections.abc import Mapping
@@ -24,6 +25,14 @@ TUNABLES: dict[str, dict[str, list[int]]] = {
     "cutile": {"WARPS": [4, 8]},
 }
 RECORD_FILE, KERNEL_FILE = "solution.json", "kernel.py"
+
+
+def login_name() -> str:
+    """Return the login name of the user, or ``unknown``."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return "unknown"
 
 
 def draft_solution(definition: Definition, language: str, name: str, author: str) -> dict[str, str]:

@@ -100,7 +100,7 @@ _TROUBLES = (  # the first that matches counts
     ),
     _Trouble(
         "cannot {action} {path}: {cause} The journals beside it hold the traces; make it anew with: "
-        "tilegym-db ingest --rebuild",
+        "tilegym-db data ingest --rebuild",
         ("not a valid DuckDB database", "Corrupt", "corrupt", "checksum", "Could not read enough bytes"),
         code="store_damaged",
     ),

@@ -382,7 +382,7 @@ def manifest_of(home: Path, origin: str) -> Path:
     if not fitting:
         names = ", ".join(paths) or "none"
         raise NotFoundError(
-            f"no imported data set '{origin}'.{did_you_mean(origin, paths)} Imported: {names}. Try: tilegym-db import PATH",
+            f"no imported data set '{origin}'.{did_you_mean(origin, paths)} Imported: {names}. Try: tilegym-db data import PATH",
             code="data_set_unknown",
         )
     return paths[fitting[0]]

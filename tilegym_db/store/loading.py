@@ -168,7 +168,7 @@ def _foreign_note(count: int) -> str:
     traces = "1 trace was" if count == 1 else f"{count} traces were"
     return (
         f"{traces} not signed by this installation: shown with origin 'foreign', and used for nothing. Journals of older "
-        "versions have no signature. To use what you trust: tilegym-db ingest --trust [FILES]"
+        "versions have no signature. To use what you trust: tilegym-db data ingest --trust [FILES]"
     )
 
 

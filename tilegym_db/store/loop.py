@@ -1,7 +1,7 @@
 """The journals of the loop, ``<home>/loop/<kind>s.jsonl``, their copy in the database, and its queries.
 
 A line is written whole and synced while the folder's lock is held. A killed process leaves at most a torn last line,
-which readers report and skip, and the next writer ends. Numbered records (attempts, promotions) are read and appended
+which readers report and skip, and the next writer ends. Numbered records (attempts, awards) are read and appended
 under one lock.
 """
 
@@ -25,7 +25,7 @@ from tilegym_db.files import decode, read_bytes, writing
 from tilegym_db.published.input_files import loop_folder, pattern_files
 from tilegym_db.published.installation import RejectedLine
 from tilegym_db.records.base import Record
-from tilegym_db.records.loop import Attempt, Experiment, Pattern, Promotion, Task
+from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
 from tilegym_db.store import statements
 from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_lines
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
-JOURNALED: tuple[type[Record], ...] = (Task, Attempt, Promotion, Experiment)
+JOURNALED: tuple[type[Record], ...] = (Task, Attempt, Award, Experiment)
 
 _INSERT = """INSERT INTO loop_records
     SELECT unnest(from_json($records::JSON, '[{"kind":"VARCHAR","line":"BIGINT","record":"JSON"}]'), recursive := true)"""
@@ -178,7 +178,7 @@ VERIFIED_BASELINES = """
     SELECT definition_digest, workload_uuid, gpu, solution, latency_us FROM best_per_solution
     WHERE role = 'baseline' AND list_contains($digests::VARCHAR[], definition_digest)
 """
-PROMOTIONS = """
+AWARDS = """
     FROM promotions
     WHERE ($definition IS NULL OR definition = $definition)
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
@@ -233,9 +233,9 @@ def verified_baselines(
     return found
 
 
-def promotion_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return every promotion with its current state, by id."""
-    return store.rows(PROMOTIONS, {"definition": definition, "gpus": gpus})
+def award_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return every award with its current state, by id."""
+    return store.rows(AWARDS, {"definition": definition, "gpus": gpus})
 
 
 def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
 
 
 def cited_cases(store: Store, cases: list[str]) -> dict[str, bool]:
-    """Return ``GPU/SOLUTION/AXES`` -> True if today's source is verified there, for cases that ever passed a promotion."""
+    """Return ``GPU/SOLUTION/AXES`` -> True if today's source is verified there, for cases that were ever verified."""
     return {row["case_name"]: row["is_verified"] for row in store.rows(CITED_CASES, {"cases": cases})}
 
 

@@ -1,4 +1,4 @@
--- Records of the loop from a task to a promotion: a copy of <home>/loop and of docs/patterns for SQL to read, made anew whenever
+-- Records of the loop from a task to an award: a copy of <home>/loop and of docs/patterns for SQL to read, made anew whenever
 -- one of them changes. `line` is the place in the journal: later lines know more.
 
 CREATE TABLE IF NOT EXISTS loop_records (kind VARCHAR NOT NULL, line BIGINT NOT NULL, record JSON NOT NULL);
@@ -33,11 +33,11 @@ LEFT JOIN (SELECT task, count(*) AS attempts, bool_or(verdict = 'promoted') AS p
 WHERE t.kind = 'task'
 QUALIFY row_number() OVER (PARTITION BY t.record->>'id' ORDER BY t.line) = 1;
 
--- What may be said of each promotion now. It stands on a trace, and falls with it: `standing`; `revoked` by a later failure of
--- this source; `not repeated` where a later promotion of the same source on the same workload is slower than the bar;
+-- What may be said of each award now. (Awards are journaled and published as promotions, so the view keeps that name.) An award
+-- stands on a trace, and falls with it: `standing`; `revoked` by a later failure of this source; `not repeated` where a later verification of the same source on the same workload is slower than the bar;
 -- `no evidence` where its trace is gone, is not what the record says, or does not count here.
--- `promote` journals promotions in the home where it runs, and what the package ships was measured in another: of shipped traces
--- they are derived, by the rule of bench/promotions.py. Their numbers count shipped traces alone.
+-- `verify` journals awards in the home where it runs, and what the package ships was measured in another: of shipped traces
+-- they are derived, by the rule of measurement/awards.py. Their numbers count shipped traces alone.
 CREATE OR REPLACE VIEW promotions AS
 WITH journaled AS (
     SELECT

@@ -1,6 +1,6 @@
 """Publishes the snapshot of a GPU: the resolver's input, which also ships with the package.
 
-``traces/<gpu>/<op_type>/<definition>.jsonl.gz`` has the best promoted trace per solution and shape, one per line.
+``traces/<gpu>/<op_type>/<definition>.jsonl.gz`` has the best verified trace per solution and shape, one per line.
 ``<op_type>/tuning/<definition>.jsonl.gz`` has the search steps that found its configs, or found no better ones.
 ``traces/<gpu>/peaks.json`` has the calibrated peaks behind the speed-of-light ratios.
 ``traces/<gpu>/<model>.models.jsonl`` has the newest runs of a model.
@@ -54,7 +54,7 @@ _LEFT_OUT = {
     "unconfined": f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})",
     "of_files": "measured on contents of files, which say nothing of a call on others",
     "output_omitted": "it omits an output, so its times are compared with nothing",
-    "screened": "passed a screen only (tilegym-db promote)",
+    "screened": "passed a screen only (tilegym-db verify)",
 }
 """Code -> why a result is not published."""
 
@@ -74,7 +74,7 @@ class PublishReport:
     entries: int
     traces: int
     revocations: int
-    """Number of published failures that revoked earlier promotions."""
+    """Number of published failures that revoked earlier passes."""
     model_runs: int
     """Number of published model runs; 0 for the user's own folder, whose home has them."""
     left_out: dict[str, int]
@@ -223,7 +223,7 @@ def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
 
 
 def _shipped_unconfined(store: Store, gpu: str) -> frozenset[str]:
-    """Return the shipped sources of Definitions promoted here by unconfined workers. Usually there are none."""
+    """Return the shipped sources of Definitions verified here by unconfined workers. Usually there are none."""
     return shipped_keys(queries.unconfined_definitions(store, gpu))
 
 
@@ -243,7 +243,7 @@ def _nothing_to_publish(store: Store, gpu: str, left_out: Mapping[str, int]) -> 
     measured = ", ".join(queries.measured_gpus(store)) or "none"
     return NotFoundError(
         f"no verified trace on '{gpu}' (GPUs with one: {measured}). "
-        "Measure first, on that GPU: tilegym-db bench --promote",
+        "Measure first, on that GPU: tilegym-db bench --verify",
         code="traces_missing",
     )
 

@@ -153,7 +153,7 @@ def query_data_set(
         problems = _renewed(folder, data_set, catalog, trust=trust)
     if problems:
         raise StoreError(
-            f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db sync {uri}",
+            f"{problems[0]} Remove it from the data set, or sync what is valid: tilegym-db data sync {uri}",
             code="data_set_damaged",
         )
     return run_user_query(text, path=folder, catalog=catalog, as_arrow=as_arrow, timeout_s=timeout_s)
@@ -421,7 +421,7 @@ def shareable_traces(store: Store, gpu: str | None = None, op_type: str | None =
 def own_traces(store: Store, gpu: str | None = None) -> list[Trace]:
     """Return the shareable traces measured here, of one GPU slug and family, or of all, oldest first.
 
-    Promotions by unconfined workers are excluded: other installations must not trust them.
+    Passes in unconfined workers are excluded: other installations must not trust them.
     """
     ids = [row["trace_id"] for row in store.rows(_OWN, {"gpus": slugs(gpu)})]
     return sorted(read_traces(store, ids).values(), key=lambda trace: (trace.timestamp, trace.trace_id))

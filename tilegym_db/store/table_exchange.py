@@ -56,7 +56,7 @@ _TRACES = re.compile(rf"{_SLUG}/{_SLUG}\.jsonl\.gz")
 
 
 def share_tables(store: Store, place: SharedPlace, gpu: str) -> list[str]:
-    """Add the table of local promotions on one GPU slug or family; return the names of the new files.
+    """Add the table of kernels verified here on one GPU slug or family; return the names of the new files.
 
     Raises:
         StoreError: the data set cannot be reached or written, or ``store`` is behind the catalog.
@@ -131,13 +131,13 @@ class FetchedTables:
     def notes(self, uri: str) -> list[str]:
         """Return notes on possible next steps of the user."""
         if not self.tables and not self.problems:
-            return ["no resolver table is there. After a promotion, add one: tilegym-db publish --gpu GPU --to URI"]
+            return ["no resolver table is there. After verify, add one: tilegym-db publish --gpu GPU --to URI"]
         if not self.waiting:
             return []
         others = "1 of them was" if self.waiting == 1 else f"{self.waiting} of them were"
         return [
             f"{others} written by another installation: foreign, and served by nothing here. To use what you trust: "
-            f"tilegym-db sync {uri.partition('?')[0]} --tables --trust"
+            f"tilegym-db data sync {uri.partition('?')[0]} --tables --trust"
         ]
 
 

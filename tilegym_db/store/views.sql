@@ -188,7 +188,7 @@ SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
 ) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 
--- What a promotion may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
+-- What `verify` may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
 -- neither judged by the promotion tier since nor verified before.
 CREATE OR REPLACE VIEW promotable AS
 SELECT

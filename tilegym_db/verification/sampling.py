@@ -23,7 +23,7 @@ from tilegym_db.verification.gates import PASSED, OutputComparison, failed, row_
 from tilegym_db.verification.oracle import Lifted, evaluate_function, lift
 
 FALSE_ALARM = 1e-7
-"""Probability that one check rejects a correct sampler; a promotion makes some hundreds of checks."""
+"""Probability that one check rejects a correct sampler; the promotion tier makes some hundreds of checks."""
 UNDETERMINED = 1e-4
 """Share of a row's mass that rounding may move into or out of the law; above it, only membership of the row is checked."""
 ROUNDING_OF_SUMS = 1e-5

@@ -29,7 +29,7 @@ from tilegym_db.verification.verifier import Failure, call_again, not_set_up, on
 # ---- tier policy ----------------------------------------------------------------------------------
 
 MIN_SANDBOX_LEVEL = PUBLISHED_SANDBOX_LEVEL
-"""Minimum sandbox level of a promotion; below it, a Solution could have changed its verifier."""
+"""Minimum sandbox level of the promotion tier; below it, a Solution could have changed its verifier."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class WorkerHandle:
             self.device,
             folder,
             environment,
-            readable=(self.solution.folder,),
+            readable=self.solution.folders,
             compile_cache=compile_cache_folder() if compiles else None,
         )
         if self.aborted:
@@ -245,7 +245,7 @@ class WorkerHandle:
         )
 
     def detach(self) -> None:
-        """Unmap that memory in a live worker."""
+        """Unmap the memory of :meth:`attach`, if the worker is alive."""
         if self.worker is not None and self.worker.alive:
             self.order("detach", self.limits.call_s)
 

@@ -29,14 +29,17 @@ def reference_text() -> str:
     parts = [HEAD.format(epilog=EPILOG)]
     for panel, commands in COMMANDS.items():
         parts.append(f"\n## {panel}\n")
-        parts += [f"\n### {name}\n\n```text\n{_help(name)}\n```\n" for name in commands]
+        for name in commands:
+            command = load_command(name)
+            inner = getattr(command, "commands", {})
+            every = {name: command} | {f"{name} {verb}": inner[verb] for verb in inner}
+            parts += [f"\n### {words}\n\n```text\n{_help(words, one)}\n```\n" for words, one in every.items()]
     return "".join(parts)
 
 
-def _help(name: str) -> str:
-    command: Any = load_command(name)
+def _help(words: str, command: Any) -> str:
     with command.context_class(
-        command, info_name=f"tilegym-db {name}", terminal_width=WIDTH, help_option_names=["-h", "--help"]
+        command, info_name=f"tilegym-db {words}", terminal_width=WIDTH, help_option_names=["-h", "--help"]
     ) as context:
         text: str = command.get_help(context)
     return "\n".join(line.rstrip() for line in text.splitlines()).strip()

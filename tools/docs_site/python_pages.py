@@ -12,9 +12,14 @@ __all__ = ["python_reference"]
 RESULTS = {
     "tilegym_db.store.database": ("Store",),
     "tilegym_db.store.answer": ("Answer",),
+    "tilegym_db.verification.add": ("Added",),
     "tilegym_db.measurement.plan": ("BenchReport",),
+    "tilegym_db.measurement.tune.tune": ("TuneReport",),
+    "tilegym_db.store.publish": ("PublishReport",),
+    "tilegym_db.resolver.explain": ("Explanation",),
     "tilegym_db.resolver.resolve": ("Resolved",),
     "tilegym_db.models.handle": ("Handle",),
+    "tilegym_db.loop.fit": ("FitReport",),
 }
 """What the public functions give back, and where it is defined."""
 

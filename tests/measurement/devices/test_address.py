@@ -10,8 +10,9 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError, MissingPackageError, UsageError
-from tilegym_db.measurement.benchmark import benchmark
+from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices import ray_address
+from tilegym_db.measurement.devices.devices import parse_gpus
 from tilegym_db.measurement.devices.ray_address import connected, max_devices, parse_executor
 
 
@@ -39,15 +40,15 @@ def test_what_names_none_is_refused_with_how_to_name_one(text):
 
 
 def test_gpus_of_a_cluster_are_counted_and_not_named():
-    assert (max_devices(None), max_devices("all"), max_devices("3")) == (None, None, 3)
+    assert [max_devices(gpus) for gpus in (None, parse_gpus("all"), parse_gpus("3"))] == [None, None, 3]
     with raises(UsageError, "gpu_indices_refused", "0,2"):
-        max_devices("0,2")
+        max_devices(parse_gpus("0,2"))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, home):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"tilegym-db\[ray\]"):
-        benchmark(("rms_norm",), gpu="cpu", executor="ray:127.0.0.1:6379")
+        bench(("rms_norm",), devices="ray:127.0.0.1:6379")
 
 
 def free_port() -> int:
@@ -59,7 +60,7 @@ def free_port() -> int:
 def test_an_address_that_does_not_answer_is_refused_within_seconds_in_a_sentence(home):
     pytest.importorskip("ray")
     began = time.monotonic()
-    command = [sys.executable, "-m", "tilegym_db", "promote", "rms_norm", "--gpu", "cpu"]
+    command = [sys.executable, "-m", "tilegym_db", "verify", "rms_norm", "--gpu", "cpu"]
     command += ["--executor", f"ray:127.0.0.1:{free_port()}"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 2

@@ -8,9 +8,17 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError, UsageError
-from tilegym_db.measurement.devices.devices import MeasuringDevice, choose_gpus, parse_gpus, share_processors
+from tilegym_db.measurement.devices.devices import (
+    Devices,
+    GpuChoice,
+    MeasuringDevice,
+    choose_gpus,
+    parse_devices,
+    parse_gpus,
+    share_processors,
+)
 from tilegym_db.measurement.devices.messages import MAX_LOSSES, WorkQueue, divide
-from tilegym_db.measurement.machine import refuse_absent_gpu
+from tilegym_db.measurement.machine import devices_of_options
 from tilegym_db.measurement.plan import DefinitionPlan
 
 FOUR = [MeasuringDevice(f"GPU {index}", index, "h200", "NVIDIA H200") for index in range(4)]
@@ -62,9 +70,57 @@ def test_one_kind_of_several_is_chosen_by_name():
     assert choose_gpus(parse_gpus("all"), MIXED, "l4") == MIXED[2:]
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("auto", Devices()),
+        ("cpu", Devices("cpu")),
+        (" H200 ", Devices("h200")),
+        ("h100", Devices("h100")),
+        ("all", Devices(gpus=GpuChoice("devices='all'"))),
+        (0, Devices(gpus=GpuChoice("devices=0", indices=(0,)))),
+        ([0, 2], Devices(gpus=GpuChoice("devices=[0, 2]", indices=(0, 2)))),
+        ("ray", Devices(executor="ray")),
+        ("ray:head:6379", Devices(executor="ray:head:6379")),
+        (Devices("cpu", executor="ray"), Devices("cpu", executor="ray")),
+        (FOUR[:2], Devices("h200", tuple(FOUR[:2]))),
+    ],
+)
+def test_an_argument_names_devices_in_one_way(argument, expected):
+    assert parse_devices(argument) == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "code"),
+    [
+        ("2", UsageError, "devices_invalid"),
+        ("0,2", UsageError, "devices_invalid"),
+        ("", UsageError, "devices_invalid"),
+        ([], UsageError, "devices_invalid"),
+        (-1, UsageError, "devices_invalid"),
+        (True, UsageError, "devices_invalid"),
+        (1.5, UsageError, "devices_invalid"),
+        (None, UsageError, "devices_invalid"),
+        (["h200"], UsageError, "devices_invalid"),
+        ([0, 0], UsageError, "gpus_repeated"),
+        ("h2000", HardwareError, "gpu_unknown"),
+    ],
+)
+def test_an_argument_that_names_no_devices_is_refused(argument, error, code):
+    with raises(error, code, str(argument)):
+        parse_devices(argument)
+
+
+def test_a_missing_index_is_named_as_it_was_written():
+    choice = parse_devices([0, 7]).gpus
+    assert isinstance(choice, GpuChoice)
+    with raises(HardwareError, "gpu_index_unknown", "devices=[0, 7]: there is no GPU 7"):
+        choose_gpus(choice, FOUR)
+
+
 def test_a_cpu_is_refused_before_anything_is_loaded():
     with raises(HardwareError, "gpus_without_gpu", "--gpus"):
-        refuse_absent_gpu("cpu", "2")
+        devices_of_options("cpu", "2")
 
 
 def test_processors_are_shared_in_blocks_and_none_is_left_over():

@@ -14,7 +14,8 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
+from tilegym_db.measurement.devices.devices import Devices
 from tilegym_db.measurement.devices.places import RemoteProcess, _Cluster
 from tilegym_db.measurement.devices.pool import JOINED
 from tilegym_db.measurement.run_setup import Observer
@@ -116,12 +117,11 @@ def test_a_node_that_is_killed_loses_nothing_and_one_that_joins_is_taken_in(
             cluster.add_node(**NODE)
             wait_for(lambda: not drivers[0]._found.empty())  # the head gets no more work meanwhile
 
-    report = promote(
+    report = verify(
         ("row_scale",),
-        gpu="cpu",
+        devices=Devices("cpu", executor=f"ray:{cluster.address}"),
         catalog=catalog,
         store_home=home,
-        executor=f"ray:{cluster.address}",
         observer=Observer(at_work=change_the_cluster),
     )
     assert (report.unfinished, report.interrupted) == ([], False)
@@ -157,29 +157,29 @@ def test_nodes_that_cannot_take_part_are_refused_with_the_reason(cluster, catalo
     (tmp_path / "none" / "tilegym_db" / "__init__.py").write_text("raise ImportError('there is nothing here')\n")
     for folder in ("other", "none"):
         cluster.add_node(**NODE, num_gpus=1, env_vars={"PYTHONPATH": str(tmp_path / folder)})
-    arguments = {"catalog": catalog, "store_home": home, "executor": f"ray:{cluster.address}"}
+    arguments = {"catalog": catalog, "store_home": home, "devices": f"ray:{cluster.address}"}
     with raises(HardwareError, "cluster_nodes_unusable", "tilegym-db 0.0.1", "there is nothing here", "pip install"):
-        benchmark(("row_scale",), gpu="auto", **arguments)
+        bench(("row_scale",), **arguments)
 
 
 def test_a_cluster_without_a_gpu_and_a_node_whose_gpu_does_not_answer(cluster, catalog, home):
-    arguments = {"catalog": catalog, "store_home": home, "executor": f"ray:{cluster.address}"}
+    arguments = {"catalog": catalog, "store_home": home, "devices": f"ray:{cluster.address}"}
     with raises(HardwareError, "cluster_device_absent", "'--gpu cpu'"):
-        benchmark(("row_scale",), gpu="auto", **arguments)
+        bench(("row_scale",), **arguments)
     cluster.add_node(**NODE, num_gpus=1)  # Ray believes what it is told
     with raises(HardwareError, "devices_lost", "GPU 0", "PyTorch"):
-        benchmark(("row_scale",), gpu="auto", **arguments)
+        bench(("row_scale",), **arguments)
 
 
 def test_a_search_on_a_cluster_ends_with_the_winner_in_the_drivers_store(cluster, home, make_catalog):
     sizes = ({"axes": {"M": 96, "N": 64}}, {"axes": {"M": 128, "N": 64}})
     catalog = make_catalog(home / "catalog", {"row_scale_blocked": (BLOCKED, {"tunables": {"ROWS": [1, 48]}})}, sizes)
-    executor = f"ray:{cluster.address}"
-    report = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5, executor=executor)
+    devices = Devices("cpu", executor=f"ray:{cluster.address}")
+    report = tune(devices=devices, catalog=catalog, store_home=home, budget_s=5)
     assert {result.workload_uuid: result.config for result in report.results} == {
         workload.uuid: {"ROWS": 48} for workload in catalog.workloads_for("row_scale")
     }
     assert (report.notes, report.unfinished) == ([], [])
-    again = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5)
+    again = tune(devices="cpu", catalog=catalog, store_home=home, budget_s=5)
     assert [result.config for result in again.results] == [{"ROWS": 48}] * 2
     assert again.steps == []

@@ -15,7 +15,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import benchmark, promote
+from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.devices.devices import cpu_slots
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.tune.tune import TuneObserver, tune
@@ -40,7 +40,7 @@ def supervisors() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"bench.devices.supervisor" in (entry / "cmdline").read_bytes():
+            if parent == os.getpid() and b"measurement.devices.supervisor" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return sorted(found)
 
@@ -72,7 +72,7 @@ def test_a_supervisor_killed_in_the_middle_loses_nothing_and_repeats_nothing(cat
             os.kill(killed[0], signal.SIGKILL)
 
     observer = Observer(traced=kill_one, at_work=lambda device, what: at_work.append((device, what)))
-    report = promote(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=cpu_slots(2), observer=observer)
+    report = verify(("row_scale",), catalog=catalog, store_home=home, devices=cpu_slots(2), observer=observer)
 
     status = {"row_scale_stock": "PASSED", "row_scale_wrong": "INCORRECT_NUMERICAL"}
     uuids = [workload.uuid for workload in catalog.workloads_for("row_scale")]
@@ -104,7 +104,7 @@ def test_a_device_that_never_works_leaves_its_work_to_another_until_ctrl_c_which
     one, other = cpu_slots(2)
     devices = [one, replace(other, environment=NO_PYTHON)]
     observer = Observer(traced=interrupt)
-    report = benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=devices, observer=observer)
+    report = bench(("row_scale",), catalog=catalog, store_home=home, devices=devices, observer=observer)
     assert report.interrupted
     assert any("slot 1 is not used anymore" in note for note in report.notes)
     assert all(trace.host for trace in report.traces)
@@ -122,13 +122,13 @@ def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothi
     catalog = make_catalog(home / "catalog", {"row_scale_blocked": tunable}, sizes)
     at_work: set[str] = set()
     observer = TuneObserver(at_work=lambda device, what: at_work.add(device))
-    report = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5, gpus=cpu_slots(2), observer=observer)
+    report = tune(catalog=catalog, store_home=home, budget_s=5, devices=cpu_slots(2), observer=observer)
     assert {result.workload_uuid: result.config for result in report.results} == {
         workload.uuid: {"ROWS": 48} for workload in catalog.workloads_for("row_scale")
     }
     assert at_work == {"slot 0", "slot 1"}
     assert (report.notes, report.unfinished) == ([], [])
-    again = tune(gpu="cpu", catalog=catalog, store_home=home, budget_s=5)
+    again = tune(devices="cpu", catalog=catalog, store_home=home, budget_s=5)
     assert [result.config for result in again.results] == [{"ROWS": 48}] * 2
     assert again.steps == []
 
@@ -136,7 +136,7 @@ def test_searches_on_two_slots_find_the_same_winner_and_a_second_run_tries_nothi
 def test_devices_that_never_work_are_named_with_their_reason(catalog, home):
     broken = [replace(slot, environment=NO_PYTHON) for slot in cpu_slots(2)]
     with raises(HardwareError, "devices_lost", "slot 0", "slot 1"):
-        benchmark(("row_scale",), gpu="cpu", catalog=catalog, store_home=home, gpus=broken)
+        bench(("row_scale",), catalog=catalog, store_home=home, devices=broken)
 
 
 SWALLOWS = """

@@ -16,7 +16,7 @@ from raising import raises
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.measurement.benchmark import promote
+from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.plan import BenchReport, DefinitionPlan
 from tilegym_db.measurement.tune.search import ConfigCandidate
@@ -75,7 +75,7 @@ def catalog(folder, make_catalog) -> Catalog:
 
 @pytest.fixture(scope="module")
 def first(catalog, folder) -> TuneReport:
-    return tune(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    return tune(devices="cpu", catalog=catalog, store_home=folder / "home")
 
 
 def outcomes(steps: list[TuningStep]) -> dict[object, list[str]]:
@@ -132,7 +132,7 @@ def test_what_declares_no_tunables_is_left_out_with_the_reason(first):
 
 
 def test_a_second_run_tries_nothing_and_gives_the_same_answer(first, catalog, folder):
-    again = tune(gpu="cpu", catalog=catalog, store_home=folder / "home")
+    again = tune(devices="cpu", catalog=catalog, store_home=folder / "home")
     assert (again.steps, again.traces) == ([], [])
     assert [result.config for result in again.results] == [{"ROWS": 48}]
     assert len(list((folder / "home" / "tuning").iterdir())) == 1  # no empty file
@@ -140,7 +140,7 @@ def test_a_second_run_tries_nothing_and_gives_the_same_answer(first, catalog, fo
 
 @pytest.fixture(scope="module")
 def promoted(first, catalog, folder) -> BenchReport:
-    return promote(("row_scale_blocked",), gpu="cpu", catalog=catalog, store_home=folder / "home")
+    return verify(("row_scale_blocked",), devices="cpu", catalog=catalog, store_home=folder / "home")
 
 
 def test_promotion_takes_the_tuned_config_beside_the_defaults(promoted, catalog, folder):
@@ -171,7 +171,7 @@ def test_what_was_published_is_not_searched_again_elsewhere_but_judged_there(pro
     with open_store(folder / "home", catalog=catalog) as store:
         publish(store, "cpu", tmp_path / "published")
     elsewhere = Catalog((*catalog.roots, tmp_path / "published"), trust_foreign=True)
-    found = tune(gpu="cpu", catalog=elsewhere, store_home=tmp_path / "home")
+    found = tune(devices="cpu", catalog=elsewhere, store_home=tmp_path / "home")
     assert found.steps == []
     assert [(result.config, result.tried) for result in found.results] == [({"ROWS": 48}, 0)]
     assert {trace.config.get("ROWS") for trace in found.traces if trace.status == "PASSED"} == {None, 48}
@@ -184,7 +184,7 @@ def test_a_small_budget_tries_the_neighbours_winner_and_nothing_that_is_known_to
         workload="M=96,*",
         quick=True,
         budget_s=0.001,
-        gpu="cpu",
+        devices="cpu",
         catalog=larger,
         store_home=folder / "home",
         observer=TuneObserver(stepped=seen.append),
@@ -212,7 +212,7 @@ def test_what_leads_on_several_workloads_is_screened_at_once_and_is_a_first_gues
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_blocked": (BLOCKED, space)}, sizes)
     steps: list[TuningStep] = []
     report = tune(
-        gpu="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home",
+        devices="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home",
         observer=TuneObserver(stepped=steps.append),
     )  # fmt: skip
     assert [result.config for result in report.results] == [{"ROWS": 48}] * 2
@@ -248,7 +248,7 @@ def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_on
     monkeypatch.setattr("tilegym_db.measurement.tune.tuner.CompileAhead", RefusesThree)
     space = {"tunables": {"ROWS": [9, 5, 3, 64]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_crashing": (CRASHING, space)}, (SIZE,))
-    report = tune(gpu="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home")
+    report = tune(devices="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home")
     assert report.results[0].config == {"ROWS": 64}
     found = {step.config.get("ROWS"): (step.outcome, step.status) for step in report.steps}
     assert found == {
@@ -263,7 +263,7 @@ def test_a_config_that_does_not_compile_or_takes_the_worker_down_costs_itself_on
 
 def test_a_budget_must_be_some_time(catalog, folder):
     with raises(UsageError, "budget_invalid", "--budget", "0"):
-        tune(gpu="cpu", budget_s=0, catalog=catalog, store_home=folder / "home")
+        tune(devices="cpu", budget_s=0, catalog=catalog, store_home=folder / "home")
 
 
 MANY = """def run(x, weight, factor, out, *, ROWS=2, TAG=0):

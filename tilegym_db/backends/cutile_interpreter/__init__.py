@@ -1,7 +1,7 @@
 """Runs cuTile kernels on CPU tensors, in place of a device that is not there.
 
 cuTile's own front end settles every type, shape and constant of a kernel, and contracts products and sums, exactly as it does
-ahead of the compiler; what it hands on is executed here with NumPy, block after block. So the rules of promotion are not
+ahead of the compiler; what it hands on is executed here with NumPy, block after block. So the rules of verification are not
 written down a second time. What this does not show is how a device rounds transcendental functions and sums, how it orders
 blocks, and anything about speed.
 

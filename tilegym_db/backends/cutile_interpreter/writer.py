@@ -93,7 +93,7 @@ class Writer:
             self._uniform.add(new.name)
 
     def parameter(self, var: Any) -> str:
-        """Name a parameter of the kernel, which is the same in every block."""
+        """Return the name of a kernel parameter, whose value is the same in every block."""
         self._uniform.add(var.name)
         return self.name(var)
 

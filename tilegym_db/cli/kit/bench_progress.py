@@ -46,7 +46,7 @@ class Progress:
         self._bar.stop()
 
     def observer(self) -> Observer:
-        """Return callbacks for :func:`tilegym_db.measurement.benchmark.benchmark`."""
+        """Return callbacks for :func:`tilegym_db.measurement.benchmark.bench`."""
         from tilegym_db.measurement.run_setup import Observer
 
         return Observer(planned=self._planned, starting=self._starting, traced=self._traced, at_work=self._at_work)

@@ -78,6 +78,6 @@ OTHER_NAMES: dict[str, OtherName] = {
     "mhc_mix_apply": OtherName(("mhc_pre_apply_mix",)),
     "EngramGateLayer": OtherName(python="tilegym_db.layers.EngramGateLayer"),
     "MHCPipeline": OtherName(python="tilegym_db.layers.MHCPipeline"),
-    "benchmark_kernel": OtherName(python="tilegym_db.benchmark"),
+    "benchmark_kernel": OtherName(python="tilegym_db.bench"),
 }
 """Names of TileKernels that have another name here."""

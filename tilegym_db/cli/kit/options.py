@@ -249,9 +249,6 @@ def _starting(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MAX_PROMPT_TOKENS = 1 << 20
-"""Maximum prompt length. Attention over more tokens takes hours or too much memory."""
-
 DefinitionName = Annotated[
     str | None, typer.Argument(help="A definition; none means all.", autocompletion=complete_definition)
 ]
@@ -297,6 +294,27 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Trust foreign traces, which were neither measured here nor shipped.")
 ]
 WorkloadGlob = Annotated[str | None, typer.Option(help="Glob over tags, axes (M=1,*) and uuid.")]
+Quick = Annotated[bool, typer.Option(help="Few workloads and samples.")]
+Force = Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")]
+AllowUnsandboxed = Annotated[
+    bool, typer.Option(help="Verify even if workers cannot be confined; such traces are never published.")
+]
+
+# One call of an operator.
+SolutionToRun = Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")]
+Scalars = Annotated[list[str] | None, typer.Option("--scalar", help="Scalars: eps=1e-5.", metavar="S=VALUE,...")]
+Tunables = Annotated[list[str] | None, typer.Option("--config", help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")]
+
+# One run of a whole model.
+MAX_PROMPT_TOKENS = 1 << 20
+"""Maximum prompt length. Attention over more tokens takes hours or too much memory."""
+ModelDtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+Layers = Annotated[int | None, typer.Option(help="Keep only the first so many layers.", min=1)]
+Sequences = Annotated[int, typer.Option("--batch", help="Sequences.")]
+PromptTokens = Annotated[int, typer.Option(help="Random tokens of each sequence.", min=1, max=MAX_PROMPT_TOKENS)]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each; 0 times the prefill alone.", min=0)]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds of stock and patched.", min=1, max=100_000)]
 
 
 def finite_seconds(value: float | None) -> float | None:

@@ -27,11 +27,11 @@ def open_reader(*, trust: bool = False) -> Iterator[Store]:
 def unverified_note(
     store: Store, definition: str | None = None, op_type: str | None = None, gpu: str | None = None
 ) -> str | None:
-    """Return how many screen passes await promotion and the command for it; None without such passes."""
+    """Return how many screen passes await verification and the command for it; None without such passes."""
     from tilegym_db.store.queries import count_unverified
 
     count = count_unverified(store, definition=definition, op_type=op_type, gpu=gpu)
     if not count:
         return None
     passes = "1 screen pass is" if count == 1 else f"{count} screen passes are"
-    return f"{passes} not verified yet: run tilegym-db promote {definition or ''}".rstrip()
+    return f"{passes} not verified yet: run tilegym-db verify {definition or ''}".rstrip()

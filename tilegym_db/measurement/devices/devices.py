@@ -32,9 +32,10 @@ class MeasuringDevice:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """The GPUs that ``--gpus`` requests: all, a number (``count``), or exactly these (``indices``)."""
+    """The GPUs that a user requests: all, a number (``count``), or exactly these (``indices``)."""
 
     text: str
+    """The request as the user wrote it, for messages: ``--gpus 0,2`` or ``devices=[0, 2]``."""
     count: int | None = None
     indices: tuple[int, ...] | None = None
 
@@ -46,11 +47,12 @@ def parse_gpus(text: str) -> GpuChoice:
         UsageError: the text is malformed, or names a GPU twice.
     """
     words = [word.strip() for word in text.strip().lower().rstrip(",").split(",")]
+    option = f"--gpus {text}"
     if words == ["all"]:
-        return GpuChoice(text)
+        return GpuChoice(option)
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UsageError(
-            f"--gpus {text}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).", code="gpus_invalid"
+            f"{option}: neither 'all', nor a number of GPUs (2), nor their indices (0,2).", code="gpus_invalid"
         )
     numbers = tuple(map(int, words))
     if "," not in text:
@@ -58,11 +60,78 @@ def parse_gpus(text: str) -> GpuChoice:
             raise UsageError(
                 "--gpus 0 asks for no GPU at all. GPU 0 alone is '--gpus 0,'; a CPU needs no --gpus.", code="gpus_zero"
             )
-        return GpuChoice(text, count=numbers[0])
-    twice = sorted(number for number, times in Counter(numbers).items() if times > 1)
+        return GpuChoice(option, count=numbers[0])
+    return _of_indices(option, numbers)
+
+
+def _of_indices(text: str, indices: Sequence[int]) -> GpuChoice:
+    twice = sorted(number for number, times in Counter(indices).items() if times > 1)
     if twice:
-        raise UsageError(f"--gpus {text} names GPU {twice[0]} twice.", code="gpus_repeated")
-    return GpuChoice(text, indices=numbers)
+        raise UsageError(f"{text} names GPU {twice[0]} twice.", code="gpus_repeated")
+    return GpuChoice(text, indices=tuple(indices))
+
+
+# ---- Devices of a run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices to measure on. All are of one kind, as a plan is.
+
+    ``gpu`` is the kind: ``auto``, ``cpu``, or a GPU slug or family. ``gpus`` are several GPUs of this host, with one process per
+    GPU; None is one device, in this process. ``executor`` names a Ray cluster (``ray``, ``ray:HOST:PORT``), of whose devices
+    ``gpus`` limits the number; None is this host.
+    """
+
+    gpu: str = "auto"
+    gpus: GpuChoice | tuple[MeasuringDevice, ...] | None = None
+    executor: str | None = None
+
+
+DevicesLike = str | int | Sequence[int] | Sequence[MeasuringDevice] | Devices
+"""What :func:`parse_devices` takes."""
+
+_KNOWN = (
+    "'auto', 'cpu', 'all', the name of a GPU such as 'h200', an index (0), indices ([0, 2]), or 'ray' for a cluster"
+)
+
+
+def parse_devices(devices: DevicesLike) -> Devices:
+    """Return the devices that an argument ``devices`` means. Pure: nothing is asked of this machine.
+
+    Args:
+        devices: ``auto`` (the GPU of this machine if it has one, else its CPU), ``cpu``, a GPU slug or family such as ``h200``,
+            ``all`` GPUs of this host, the index of one or a list of indices, ``ray`` or ``ray:HOST:PORT`` for the devices of
+            a Ray cluster, or a :class:`Devices`.
+
+    Raises:
+        UsageError: the argument has none of these forms, or names a GPU twice.
+        HardwareError: the name of the GPU is unknown.
+    """
+    if isinstance(devices, Devices):
+        return devices
+    if isinstance(devices, str):
+        return _named_devices(devices.strip().lower(), devices)
+    listed = [devices] if isinstance(devices, int) else list(devices) if isinstance(devices, Sequence) else []
+    given = tuple(one for one in listed if isinstance(one, MeasuringDevice))
+    if given and len(given) == len(listed):
+        return Devices(given[0].gpu, given)
+    indices = [one for one in listed if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
+    if not indices or len(indices) != len(listed):
+        raise UsageError(f"devices={devices!r}: not {_KNOWN}.", code="devices_invalid")
+    return Devices(gpus=_of_indices(f"devices={devices!r}", indices))
+
+
+def _named_devices(name: str, text: str) -> Devices:
+    if name == "all":
+        return Devices(gpus=GpuChoice("devices='all'"))
+    if name == "ray" or name.startswith("ray:"):
+        return Devices(executor=text.strip())
+    if not name or name[0].isdigit():
+        raise UsageError(
+            f"devices={text!r}: not {_KNOWN}. An index is a number and not a text.", code="devices_invalid"
+        )
+    return Devices(name if name == "auto" else parse_gpu(name))
 
 
 def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = "auto") -> list[MeasuringDevice]:
@@ -78,15 +147,15 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
     if gpu == CPU or not found:
         why = "--gpu cpu asks for none" if gpu == CPU else "this machine has no usable GPU"
         raise HardwareError(
-            f"--gpus {choice.text}: {why}. A CPU is measured by one process: several would disturb each other's times. "
-            "Leave --gpus out.",
+            f"{choice.text}: {why}. A CPU is measured by one process: several would disturb each other's times. "
+            "Leave it out.",
             code="gpus_without_gpu",
         )
     if choice.indices is not None:
         missing = sorted(set(choice.indices) - {device.index for device in found})
         if missing:
             raise HardwareError(
-                f"--gpus {choice.text}: there is no GPU {missing[0]} here. This machine has {here}.",
+                f"{choice.text}: there is no GPU {missing[0]} here. This machine has {here}.",
                 code="gpu_index_unknown",
             )
         meant = [device for device in meant if device.index in choice.indices]
@@ -94,14 +163,14 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
     if wanted > len(meant):
         of_kind = "" if gpu == "auto" else f" of kind {gpu}"
         raise HardwareError(
-            f"--gpus {choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all",
+            f"{choice.text}: this machine has {len(meant)}{of_kind}, not {wanted}. It has {here}. Try: --gpus all",
             code="gpus_too_few",
         )
     chosen = meant[:wanted]
     kinds = sorted({device.gpu for device in chosen})
     if len(kinds) > 1:
         raise HardwareError(
-            f"--gpus {choice.text}: GPUs of several kinds ({here}), and times of two kinds are never compared. "
+            f"{choice.text}: GPUs of several kinds ({here}), and times of two kinds are never compared. "
             f"Name one with --gpu: {' or '.join(kinds)}.",
             code="gpu_kinds_mixed",
         )
@@ -134,18 +203,17 @@ def cpu_slots(count: int) -> list[MeasuringDevice]:
     return [MeasuringDevice(f"slot {index}", index) for index in range(count)]
 
 
-def devices_of(gpus: str | Sequence[MeasuringDevice] | None, gpu: str) -> list[MeasuringDevice]:
-    """Return the devices that an argument ``gpus`` means; an empty list for None.
+def devices_of(devices: Devices) -> list[MeasuringDevice]:
+    """Return the devices of this host that have a process each; an empty list if this process measures one itself.
 
     Raises:
-        UsageError, HardwareError: as :func:`parse_gpus` and :func:`choose_gpus`.
+        HardwareError: as :func:`choose_gpus`.
     """
-    if gpus is None:
+    if devices.gpus is None:
         return []
-    if isinstance(gpus, str):
-        choice = parse_gpus(gpus)
-        return choose_gpus(choice, [] if gpu == CPU else find_gpus(), gpu)
-    return list(gpus)
+    if isinstance(devices.gpus, GpuChoice):
+        return choose_gpus(devices.gpus, [] if devices.gpu == CPU else find_gpus(), devices.gpu)
+    return list(devices.gpus)
 
 
 def share_processors(processors: Sequence[int], count: int) -> list[tuple[int, ...]]:

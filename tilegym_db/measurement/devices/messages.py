@@ -25,7 +25,7 @@ class Session:
     """Data that all work items of a run share, on every device.
 
     ``gpu`` is the slug that the device must have, ``seed`` the run's secret. With ``calibrate``, a GPU without ``peaks`` is
-    calibrated first. With ``confined``, a host that cannot confine workers as a promotion requires is refused. ``command``
+    calibrated first. With ``confined``, a host that cannot confine workers as verification requires is refused. ``command``
     is as in RunContext.
     """
 

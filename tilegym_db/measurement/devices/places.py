@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import HardwareError, RecordError, TilegymDBError, UsageError
 from tilegym_db.measurement.devices import ray_probe
-from tilegym_db.measurement.devices.devices import MeasuringDevice, devices_of, share_processors
+from tilegym_db.measurement.devices.devices import Devices, GpuChoice, MeasuringDevice, devices_of, share_processors
 from tilegym_db.measurement.devices.messages import Failed, Order, Ready, TraceMessage, WorkItem
 from tilegym_db.measurement.devices.pool import DevicePool, DeviceProcess, SupervisorLost
 from tilegym_db.measurement.devices.ray_address import connected, max_devices, names_cluster, parse_executor
@@ -35,39 +35,29 @@ from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 
 @contextlib.contextmanager
-def open_pool(
-    executor: str | None,
-    gpus: str | Sequence[MeasuringDevice] | None,
-    gpu: str,
-    waiting: Callable[[str], None] = lambda what: None,
-) -> Iterator[DevicePool | None]:
+def open_pool(devices: Devices, waiting: Callable[[str], None] = lambda what: None) -> Iterator[DevicePool | None]:
     """Yield the supervisors of several devices, which start while this process plans; None if this process measures itself.
 
-    Args:
-        executor: None or ``local`` for this host, or what :func:`~tilegym_db.measurement.devices.ray_address.parse_executor`
-            takes.
-        gpus: the GPUs, as :func:`~tilegym_db.measurement.devices.devices.devices_of` takes them.
-        gpu: the value of ``--gpu``.
-        waiting: called with a description of a wait.
+    ``waiting`` is called with a description of a wait.
 
     Raises:
-        HardwareError, UsageError: the devices or the executor do not exist.
-        MissingPackageError: the executor needs a package that is not installed.
+        HardwareError, UsageError: the devices or the cluster do not exist.
+        MissingPackageError: a cluster needs a package that is not installed.
     """
-    if executor is not None and names_cluster(executor):
-        if gpus is not None and not isinstance(gpus, str):
+    if devices.executor is not None and names_cluster(devices.executor):
+        if isinstance(devices.gpus, tuple):
             raise UsageError(
                 "devices of this host cannot be given to another executor; name a number of GPUs, or leave them out.",
                 code="devices_of_executor",
             )
-        with cluster_pool(executor, gpus, gpu, waiting) as pool:
+        with cluster_pool(devices.executor, devices.gpus, devices.gpu, waiting) as pool:
             yield pool
         return
-    devices = devices_of(gpus, gpu)
-    if not devices:
+    chosen = devices_of(devices)
+    if not chosen:
         yield None
         return
-    with host_pool(devices) as pool:
+    with host_pool(chosen) as pool:
         yield pool
 
 
@@ -96,7 +86,7 @@ POLL_S = 0.1
 
 @contextlib.contextmanager
 def cluster_pool(
-    executor: str, gpus: str | None, gpu: str, waiting: Callable[[str], None] = lambda what: None
+    executor: str, gpus: GpuChoice | None, gpu: str, waiting: Callable[[str], None] = lambda what: None
 ) -> Iterator[DevicePool]:
     """Yield a pool of the devices of one kind in a cluster, after the first one is ready; ``gpus`` limits their number.
 
@@ -650,7 +640,7 @@ def trace_problem(trace: Trace, order: Order, machine: Machine) -> str | None:
         if stated != known:
             return f"its {name} is {stated!r}, but the device of the order has {known!r}"
     if session.confined and trace.status == "PASSED" and trace.sandbox_level < MIN_SANDBOX_LEVEL:
-        return f"its worker was confined at level {trace.sandbox_level}, but a promotion needs {MIN_SANDBOX_LEVEL}"
+        return f"its worker was confined at level {trace.sandbox_level}, but verification needs {MIN_SANDBOX_LEVEL}"
     planned = _planned(trace, order)
     if planned is None:
         return f"the order has no {trace.solution} on workload {trace.workload_uuid}"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 from tilegym_db.errors import HardwareError, UsageError, missing_package
-from tilegym_db.measurement.devices.devices import parse_gpus
+from tilegym_db.measurement.devices.devices import GpuChoice
 
 LOCAL, RAY = "local", "ray"
 AUTO = "auto"
@@ -60,21 +60,20 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) < 1 << 16 else None
 
 
-def max_devices(gpus: str | None) -> int | None:
-    """Return the maximum number of devices that ``--gpus`` allows; None for all of the cluster.
+def max_devices(gpus: GpuChoice | None) -> int | None:
+    """Return the maximum number of devices of a cluster that are requested; None for all.
 
     Raises:
-        UsageError: it names GPUs by index, which exists only on a host.
+        UsageError: the request names GPUs by index, which exists only on a host.
     """
     if gpus is None:
         return None
-    choice = parse_gpus(gpus)
-    if choice.indices is not None:
+    if gpus.indices is not None:
         raise UsageError(
-            f"--gpus {gpus}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
+            f"{gpus.text}: the GPUs of a cluster have no indices. Name a number of them, or 'all'.",
             code="gpu_indices_refused",
         )
-    return choice.count
+    return gpus.count
 
 
 def require_ray() -> None:

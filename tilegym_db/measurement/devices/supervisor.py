@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tilegym_db.measurement.awards import require_sandbox
 from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.messages import (
     Done,
@@ -34,7 +35,6 @@ from tilegym_db.measurement.devices.messages import (
 )
 from tilegym_db.measurement.local_executor import Capacity, LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors, require_healthy, select_machine
-from tilegym_db.measurement.promotions import require_sandbox
 from tilegym_db.measurement.run_setup import RunContext
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import TimedCandidate

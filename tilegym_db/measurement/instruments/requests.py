@@ -234,7 +234,7 @@ def find_program(
     environ: Mapping[str, str] | None = None,
     installed: Callable[[str], Iterable[Path]] = _installed,
 ) -> Path:
-    """Return the path of a program: from the user's CUDA toolkit, on ``PATH``, else the first one that is ``installed``.
+    """Find a program: first in the user's CUDA toolkit, then on ``PATH``, then among the paths of ``installed``.
 
     Raises:
         ToolchainError: it is not installed; the message says how to get it.

@@ -104,7 +104,7 @@ def sanitize(
         names: Solutions, Definitions, or folders with drafts; empty means every kernel that this GPU can run.
         tools: names in :data:`TOOLS`.
         language: only kernels in this language.
-        gpu, catalog, home: as for :func:`tilegym_db.benchmark`.
+        gpu, catalog, home: as for :func:`tilegym_db.bench`.
         cases: number of fuzz cases per Solution, over its dtypes.
         starting: called with a description of the next step.
 
@@ -185,7 +185,7 @@ def record_failures(results: Sequence[Sanitized], setup: RunSetup) -> list[Trace
     found = [result for result in results if result.errors and result.chosen.in_catalog]
     if not found:
         return []
-    context = setup.context(command="sanitize")
+    context = setup.context(command="debug sanitize")
     traces = []
     with Journal(context.run_id, setup.home) as journal:
         for result in found:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
-from tilegym_db.measurement.devices.devices import MeasuringDevice
+from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Session, WorkItem
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
@@ -65,37 +65,34 @@ class TuneReport:
 def tune(
     names: str | tuple[str, ...] = (),
     *,
-    gpu: str = "auto",
+    devices: DevicesLike = "auto",
     language: str | None = None,
-    workload: str | None = None,
+    workload: str | tuple[str, ...] | None = None,
     budget_s: float | None = None,
     quick: bool = False,
-    again: bool = False,
+    force: bool = False,
     catalog: Catalog | None = None,
     store_home: Path | None = None,
     observer: TuneObserver | None = None,
-    gpus: str | Sequence[MeasuringDevice] | None = None,
-    executor: str | None = None,
 ) -> TuneReport:
     """Search the tunables of Solutions, Workload by Workload; screen and store the winners.
 
-    A winner passes the screen of :func:`~tilegym_db.benchmark` in fresh processes: it is verified under its config on the
-    fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``promote`` measure it together
+    A winner passes the screen of :func:`~tilegym_db.bench` in fresh processes: its config is compared with the reference on
+    the fuzz shapes, and timed against the defaults and stock code. From then on ``bench`` and ``verify`` measure it together
     with the defaults. Configs that lost in an earlier run are not tried again.
 
     Args:
         names: Definitions or Solutions; empty means all.
-        gpu: ``auto``, ``cpu``, or the slug or family of the GPU in this machine.
+        devices: as for :func:`~tilegym_db.bench`.
         language: only Solutions in this language.
         workload: glob over uuid, tags and axes key.
         budget_s: seconds of search per Solution and Workload. After that the current wave and the screen of the winner are
             completed.
         quick: few workloads, few rounds, and a small budget unless one is given.
-        again: ignore what earlier runs tried.
+        force: ignore what earlier runs tried.
         catalog: the records; the shipped ones and the user's overlay by default.
         store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
         observer: callbacks for progress.
-        gpus, executor: as for :func:`~tilegym_db.benchmark`.
 
     Raises:
         HardwareError: the requested GPU is not the one in this machine.
@@ -108,11 +105,12 @@ def tune(
     if not budget_s > 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget_s:g}.", code="budget_invalid")
     # In this tier only Solutions that can be timed here take part: times of an interpreter would choose the wrong config.
-    options = Options(names_of(names), language, workload, quick, again=True, tier="promotion")
+    options = Options(names_of(names), language, workload, quick, force=True, tier="promotion")
     watch = observer or TuneObserver()
-    with open_pool(executor, gpus, gpu, watch.starting) as pool:
-        setup = RunSetup.on(pool, gpu, catalog, store_home)
-        return _search_all(setup, options, KnownResults.read(setup, again=again), budget_s, watch, pool)
+    asked = parse_devices(devices)
+    with open_pool(asked, watch.starting) as pool:
+        setup = RunSetup.on(pool, asked.gpu, catalog, store_home)
+        return _search_all(setup, options, KnownResults.read(setup, force=force), budget_s, watch, pool)
 
 
 def _search_all(

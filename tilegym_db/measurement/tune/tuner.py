@@ -308,12 +308,12 @@ class KnownResults:
     """
 
     @classmethod
-    def read(cls, setup: RunSetup, *, again: bool) -> KnownResults:
+    def read(cls, setup: RunSetup, *, force: bool) -> KnownResults:
         """Read the results of earlier runs. With ``again``, read only the winners: a new search still starts with them."""
         gpu = setup.machine.gpu
         with setup.store() as store:
             known = cls(winners=tuned_configs(store, gpu))
-            if again:
+            if force:
                 return known
             failed = failed_screen(store, gpu)
             known.screened = done_keys(store, gpu, SCREEN.tier) - set(failed)

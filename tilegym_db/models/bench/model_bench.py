@@ -340,7 +340,9 @@ class Entries:
         """Add stock and patched with a static cache and compiled decoding, if there is decoding."""
         for name, model in self._models.items() if asked else ():
             if self._new < 2:
-                self.absent[f"{name}_static_cache"] = "it compiles decoding, and --new 0 or 1 has no decoding step."
+                self.absent[f"{name}_static_cache"] = (
+                    "it compiles decoding, and --max-new-tokens 0 or 1 has no decoding step."
+                )
                 continue
             try:
                 self._add_compiled(f"{name}_static_cache", static_cache(model, self._ids, self._new, self._backend))
@@ -352,7 +354,7 @@ class Entries:
         for name, model in self._models.items() if asked else ():
             if self._new:
                 self.absent[f"{name}_compiled"] = (
-                    "it compiles the forward for the prefill alone: --new 0. For decoding: --static-cache."
+                    "it compiles the forward for the prefill alone: --max-new-tokens 0. For decoding: --static-cache."
                 )
             else:
                 self._add_compiled(f"{name}_compiled", prefill(model, self._ids, self._backend))

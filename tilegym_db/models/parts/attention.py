@@ -107,7 +107,10 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 
 def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
-    """Return the Definition of the group, or the reason if a function, named ``what``, is not known to compute it."""
+    """Return the matching Definitions of a group whose attention ``function`` computes, or the reason why none matches.
+
+    ``what`` names the function in the reason.
+    """
     matches = known.look_up(found.kind, function, getattr(function, "__globals__", {}), what, {})
     if isinstance(matches, str):
         return matches

@@ -139,7 +139,8 @@ class Context:
         elif name in ("format", "format_map") and node not in self.plain_formats:
             self.report.add(node, "dynamic-attribute", f"uses .{name} with a text that may read attributes")
         elif not (resolved or name in VALUES or (name in self.own_names and (own or name not in CLOSED))):
-            self.report.add(node, "unlisted-member", f"reads .{name}")
+            renamed = " of a value that may be a module: rename the field" if name in self.own_names else ""
+            self.report.add(node, "unlisted-member", f"reads .{name}{renamed}")
 
     def check_class(self, node: ast.expr | None) -> None:
         """Refuse a torch class that is passed on, because the receiver could change it."""

@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterable
 
+from tilegym_db.sandbox.scan.grammar import CLASS_FACTORIES, check_class, check_grammar
+from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
 from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
@@ -16,7 +18,6 @@ DANGEROUS_KEYS = {
     "extern_libs": "native-extension",
 }
 TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
-TENSOR_CLASS = re.compile(r"torch\.(\w*Tensor|(nn\.)?(parameter\.)?\w*Parameter)(\..*)?")
 
 
 class Checker(ScopedVisitor):
@@ -45,6 +46,7 @@ class Checker(ScopedVisitor):
 
     def run(self) -> None:
         """Check the whole source."""
+        check_grammar(self.context)
         self.visit_all(self.context.module.tree.body)
 
     # -- imports ------------------------------------------------------------------------------------------------------
@@ -209,11 +211,6 @@ class Checker(ScopedVisitor):
 
     visit_Yield = visit_Return
 
-    def visit_MatchClass(self, node: ast.MatchClass) -> None:  # noqa: D102
-        for name in node.kwd_attrs:  # 'case object(__globals__=g)' reads an attribute
-            self.context.check_attribute_name(node, name, resolved=False)
-        self.generic_visit(node)
-
     def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
         self.context.may_hold_class.add(node.value)
         self.generic_visit(node)
@@ -252,11 +249,7 @@ class Checker(ScopedVisitor):
         super().visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: D102
-        for path in sorted(path for base in node.bases for path in self.context.resolve(base)):
-            if TENSOR_CLASS.fullmatch(path):
-                self.report.add(node, "tensor-subclass", f"derives {node.name} from {path}")
-            elif path == "builtins.type":
-                self.report.add(node, "object-hooks", f"defines {node.name} as a metaclass")
+        check_class(self.context, node)
         super().visit_ClassDef(node)
 
 
@@ -264,8 +257,6 @@ class Checker(ScopedVisitor):
 # Rules for calls: computed attributes, the environment, raw device code, operators, compiler flags.
 
 EXTERN_CALLS = frozenset({"tilelang.language.call_extern", "tilelang.language.call_pure_extern"})
-DEVICE_INTRINSIC = re.compile(r"__(?!libc|xpg|nss|gconv)[a-z][a-z0-9_]*")
-"""Names that ``T.call_extern`` accepts: intrinsics of CUDA. Other names could be functions of the C library."""
 
 
 FLAG_ARGUMENTS = ("compile_flags", "nvcc_flags")
@@ -276,9 +267,6 @@ SAFE_FLAG = re.compile(
 READS_ATTRIBUTES = re.compile(r"\{[^{}:!]*[.\[]")
 """A field of ``str.format`` that reads an attribute or item: ``{0.__globals__}``."""
 
-CLASS_MAKERS = words(
-    "collections.namedtuple enum.Enum enum.IntEnum enum.StrEnum enum.Flag enum.IntFlag typing.NamedTuple typing.TypedDict"
-)
 HARMLESS_VARIABLES = frozenset({"TRITON_INTERPRET"})
 """Properties that a kernel may query: they do not differ between a worker with its scrubbed environment and a model."""
 
@@ -305,14 +293,16 @@ def check_call(context: Context, node: ast.Call) -> None:
             context.plain_formats.add(node.func)
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
-    if paths & CLASS_MAKERS and any(keyword.arg in (None, "module", "qualname") for keyword in node.keywords):
-        context.report.add(node, "class-factory", "gives a class another module")
+    if paths & CLASS_FACTORIES:
+        context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
     if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
         context.report.add(node, "dynamic-attribute", "gives SimpleNamespace names that cannot be known")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
-        context.report.add(node, "native-extension", "gives T.call_extern a name that is no intrinsic of CUDA")
+        context.report.add(
+            node, "native-extension", "gives T.call_extern a name that is not a listed intrinsic of CUDA"
+        )
     if paths & OPERATOR_MAKERS and _is_torch_operator(context, node):
         context.report.add(node, "dispatch-override", "registers an operator whose name is computed or torch's own")
     if paths & {"os.getenv", "os.environ.get"}:
@@ -368,7 +358,7 @@ def _check_getattr(context: Context, node: ast.Call, *, reads: bool) -> None:
 
 def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:
     text = context.text(node.args[1]) if len(node.args) > 1 else None
-    return text is not None and DEVICE_INTRINSIC.fullmatch(text) is not None
+    return text is not None and text in WORDS["device-intrinsics"]
 
 
 def _is_torch_operator(context: Context, node: ast.Call) -> bool:
@@ -543,15 +533,23 @@ def _names_a_type(text: str) -> bool:
 
 
 # ---- texts ----------------------------------------------------------------------------------------
-# All texts of a source together must not contain assembler that reads clocks or counts launches.
+# All texts of a source together must not contain assembler that reads clocks, counts launches, or leaves the kernel.
 
 CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
 """PTX special registers that tell a kernel the time or the number of its launch."""
+OUTSIDE_THE_KERNEL = re.compile(
+    r"(?:^|[;{}\s])(?:call(?:\.uni)?\s|\.(?:extern|func|entry|global|const|visible|weak|common|alias|file|section|pragma)\b"
+    r"|nanosleep\b|brkpt\b|pmevent\b|trap\b|exit\b)"
+)
+"""PTX that calls a function, defines one, defines memory that outlives a launch, or ends the launch."""
 LONGEST = 16
 
 
 def check_assembler(tree: ast.AST, report: ScanReport) -> None:
-    """Refuse texts that name such a register, including names joined from consecutive parts."""
+    """Refuse texts with such PTX, including names joined from consecutive parts."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    has_assembler = any(name.startswith("inline_asm") for name in attributes | imported)
     before = ""
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):
@@ -559,4 +557,6 @@ def check_assembler(tree: ast.AST, report: ScanReport) -> None:
         found = CLOCK_REGISTER.search(joined)
         if found:
             report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        if has_assembler and ";" in str(node.value) and OUTSIDE_THE_KERNEL.search(str(node.value)):
+            report.add(node, "native-extension", "has assembler that calls, defines or ends more than its own block")
         before = "" if found else joined[-LONGEST:]

@@ -143,8 +143,8 @@ class Promotable(NamedTuple):
 
 
 def promotable(store: Store, gpu: str) -> list[Promotable]:
-    """Return candidates for promotion: pairs that passed their newest screen, have no promotion verdict since, and are
-    not verified already.
+    """Return candidates for verification: pairs that passed their newest screen, have no verdict of the promotion tier since, and
+    are not verified already.
     """
     rows = store.rows(PROMOTABLE, {"gpu": gpu})
     return [Promotable(**{**row, "config": json.loads(row["config"])}) for row in rows]

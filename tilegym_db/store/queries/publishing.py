@@ -202,5 +202,5 @@ def not_verified(store: Store, gpu: str) -> dict[str, int]:
 
 
 def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """Return the newest failures that revoked promotions of today's sources on a GPU, by shape: ids and target files."""
+    """Return the newest failures that revoked passes of today's sources on a GPU, by shape: ids and target files."""
     return store.rows(REVOKING, {"gpu": gpu})

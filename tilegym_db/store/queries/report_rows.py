@@ -44,18 +44,18 @@ COVERAGE = """
     ORDER BY d.op_type, d.name, p.gpu, l.language
 """
 
-# Open work: operators declared open, kernels without a verified trace, and screens without a promotion.
+# Open work: operators declared open, kernels without a verified trace, and screens that wait for `verify`.
 OPEN = """
     SELECT 'operator is open' AS kind, name AS definition, '' AS solution, '' AS gpu, 0 AS cases FROM definitions WHERE is_open
     UNION ALL
     SELECT 'solution not verified on any GPU', definition, name, '', 0 FROM solutions
     WHERE name NOT IN (SELECT solution FROM verified)
     UNION ALL
-    SELECT 'passed a screen, waits for promote', definition, solution, gpu, count(*) FROM promotable GROUP BY ALL
+    SELECT 'passed a screen, waits for verify', definition, solution, gpu, count(*) FROM promotable GROUP BY ALL
     ORDER BY kind, definition, solution, gpu
 """
 
-# A promotion-tier pass counts as a promotion if it beat the best baseline by the required ratio; stock code never
+# A pass of the promotion tier has an award if it beat the best baseline by the required ratio; stock code never
 # counts. A regression is a newest pass whose whole interval lies above that of the pass before it, with the same source
 # and shape or not.
 CHANGES = """
@@ -65,7 +65,7 @@ CHANGES = """
         WINDOW earlier AS (
             PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
             ORDER BY timestamp, trace_id))
-    SELECT if(trace_id IN (SELECT trace_id FROM promotions), 'promotion', 'verified') AS kind,
+    SELECT if(trace_id IN (SELECT trace_id FROM promotions), 'award', 'verified') AS kind,
         timestamp::DATE::VARCHAR AS day, definition, solution, gpu, count(*) AS cases,
         max(timestamp) AS newest, NULL::DOUBLE AS ratio, arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
     FROM passes WHERE role = 'kernel' AND ($since::TIMESTAMP IS NULL OR timestamp >= $since::TIMESTAMP)
@@ -91,7 +91,7 @@ CHANGES = """
     ORDER BY newest DESC, kind, definition, solution, gpu
 """
 
-# Kernels newly verified since then, and those promoted; one row per operator or family, and GPU.
+# Kernels newly verified since then, and those with an award; one row per operator or family, and GPU.
 _FRESH = """
     WITH fresh AS (
         SELECT v.definition, v.op_type, v.gpu, v.language, v.workload_uuid, v.solution, p.ratio
@@ -106,7 +106,7 @@ _KERNELS = """gpu,
         array_to_string(list_sort(list(DISTINCT language)), ', ') AS languages,
         count(DISTINCT definition) AS operators,
         count(DISTINCT (definition, workload_uuid)) AS shapes,
-        count(DISTINCT (definition, workload_uuid)) FILTER (ratio IS NOT NULL) AS promoted,
+        count(DISTINCT (definition, workload_uuid)) FILTER (ratio IS NOT NULL) AS awards,
         max(ratio) AS ratio, coalesce(arg_max(solution, row(ratio, solution)) FILTER (ratio IS NOT NULL), '') AS solution
     FROM fresh"""
 KERNELS = f"{_FRESH} SELECT definition, {_KERNELS} GROUP BY definition, gpu ORDER BY definition, gpu"
@@ -189,7 +189,7 @@ def open_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, Any]]:
-    """Return promotions, kernels verified without one, revocations and regressions since then (UTC), newest first.
+    """Return awards, kernels verified without one, revocations and regressions since then (UTC), newest first.
 
     There is one row per day, solution and GPU. ``cases`` counts shapes and configs. ``ratio`` is the worst time divided
     by the pass before it, for regressions only.
@@ -198,7 +198,7 @@ def change_rows(store: Store, since: datetime | None = None) -> list[dict[str, A
 
 
 def kernel_rows(store: Store, since: datetime) -> list[dict[str, Any]]:
-    """Return kernels verified or promoted since then (UTC), one row per operator and GPU.
+    """Return kernels verified since then (UTC), one row per operator and GPU.
 
     A row has the languages, the number of shapes, the number of shapes above the required ratio, and the best ratio to
     a best baseline with its solution.

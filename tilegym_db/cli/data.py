@@ -1,4 +1,4 @@
-"""``tilegym-db import``, ``export`` and ``compare-foreign``: exchange data sets with other projects."""
+"""``tilegym-db data``: exchange data sets with other projects, and add traces to the database."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import Wide
-from tilegym_db.cli.kit.options import path_given
+from tilegym_db.cli.kit.formats import AsJson, Wide
+from tilegym_db.cli.kit.groups import command_group
+from tilegym_db.cli.kit.options import MachineGpu, path_given, regular_files
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 
 if TYPE_CHECKING:
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from tilegym_db.store.imported import DataSet
 
 
+app = command_group("Exchange data sets with other projects, and add traces to the database.")
+
 SHOWN = 20
 SHOWN_FINDINGS = 5
 
 
+@app.command("import")
 def import_command(
     path: Annotated[
         Path,
@@ -45,7 +49,7 @@ def import_command(
     strict: Annotated[bool, typer.Option("--strict", help="Import nothing if anything is refused.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and report; change nothing.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the imported data set of that origin.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Import a FlashInfer-Trace data set, fi_trace dumps of flashinfer, SOL-ExecBench problems or a TileGym inventory.
 
@@ -151,6 +155,7 @@ LargestBlob = Annotated[
 ]
 
 
+@app.command("export")
 def export_command(
     form: Form,
     folder: Folder,
@@ -162,7 +167,7 @@ def export_command(
     definition: Annotated[str | None, typer.Option(help="With draft: which definition of the data set.")] = None,
     blobs: Blobs = None,
     largest_blob: LargestBlob = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a FlashInfer-Trace data set: definitions, solutions, workloads, blobs, and verified traces.
 
@@ -277,7 +282,7 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
         )
         write_tree(folder, export.files, export.blobs | export.drawn)
     for tier, count in unverified.items():
-        note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never promoted")
+        note(f"left out, {count} passes of the tier {tier}: superseded, taken back, or never verified")
     if limits and isinstance(limits, str):
         note(f"no blobs: {limits}")
     return export
@@ -293,7 +298,7 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
     found = data_set(home(), origin)
     if form == "flashinfer" and found.dialect != DIALECT:
         raise UsageError(
-            f"{found.origin} is not a FlashInfer-Trace data set. Try: tilegym-db export original DIR --origin {origin}",
+            f"{found.origin} is not a FlashInfer-Trace data set. Try: tilegym-db data export original DIR --origin {origin}",
             code="data_set_dialect",
         )
     files = imported_files(found, op_type)
@@ -337,22 +342,23 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
 # ---- Compare with foreign verdicts --------------------------------------------------------------------
 
 
-def compare_foreign_command(
+@app.command("compare")
+def compare_command(
     origin: Annotated[str, typer.Argument(help="An imported data set (list --origin all).")],
     names: Annotated[list[str] | None, typer.Argument(help="Definitions or solutions; none means all.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Verify its solutions here, in the sandbox.")] = False,
-    gpu: Annotated[str, typer.Option(help="auto, cpu, or the GPU in this machine.")] = "auto",
+    gpu: MachineGpu = "auto",
     limit: Annotated[
         int | None, typer.Option(min=1, help="With --run: maximum number of workloads per definition.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
     """Compare foreign verdicts with ours. With --run, imported Python, Triton and TileLang code runs in the sandbox.
 
     The reference of the data set runs there too, never in this process. The results are stored with the data set. They are not
-    traces, so they rank and resolve nothing. A definition that was added from a draft (export draft) is shown with its trace.
-    Exit status 1 if a verdict disagrees.
+    traces, so they rank and resolve nothing. A definition that was added from a draft ('data export draft') is shown with its
+    trace. Exit status 1 if a verdict disagrees.
     """
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
@@ -365,15 +371,15 @@ def compare_foreign_command(
         _run(found, known, gpu, limit)
     pairs = [
         pair
-        for pair in compared(found, kept_judgements(found), _promoted(found))
+        for pair in compared(found, kept_judgements(found), _verified(found))
         if not known or {pair.definition, pair.solution} & set(known)
     ]
     counts = summary(pairs)
     if as_json:
         print_json({"origin": found.origin, "summary": counts, "pairs": [_row(pair) for pair in pairs]})
     elif pairs:
-        has_promoted = any(pair.promoted_status for pair in pairs)
-        shown = [at for at, name in enumerate(COLUMNS) if has_promoted or name not in PROMOTED]
+        has_verified = any(pair.verified_status for pair in pairs)
+        shown = [at for at, name in enumerate(COLUMNS) if has_verified or name not in VERIFIED]
         rows = [_cells(pair) for pair in pairs]
         print_table([COLUMNS[at] for at in shown], [[row[at] for at in shown] for row in rows], wide=wide)
         note(", ".join(f"{what}: {count}" for what, count in counts.items()))
@@ -391,14 +397,14 @@ COLUMNS = (
     "their us",
     "ours",
     "our us",
-    "promoted",
-    "promoted us",
+    "verified",
+    "verified us",
     "by their rule",
     "agreement",
     "why",
 )
 
-PROMOTED = ("promoted", "promoted us")
+VERIFIED = ("verified", "verified us")
 """Columns that are shown only if something of the data set was added to the catalog and measured."""
 
 
@@ -427,9 +433,9 @@ def _why_empty(found: DataSet, names: list[str]) -> str:
     if workloads_of(found).keys().isdisjoint(item.definition for item in chosen):
         return (
             f"{found.origin} has no workloads{of}, so nothing can be run. Put them into the data set, then: "
-            f"tilegym-db import PATH --name {found.name} --replace"
+            f"tilegym-db data import PATH --name {found.name} --replace"
         )
-    return f"neither side has a verdict. Try: tilegym-db compare-foreign {' '.join([found.origin, *names])} --run"
+    return f"neither side has a verdict. Try: tilegym-db data compare {' '.join([found.origin, *names])} --run"
 
 
 def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
@@ -447,11 +453,11 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
     judge_data_set(found, machine, names=names, limit=limit, observer=tell_and_keep)
 
 
-def _promoted(found: DataSet) -> dict[PairKey, Trace]:
+def _verified(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.interchange.drafts import origin_tag
-    from tilegym_db.judging.judging import promoted_pairs
+    from tilegym_db.judging.judging import verified_pairs
     from tilegym_db.store.sharing import shareable_traces
 
     catalog = Catalog.default()
@@ -460,7 +466,7 @@ def _promoted(found: DataSet) -> dict[PairKey, Trace]:
         return {}
     with open_reader() as store:
         traces = [trace for op_type in sorted(added) for trace in shareable_traces(store, None, op_type)]
-    return promoted_pairs(found, catalog, traces)
+    return verified_pairs(found, catalog, traces)
 
 
 def _row(pair: ComparedPair) -> dict[str, Any]:
@@ -480,9 +486,104 @@ def _cells(pair: ComparedPair) -> tuple[Any, ...]:
         pair.foreign_latency_us,
         None if ours is None else ours.status,
         None if ours is None else ours.latency_us,
-        pair.promoted_status,
-        pair.promoted_latency_us,
+        pair.verified_status,
+        pair.verified_latency_us,
         rule,
         pair.agreement,
         None if ours is None else ours.reason[:160],
     )
+
+
+# ---- Ingest ---------------------------------------------------------------------------------------------
+
+
+@app.command("ingest")
+def ingest_command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Trace files (.jsonl); none means every journal of the store.",
+            exists=True,
+            dir_okay=False,
+            callback=regular_files,
+        ),
+    ] = None,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Rebuild the database from its journals.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Trust traces that this installation did not measure (origin 'foreign')."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add journals to the database. Known traces are skipped, so you can run it at any time.
+
+    Exit status 1 if a line is not a valid trace; the others are still ingested.
+    """
+    from tilegym_db.errors import UsageError
+    from tilegym_db.store import connection
+    from tilegym_db.store.connection import open_store
+
+    if rebuild and files:
+        raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
+    if rebuild and trust:
+        raise UsageError(
+            "--rebuild keeps what was trusted before; run: tilegym-db data ingest --trust [FILES]", code="options_clash"
+        )
+    if rebuild:
+        report = connection.rebuild()
+    else:
+        with open_store() as store:
+            report = connection.ingest(store, files, trust=trust)
+    rejected = [str(line) for line in report.rejected]
+    if as_json:
+        print_json({"files": report.files, "added": report.added, "known": report.known, "rejected": rejected})
+    else:
+        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
+    for line in (*rejected, *report.notes):
+        note(line)
+    if rejected:
+        raise typer.Exit(1)
+
+
+# ---- Sync -----------------------------------------------------------------------------------------------
+
+
+@app.command("sync")
+def sync_command(
+    uri: Annotated[str, typer.Argument(help="A folder, or an address such as s3://bucket/folder.", metavar="URI")],
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Trust traces and tables that this installation did not write."),
+    ] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Fetch only the resolver tables, for a machine that only serves.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add every trace of a shared data set to the database, and its resolver tables to the user's folder.
+
+    Known traces are skipped. Traces of other installations are foreign: they are shown, but used only with --trust. The same
+    holds for their tables. With --trust, patch(), resolve() and 'explain' use each table in addition to what is published here.
+    The next 'data sync --trust' replaces a table by a newer one of the same writer. Credentials come from the environment, as for
+    any S3 tool. Exit status 1 if a file of the data set is invalid; the others are still read.
+    """
+    from tilegym_db.paths import home
+    from tilegym_db.store.sharing import SharedDataSet, brought_in
+    from tilegym_db.store.table_exchange import fetch_tables
+
+    data_set = SharedDataSet(uri)
+    report, rejected = brought_in(data_set, trust=trust) if not tables else (None, [])
+    found = fetch_tables(home(), data_set.place, trust=trust)
+    rejected += found.problems
+    counts = {} if report is None else {"files": report.files, "added": report.added, "known": report.known}
+    if as_json:
+        facts = {"tables": found.tables, "new_tables": found.new, "waiting_tables": found.waiting}
+        print_json({**counts, **facts, "rejected": rejected})
+    elif report is not None:
+        typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
+    if not as_json and (found.tables or report is None):
+        typer.echo(f"{found.tables} resolver tables, {found.new} of them new here")
+    for line in (*rejected, *(report.notes if report is not None else ()), *found.notes(uri)):
+        note(line)
+    if rejected:
+        raise typer.Exit(1)

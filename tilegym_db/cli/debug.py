@@ -1,4 +1,4 @@
-"""``tilegym-db sanitize``, ``profile`` and ``reproduce``: examine solutions with NVIDIA's tools or case by case."""
+"""``tilegym-db debug``: examine solutions with NVIDIA's tools, or case by case."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.kit.formats import AsJson
+from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
     Axes,
+    Dtypes,
     Language,
     MachineGpu,
     Names,
-    complete_name,
+    Scalars,
+    SolutionToRun,
+    Tunables,
+    needing_program,
     parse_axes,
     parse_pairs,
     parse_scalars,
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
     from tilegym_db.records.dtypes import Scalar
 
 
+app = command_group("Run a solution under NVIDIA's tools, or verify one case of it.")
+
+
+@app.command("sanitize")
 def sanitize_command(
     names: Names = None,
     tool: Annotated[
@@ -39,7 +49,7 @@ def sanitize_command(
     language: Language = None,
     gpu: MachineGpu = "auto",
     cases: Annotated[int, typer.Option(help="Fuzz cases of each solution.", min=2, max=1000)] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run kernels under compute-sanitizer at fuzz shapes; a finding is a failed verdict, with kernel and line.
 
@@ -51,7 +61,6 @@ def sanitize_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.cli.kit.options import needing_program
     from tilegym_db.measurement.instruments.sanitize import sanitize
 
     with needing_program("compute-sanitizer"):
@@ -108,14 +117,15 @@ def print_results(results: Sequence[Sanitized]) -> None:
 STALLS_SHOWN = 6
 
 
+@app.command("profile")
 def profile_command(
-    name: Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)],
+    name: SolutionToRun,
     workload: Annotated[
         str, typer.Option(help="Glob over uuid, axes (M=1,*) and tags; the largest of several matches is used.")
     ],
-    config: Annotated[list[str] | None, typer.Option(help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")] = None,
+    config: Tunables = None,
     gpu: MachineGpu = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print every metric as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Profile one call with Nsight Compute: bandwidth, occupancy, registers, and the reasons for stalls.
 
@@ -126,7 +136,6 @@ def profile_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.cli.kit.options import needing_program
     from tilegym_db.measurement.instruments.profile import profile
 
     tunables = parse_tunables("--config", config)
@@ -168,23 +177,24 @@ def print_kernels(kernels: Sequence[KernelProfile]) -> None:
 # Failure reports print the complete command.
 
 
+@app.command("reproduce")
 def reproduce_command(
-    name: Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)],
+    name: SolutionToRun,
     axes: Axes = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")] = None,
-    scalar: Annotated[list[str] | None, typer.Option(help="Scalars: eps=1e-5.", metavar="S=VALUE,...")] = None,
+    dtype: Dtypes = None,
+    scalar: Scalars = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(help="A layout as workloads spell it; absent: contiguous.", metavar="X=LAYOUT,..."),
     ] = None,
-    config: Annotated[list[str] | None, typer.Option(help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")] = None,
-    contents: Annotated[
+    config: Tunables = None,
+    distribution: Annotated[
         str, typer.Option(help="The distribution of the inputs; outliers:typical spreads ids as in a model.")
     ] = "normal",
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     offset: Annotated[int, typer.Option(help="Elements by which every tensor is misaligned.", min=0, max=4096)] = 0,
     gpu: MachineGpu = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Verify one case of one solution and print the result of every gate. Exit status 1 if it fails."""
     from tilegym_db.measurement.machine import refuse_absent_gpu
@@ -206,7 +216,7 @@ def reproduce_command(
         scalars=values,
         layouts=places,
         config=parse_tunables("--config", config),
-        contents=contents,
+        contents=distribution,
         seed=seed,
         offset=offset,
         gpu=gpu,

@@ -12,10 +12,10 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "_cuda_machine", lambda index: None)
 
 
-def test_bench_screens_and_promote_verifies(cli, row_scale, home):
+def test_bench_screens_and_verify_verifies(cli, row_scale, home):
     screened = cli("bench", "--gpu", "cpu")
-    assert "Next: tilegym-db promote --gpu cpu" in screened.out
-    result = cli("promote", "--gpu", "cpu")
+    assert "Next: tilegym-db verify --gpu cpu" in screened.out
+    result = cli("verify", "--gpu", "cpu")
     assert result.code == 0
     assert 'traces: {"PASSED": 1}. Next: tilegym-db best --gpu cpu' in result.out
     tiers = cli("sql", "SELECT tier, status, sandbox_level >= 2 AS confined FROM traces ORDER BY timestamp", "--json")
@@ -25,8 +25,8 @@ def test_bench_screens_and_promote_verifies(cli, row_scale, home):
     ]
 
 
-def test_bench_promotes_what_passed(cli, row_scale, home):
-    result = cli("bench", "--gpu", "cpu", "--promote")
+def test_bench_verifies_what_passed_if_asked(cli, row_scale, home):
+    result = cli("bench", "--gpu", "cpu", "--verify")
     assert result.code == 0
     assert 'traces: {"PASSED": 2}' in result.out
 
@@ -42,7 +42,7 @@ def failed(cli, row_scale, home, tmp_path):
 
 
 def test_a_failure_names_the_command_that_shows_it_again(cli, failed):
-    assert failed[:3] == ["tilegym-db", "reproduce", "row_scale_wrong"]
+    assert failed[:4] == ["tilegym-db", "debug", "reproduce", "row_scale_wrong"]
     result = cli(*failed[1:])
     assert result.code == 1
     assert "status: INCORRECT_NUMERICAL" in result.out
@@ -52,7 +52,7 @@ def test_a_failure_names_the_command_that_shows_it_again(cli, failed):
 
 
 def test_another_solution_passes_the_same_case(cli, failed):
-    failed[2] = "row_scale_stock"
+    failed[3] = "row_scale_stock"
     result = cli(*failed[1:])
     assert result.code == 0
     assert "status: PASSED" in result.out
@@ -65,12 +65,12 @@ def test_another_solution_passes_the_same_case(cli, failed):
         (["--axes", "M"], "pair_invalid", "--axes: 'M'"),
         (["--axes", "M=2", "--axes", "M=3"], "pair_repeated", "--axes: 'M'"),
         (["--axes", "M=2", "--axes", "N=3"], "scalar_missing", "--scalar factor="),
-        (["--contents", "norml"], "contents_unknown", "'normal'"),
+        (["--distribution", "norml"], "contents_unknown", "'normal'"),
         (["--axes", "M=2", "--axes", "N=3", "--scalar", "factor=2", "--layout", "y=x"], "tensor_unknown", "'y'"),
     ],
 )
 def test_a_case_that_makes_no_sense_is_refused(cli, row_scale, home, arguments, cause, fact):
-    result = cli("reproduce", "row_scale_stock", "--dtype", "T=float32", "--gpu", "cpu", *arguments)
+    result = cli("debug", "reproduce", "row_scale_stock", "--dtype", "T=float32", "--gpu", "cpu", *arguments)
     assert result.code in (1, 2)
     assert result.cause == cause
     assert fact in " ".join(result.err.split())

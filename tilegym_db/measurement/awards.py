@@ -1,4 +1,4 @@
-"""Promotions: the rules by which a pass of the promotion tier earns a promotion id, and the records of those that do."""
+"""Awards: the rules by which a verified pass earns an award, and the records of those that do."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.servable import why_unconfined
 from tilegym_db.records import Trace
-from tilegym_db.records.loop import MIN_SPEEDUP, Promotion
+from tilegym_db.records.loop import MIN_SPEEDUP, Award
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Comparison
 from tilegym_db.sandbox.confine import Sandbox
 from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop import append, journaled, loop_lock, promotion_rows, verified_baselines
+from tilegym_db.store.loop import append, award_rows, journaled, loop_lock, verified_baselines
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")
@@ -33,7 +33,7 @@ BaselineLatencies = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class PromotionClaim:
+class AwardClaim:
     """The baseline that a trace beats by the minimum speedup, or the reason why it earns nothing."""
 
     baseline: Comparison | None
@@ -42,8 +42,8 @@ class PromotionClaim:
 
 def claim_of(
     trace: Trace, verified: BaselineLatencies, min_speedup: float = MIN_SPEEDUP, *, is_shipped: bool = False
-) -> PromotionClaim:
-    """Return the promotion that a trace claims, or the reason why it earns nothing.
+) -> AwardClaim:
+    """Return the award that a trace claims, or the reason why it earns nothing.
 
     Args:
         trace: a trace of any tier and status.
@@ -53,36 +53,36 @@ def claim_of(
         is_shipped: true if the package ships its source; used only if the worker was not confined.
     """
     if trace.tier != "promotion" or trace.status != "PASSED" or trace.performance is None:
-        return PromotionClaim(None, f"a {trace.tier} trace with the status {trace.status} promotes nothing")
+        return AwardClaim(None, f"a {trace.tier} trace with the status {trace.status} earns nothing")
     if trace.role != "kernel":
-        return PromotionClaim(None, "a baseline cannot be promoted: others are measured against it")
+        return AwardClaim(None, "a baseline earns no award: others are measured against it")
     unconfined = why_unconfined(trace.sandbox_level, is_shipped=is_shipped, audience="this user")
     if unconfined is not None:
-        return PromotionClaim(None, unconfined.reason)
+        return AwardClaim(None, unconfined.reason)
     against = [item for item in trace.performance.comparisons if item.provides in BASELINES]
     if not against:
-        return PromotionClaim(None, "no baseline took part in its rounds")
+        return AwardClaim(None, "no baseline took part in its rounds")
     best = min(against, key=lambda item: (item.ci_low, item.other))
     if best.ci_low < min_speedup:
         interval = f"99% interval {best.ci_low:.3f} to {best.ci_high:.3f}"
-        return PromotionClaim(
+        return AwardClaim(
             None, f"{best.ratio:.3f}x over {best.other} ({interval}), but the lower end must reach {min_speedup:.2f}x"
         )
     taken = {item.other for item in against}
     for name, latency_us in sorted(verified.items()):
         if name not in taken and latency_us < min_speedup * trace.performance.latency_us:
-            return PromotionClaim(
+            return AwardClaim(
                 None,
                 f"{name}, verified here at {latency_us:.4g} us, took no part in its rounds and may be the best baseline. "
-                f"Measure them together: tilegym-db promote {trace.solution} {name} --again",
+                f"Measure them together: tilegym-db verify {trace.solution} {name} --force",
             )
-    return PromotionClaim(best)
+    return AwardClaim(best)
 
 
-def record_promotions(
+def record_awards(
     store: Store, traces: Collection[Trace], home: Path, min_speedup: float = MIN_SPEEDUP
-) -> tuple[list[Promotion], dict[str, str]]:
-    """Write a Promotion for every trace that earns one and whose source has none yet.
+) -> tuple[list[Award], dict[str, str]]:
+    """Write an Award for every trace that earns one and whose source has none yet.
 
     Args:
         store: the store that contains the traces.
@@ -91,13 +91,13 @@ def record_promotions(
         min_speedup: a minimum above :data:`MIN_SPEEDUP`.
 
     Returns:
-        The promotions of these traces, including earlier ones; and the reason for each trace of a kernel without one.
+        The awards of these traces, including earlier ones; and the reason for each trace of a kernel without one.
     """
-    promoted: list[Promotion] = []
+    awards: list[Award] = []
     reasons: dict[str, str] = {}
     shipped = shipped_keys({trace.definition for trace in traces if trace.sandbox_level < PUBLISHED_SANDBOX_LEVEL})
     with loop_lock(home):
-        rows = promotion_rows(store)
+        rows = award_rows(store)
         known = _known(rows, {trace.definition for trace in traces}, home)
         standing = {row["id"] for row in rows if row["status"] == "standing"}
         baselines = verified_baselines(store, {trace.definition_digest for trace in traces})
@@ -111,34 +111,34 @@ def record_promotions(
                 continue
             earlier = [one for one in known if _is_of(one, trace) and one.id in standing]
             if earlier:
-                promoted.append(earlier[0])
+                awards.append(earlier[0])
                 continue
-            promotion = _promotion(trace, claim.baseline, known)
-            append(promotion, home)
-            known.append(promotion)
-            standing.add(promotion.id)
-            promoted.append(promotion)
-    return promoted, reasons
+            award = _award(trace, claim.baseline, known)
+            append(award, home)
+            known.append(award)
+            standing.add(award.id)
+            awards.append(award)
+    return awards, reasons
 
 
-def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Promotion]:
-    """Return the promotions in the journal, and those that shipped traces of some Definitions have earned."""
-    found = journaled(Promotion, home)
+def _known(rows: Sequence[Mapping[str, Any]], definitions: Collection[str], home: Path) -> list[Award]:
+    """Return the awards in the journal, and those that shipped traces of some Definitions have earned."""
+    found = journaled(Award, home)
     ids = {one.id for one in found}
     earned = [row for row in rows if row["definition"] in definitions and row["id"] not in ids]
-    return found + [Promotion.from_json(row["record"], f"promotion {row['id']}") for row in earned]
+    return found + [Award.from_json(row["record"], f"award {row['id']}") for row in earned]
 
 
-def _is_of(promotion: Promotion, trace: Trace) -> bool:
+def _is_of(award: Award, trace: Trace) -> bool:
     return (
-        promotion.solution_digest == trace.solution_digest
-        and promotion.definition_digest == trace.definition_digest
-        and (promotion.gpu, promotion.workload_uuid) == (trace.gpu, trace.workload_uuid)
-        and config_id(promotion.config) == config_id(trace.config)
+        award.solution_digest == trace.solution_digest
+        and award.definition_digest == trace.definition_digest
+        and (award.gpu, award.workload_uuid) == (trace.gpu, trace.workload_uuid)
+        and config_id(award.config) == config_id(trace.config)
     )
 
 
-def _promotion(trace: Trace, baseline: Comparison, known: Sequence[Promotion]) -> Promotion:
+def _award(trace: Trace, baseline: Comparison, known: Sequence[Award]) -> Award:
     prefix = _prefix(trace)
     number = 1 + sum(other.prefix == prefix for other in known)
     content = {
@@ -156,7 +156,7 @@ def _promotion(trace: Trace, baseline: Comparison, known: Sequence[Promotion]) -
         **interval,
         "created": datetime.now(UTC),
     }
-    return Promotion.from_dict(record, f"promotion of {trace.solution}")
+    return Award.from_dict(record, f"award of {trace.solution}")
 
 
 def _prefix(trace: Trace) -> str:
@@ -167,7 +167,7 @@ def _prefix(trace: Trace) -> str:
 
 
 # ---- missing confinement --------------------------------------------------------------------------
-# Rules for a machine that cannot confine workers: it promotes only sources that the package ships, for its own user.
+# Rules for a machine that cannot confine workers: it verifies only sources that the package ships, for its own user.
 
 
 def may_lack_confinement() -> bool:
@@ -176,7 +176,7 @@ def may_lack_confinement() -> bool:
 
 
 def require_sandbox(machine: Machine) -> None:
-    """Check that workers for this device can be confined as a promotion requires.
+    """Check that workers for this device can be confined as verification requires.
 
     Raises:
         HardwareError: they cannot; the message states what the kernel refused.
@@ -186,16 +186,16 @@ def require_sandbox(machine: Machine) -> None:
         raise _too_weak(sandbox, "")
 
 
-def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
-    """Return the Solutions that may not be promoted on this machine, with reasons; None if workers are confined.
+def unverifiable_here(machine: Machine, catalog: Catalog, names: Collection[str]) -> dict[str, str] | None:
+    """Return the Solutions that may not be verified on this machine, with reasons; None if workers are confined.
 
     Args:
         machine: the machine to measure on.
         catalog: the records.
-        names: Definitions or Solutions to promote; empty means all.
+        names: Definitions or Solutions to verify; empty means all.
 
     Raises:
-        HardwareError: they may not be promoted; the message states what the kernel of this machine refused.
+        HardwareError: they may not be verified; the message states what the kernel of this machine refused.
     """
     sandbox = best_level(machine.device)
     if sandbox.level >= MIN_SANDBOX_LEVEL:
@@ -216,7 +216,7 @@ def unpromotable_here(machine: Machine, catalog: Catalog, names: Collection[str]
 def refused_unconfined(
     level: int, solutions: Iterable[SolutionFiles], digests: Mapping[str, str], shipped: Collection[str]
 ) -> dict[str, str]:
-    """Return the Solutions that may not be promoted at a sandbox level, with reasons. Pure.
+    """Return the Solutions that may not be verified at a sandbox level, with reasons. Pure.
 
     ``digests`` are those of the Definitions, by name.
     """
@@ -228,22 +228,22 @@ def refused_unconfined(
         )
         for files in solutions
     }
-    return {name: f"not promoted: {refusal.reason}" for name, refusal in reasons.items() if refusal is not None}
+    return {name: f"not verified: {refusal.reason}" for name, refusal in reasons.items() if refusal is not None}
 
 
 def sandbox_note(machine: Machine, refused: Collection[str]) -> str:
-    """Return the note of a report about a promotion without confinement."""
+    """Return the note of a report about verification without confinement."""
     sandbox = best_level(machine.device)
     left = f" Left out: {len(refused)} sources that it does not ship." if refused else ""
     return (
         f"workers cannot be confined here (sandbox level {sandbox.level}: {'; '.join(sandbox.reasons)}). Sources that the "
-        f"package ships are still promoted: they may serve you on this machine, and are not shared.{left}"
+        f"package ships are still verified: they may serve you on this machine, and are not shared.{left}"
     )
 
 
 def _too_weak(sandbox: Sandbox, of: str) -> HardwareError:
     return HardwareError(
-        f"promotion needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
+        f"verification needs workers confined at level {MIN_SANDBOX_LEVEL} or better, and this machine reaches "
         f"{sandbox.level}: {'; '.join(sandbox.reasons)}. With --allow-unsandboxed the traces are recorded as such "
         f"and never published.{of}",
         code="sandbox_too_weak",

@@ -8,14 +8,14 @@ from tilegym_db.published.trace_file import read_traces
 @pytest.fixture
 def measured(cli, journal_traces):
     journal_traces(5.0, 30.0, 10.0)
-    assert cli("ingest").code == 0
+    assert cli("data", "ingest").code == 0
 
 
 @pytest.fixture
 def screened(cli, journal_traces):
-    """A screen pass and nothing else, in a store that only takes promotions for verified."""
+    """A screen pass and nothing else, in a store that only takes the promotion tier for verified."""
     journal_traces(5.0, tier="screen")
-    assert cli("ingest").code == 0
+    assert cli("data", "ingest").code == 0
 
 
 def test_best_is_the_newest_verified_trace_of_the_fastest_solution(cli, measured):
@@ -51,43 +51,50 @@ def test_a_changed_source_is_no_longer_best(cli, measured, row_scale):
 
 
 def test_passes_of_a_screen_are_pointed_out(cli, screened):
-    waiting = "1 screen pass is not verified yet: run tilegym-db promote"
+    waiting = "1 screen pass is not verified yet: run tilegym-db verify"
     result = cli("best", "row_scale")
     assert result.code == 3
     assert f"{waiting} row_scale" in " ".join(result.err.split())
     for name in ([], ["row_scale"]):
-        result = cli("leaderboard", *name)
+        result = cli("best", "--rank", *name)
         assert (result.code, result.out) == (3, "")
         assert " ".join([waiting, *name]) in " ".join(result.err.split())
-    assert "Try: tilegym-db bench --promote" in " ".join(cli("leaderboard", "--gpu", "b200").err.split())
+    assert "Try: tilegym-db bench --verify" in " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
 
 
 def test_passes_of_a_screen_are_pointed_out_beside_what_is_verified(cli, screened, journal_traces):
     journal_traces(9.0, 8.0, config={"BLOCK": 1})
-    assert cli("ingest").code == 0
-    for command in ("best", "leaderboard"):
-        result = cli(command)
+    assert cli("data", "ingest").code == 0
+    for command in (["best"], ["best", "--rank"]):
+        result = cli(*command)
         assert result.code == 0
-        assert result.err.endswith("1 screen pass is not verified yet: run tilegym-db promote\n")
+        assert result.err.endswith("1 screen pass is not verified yet: run tilegym-db verify\n")
 
 
-def test_leaderboard_counts_shapes_and_wins(cli, measured):
-    (row,) = cli("leaderboard", "--json").json()
+def test_rank_counts_shapes_and_wins(cli, measured):
+    (row,) = cli("best", "--rank", "--json").json()
     assert (row["solution"], row["shapes"], row["wins"]) == ("row_scale_stock", 1, 1)
     assert row["geomean_speedup"] == pytest.approx(1.5)
-    assert "row_scale_stock" in cli("leaderboard", "row_scale", "--gpu", "h200").out
-    none = cli("leaderboard", "--gpu", "b200")
+    assert "row_scale_stock" in cli("best", "row_scale", "--rank", "--gpu", "h200").out
+    none = cli("best", "--rank", "--gpu", "b200")
     assert (none.code, none.cause) == (3, "no_solution")
     assert "h200" in none.err
 
 
-@pytest.mark.parametrize("command", ["best", "leaderboard"])
+@pytest.mark.parametrize("command", [["best"], ["best", "--rank"]])
 def test_a_family_that_is_none_or_another_one_is_no_empty_answer(command, cli, measured):
-    unknown = cli(command, "--op-type", "nosuch")
+    unknown = cli(*command, "--op-type", "nosuch")
     assert (unknown.code, unknown.cause) == (2, "op_type_unknown")
     assert "elementwise" in unknown.err
-    assert cli(command, "--op-type", "").code == 2
-    assert cli(command, "row_scale", "--op-type", "elementwise").code == 0
+    assert cli(*command, "--op-type", "").code == 2
+    assert cli(*command, "row_scale", "--op-type", "elementwise").code == 0
+
+
+@pytest.mark.parametrize("option", [("--axes", "M=4"), ("--language", "triton"), ("--limit", "3")])
+def test_rank_with_a_filter_of_rows_is_refused(option, cli, measured):
+    result = cli("best", "--rank", *option)
+    assert (result.code, result.cause) == (2, "options_clash")
+    assert option[0] in result.err
 
 
 def test_a_limit_beyond_what_a_database_counts_is_refused_by_its_option(cli, measured):
@@ -99,10 +106,10 @@ def test_a_limit_beyond_what_a_database_counts_is_refused_by_its_option(cli, mea
 
 def test_ingest_is_idempotent_and_rebuilds(cli, journal_traces):
     journal_traces(1.0, 2.0)
-    assert cli("ingest").code == 0
-    assert cli("ingest", "--json").json()["added"] == 0
+    assert cli("data", "ingest").code == 0
+    assert cli("data", "ingest", "--json").json()["added"] == 0
     assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n2\n"
-    assert cli("ingest", "--rebuild").code == 0
+    assert cli("data", "ingest", "--rebuild").code == 0
     assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n2\n"
 
 
@@ -110,7 +117,7 @@ def test_ingest_names_each_line_that_is_no_trace(cli, journal_traces, home):
     journal_traces(1.0)
     journal = home / "runs" / "run-1.jsonl"
     journal.write_text(journal.read_text() + '{"trace_id": 1}\n')
-    result = cli("ingest", journal)
+    result = cli("data", "ingest", journal)
     assert result.code == 1
     assert f"{journal}:2: " in result.err
     assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n1\n"
@@ -118,7 +125,7 @@ def test_ingest_names_each_line_that_is_no_trace(cli, journal_traces, home):
 
 def test_ingest_takes_files_or_rebuilds(cli, journal_traces, home):
     journal_traces(1.0)
-    assert cli("ingest", home / "runs" / "run-1.jsonl", "--rebuild").code == 2
+    assert cli("data", "ingest", home / "runs" / "run-1.jsonl", "--rebuild").code == 2
 
 
 def test_publish_writes_traces_and_the_resolver_table(cli, measured, row_scale):
@@ -137,7 +144,7 @@ def test_publish_says_what_it_leaves_out_and_why(cli, measured, journal_traces):
     journal_traces(1.0, 1.0, config={"BLOCK": 1}, sandbox_level=1)
     journal_traces(1.0, 1.0, 1.0, 1.0, config={"BLOCK": 2}, tier="screen")
     journal_traces(1.0, 1.0, 1.0, 1.0, 1.0, config={"BLOCK": 3})
-    assert cli("ingest").code == 0
+    assert cli("data", "ingest").code == 0
     result = cli("publish", "--gpu", "h200")
     assert "left out 1: the worker was not confined" in result.err
     assert "left out 1: passed a screen only" in result.err
@@ -153,10 +160,10 @@ def test_publish_refuses_a_gpu_without_verified_traces(cli, measured):
 
 def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_scale, tmp_path):
     journal_traces(5.0, gpu="h100-sxm", gpu_name="NVIDIA H100 80GB HBM3")
-    assert cli("ingest").code == 0
+    assert cli("data", "ingest").code == 0
     (best,) = cli("best", "--gpu", "h100", "--json").json()
     assert (best["gpu"], best["gpu_family"], best["origin"]) == ("h100-sxm", "h100", "local")
-    (row,) = cli("leaderboard", "--gpu", "h100", "--json").json()
+    (row,) = cli("best", "--rank", "--gpu", "h100", "--json").json()
     assert (row["gpu"], row["gpu_family"], row["origin"]) == ("h100-sxm", "h100", "local")
     assert cli("best", "--gpu", "h100-pcie").code == 3
     query = "SELECT gpu_family, count(*) AS n FROM traces GROUP BY ALL"
@@ -169,7 +176,7 @@ def test_a_family_name_works_wherever_a_gpu_is_named(cli, journal_traces, row_sc
     assert cli(*asked, "h100-pcie").json()["evidence"]["reason"] == "nothing is published for h100-pcie"
     for gpu, traces in (("h100", 1), ("h100-sxm", 1), ("h100-pcie", 0), ("h200", 0)):
         folder = tmp_path / gpu
-        assert cli("export", "flashinfer", str(folder), "--gpu", gpu).code == 0
+        assert cli("data", "export", "flashinfer", str(folder), "--gpu", gpu).code == 0
         assert len(list(folder.glob("traces/**/*.jsonl"))) == traces
     shared = tmp_path / "shared"
     assert cli("publish", "--gpu", "h100", "--to", str(shared)).code == 0
@@ -185,15 +192,15 @@ def test_a_trace_by_hand_counts_only_when_told(cli, journal_traces, home, tmp_pa
     by_hand = tmp_path / "by_hand.jsonl"
     by_hand.write_text(line.replace('"latency_us": 5.0', '"latency_us": 4.99') + "\n")
     (home / "runs" / "run-1.jsonl").unlink()
-    result = cli("ingest", by_hand)
+    result = cli("data", "ingest", by_hand)
     assert result.code == 0
     assert "1 trace was not signed by this installation" in result.err
-    assert "tilegym-db ingest --trust" in result.err
+    assert "tilegym-db data ingest --trust" in result.err
     assert cli("sql", "SELECT origin, trusted FROM traces", "--csv").out == "origin,trusted\nforeign,False\n"
     assert cli("best").code == 3
     assert cli("publish", "--gpu", "h200").code == 2
     assert cli("best", "--trust", "--json").json()[0]["origin"] == "foreign"
-    assert cli("leaderboard", "--trust", "--json").json()[0]["origin"] == "foreign"
-    assert cli("ingest", by_hand, "--trust").code == 0
+    assert cli("best", "--rank", "--trust", "--json").json()[0]["origin"] == "foreign"
+    assert cli("data", "ingest", by_hand, "--trust").code == 0
     assert cli("best", "--json").json()[0]["origin"] == "foreign"
     assert cli("publish", "--gpu", "h200").code == 0

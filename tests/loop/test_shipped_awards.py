@@ -1,4 +1,4 @@
-"""What the package ships has promotions in any home: derived in SQL, by the rule that `promote` applies."""
+"""What the package ships has awards in any home: derived in SQL, by the rule that `verify` applies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.measurement import promotions
-from tilegym_db.measurement.promotions import claim_of, record_promotions
+from tilegym_db.measurement.awards import _prefix, claim_of, record_awards
 from tilegym_db.records import Trace
-from tilegym_db.records.loop import Promotion
+from tilegym_db.records.loop import Award
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop import journaled, promotion_rows, verified_baselines
+from tilegym_db.store.loop import award_rows, journaled, verified_baselines
 
 KERNELS = """
     SELECT trace_id FROM verified WHERE origin = 'shipped' AND role = 'kernel' AND definition IN ('attention_decode', 'softmax')
@@ -38,8 +37,8 @@ def kernel_traces(store: Store) -> list[Trace]:
     return list(read_traces(store, [row["trace_id"] for row in store.rows(KERNELS)]).values())
 
 
-def test_every_shipped_pass_that_earns_a_promotion_has_one_and_no_other_has(store: Store) -> None:
-    rows = {row["trace_id"]: row for row in promotion_rows(store)}
+def test_every_shipped_pass_that_earns_an_award_has_one_and_no_other_has(store: Store) -> None:
+    rows = {row["trace_id"]: row for row in award_rows(store)}
     seen = kernel_traces(store)
     assert len(seen) > 100
     baselines = verified_baselines(store, {trace.definition_digest for trace in seen})
@@ -48,24 +47,24 @@ def test_every_shipped_pass_that_earns_a_promotion_has_one_and_no_other_has(stor
         claim, row = claim_of(trace, verified), rows.get(trace.trace_id)
         assert (claim.baseline is None) == (row is None), (trace.solution, trace.axes, claim.reason)
         if claim.baseline is not None and row is not None:
-            record = Promotion.from_json(row["record"])
-            assert record.prefix == promotions._prefix(trace)
+            record = Award.from_json(row["record"])
+            assert record.prefix == _prefix(trace)
             assert (row["baseline"], row["ci_low"]) == (claim.baseline.other, claim.baseline.ci_low)
             assert (record.trace_id, record.solution_digest) == (trace.trace_id, trace.solution_digest)
             assert row["status"] == "standing"
     assert len({row["id"] for row in rows.values()}) == len(rows)
 
 
-def test_what_ships_a_promotion_is_not_promoted_again_and_another_source_gets_the_next_number(
+def test_what_ships_with_an_award_gets_no_second_one_and_another_source_gets_the_next_number(
     store: Store, home: Path
 ) -> None:
-    shipped = {row["trace_id"]: row["id"] for row in promotion_rows(store)}
+    shipped = {row["trace_id"]: row["id"] for row in award_rows(store)}
     trace = next(one for one in kernel_traces(store) if one.trace_id in shipped)
-    found, _ = record_promotions(store, [trace], home)
+    found, _ = record_awards(store, [trace], home)
     assert [one.id for one in found] == [shipped[trace.trace_id]]
-    assert journaled(Promotion, home) == []
+    assert journaled(Award, home) == []
     other = Trace.from_dict(trace.to_dict() | {"solution_digest": "0" * 64, "trace_id": "of another source"})
-    (one,), _ = record_promotions(store, [other], home)
-    assert one.prefix == promotions._prefix(trace)
+    (one,), _ = record_awards(store, [other], home)
+    assert one.prefix == _prefix(trace)
     taken = [number for number in shipped.values() if number.rpartition("_v")[0] == one.prefix]
     assert one.id == f"{one.prefix}_v{len(taken) + 1}"

@@ -1,0 +1,182 @@
+"""Checks the records of a catalog, and Definitions that are not in it yet. A finding is one line of text.
+
+The checks run references in child processes and scan sources for the sandbox, so they are in the room of admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.errors import RecordError, TilegymDBError, check_kind
+from tilegym_db.files import read_bytes
+from tilegym_db.published.input_files import pattern_files
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.backward import backward_problem
+from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
+from tilegym_db.scaffold import read_definition_file
+from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.patterns import pattern_findings
+
+Remark = Callable[[str], None]
+
+
+def check(
+    *names: str | Path, catalog: Catalog | None = None, static: bool = False, on_note: Remark | None = None
+) -> list[str]:
+    """Check records, the lock, references, self-tests and sources, and return the findings; an empty list if all is well.
+
+    Args:
+        names: Definitions or Solutions by name, or drafts of Definitions by path (a folder or a ``.json`` file). Without names,
+            the whole catalog and its pattern pages are checked.
+        catalog: the records; the shipped ones and the user's overlay by default.
+        static: run no reference of the catalog, and so no self-test.
+        on_note: called with each remark of the static scan that is no finding.
+
+    Raises:
+        NotFoundError: a name is neither a Definition nor a Solution.
+        StoreError: the evidence of the patterns cannot be read.
+    """
+    for name in names:
+        check_kind(name, (str, Path), "check takes names of records and paths of drafts")
+    catalog = catalog or Catalog.default(warns=False)
+    drafts, added = divided(names)
+    findings = [finding for path in drafts for finding in draft_findings(path, catalog)]
+    if added or not drafts:
+        findings += catalog_findings(catalog, added, on_note, runs=not static)
+    return findings
+
+
+def divided(names: Sequence[str | Path]) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the drafts, which are given as paths, and the names of records in the catalog."""
+    drafts = [Path(name) for name in names if _is_path(name)]
+    return drafts, tuple(str(name) for name in names if not _is_path(name))
+
+
+def _is_path(name: str | Path) -> bool:
+    return isinstance(name, Path) or "/" in name or name.endswith(".json")
+
+
+# ---- Records of the catalog -----------------------------------------------------------------------------
+
+
+def catalog_findings(
+    catalog: Catalog, names: Sequence[str] = (), on_note: Remark | None = None, *, runs: bool = True
+) -> list[str]:
+    """Return the findings about records of the catalog. Without ``runs``, the self-tests are left out.
+
+    Raises:
+        NotFoundError: a name is neither a Definition nor a Solution.
+    """
+    for name in names:
+        if name not in catalog.solution_paths and name not in catalog.definition_paths:
+            catalog.definition(name)  # raises for an unknown name before any slow step
+    from tilegym_db.verification.admission import run_self_test
+    from tilegym_db.verification.inputs import blob_problems
+    from tilegym_db.verification.self_test import tiny_workloads
+
+    findings = [*catalog.lock_findings(), *dict.fromkeys(broken.reason for broken in catalog.broken(tuple(names)))]
+    broken = {name for paths in (catalog.definition_paths, catalog.solution_paths) for name in paths} - {
+        *catalog.definitions,
+        *catalog.solutions,
+    }
+    for name in names or tuple(catalog.definitions):
+        if name in broken:
+            continue  # reported above
+        if name in catalog.solutions and name not in catalog.definitions:
+            findings += scan_findings(catalog.solutions[name], on_note)
+            continue
+        definition = catalog.definition(name)
+        workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
+        if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
+            findings.append(
+                f"{name}: no solution provides its stock code, so nothing can be compared or fallen back on. "
+                f"Try: tilegym-db new solution {name} --stock"
+            )
+        findings += backward_findings(catalog, definition)
+        for solution in solutions:
+            findings += scan_findings(solution, on_note)
+        findings += blob_problems(definition, workloads, catalog.roots)
+        if runs:
+            findings += run_self_test(definition, tiny_workloads(definition, workloads))
+    return findings + ([] if names else _pattern_findings(catalog))
+
+
+def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
+    """Return why a Definition is not a backward of the one it names; empty if it is."""
+    if definition.backward_of is None:
+        return []
+    try:
+        problem = backward_problem(catalog.definition(definition.backward_of), definition)
+    except TilegymDBError as error:
+        return [f"{definition.name}: backward_of: {error}"]
+    if not problem:
+        return []
+    return [
+        f"{definition.name}: backward_of: {definition.name} cannot be the backward of {definition.backward_of}: {problem}."
+    ]
+
+
+def scan_findings(solution: SolutionFiles, on_note: Remark | None = None) -> list[str]:
+    """Return what the static scan refuses in one Solution. Its other remarks go to ``on_note``."""
+    found = scan_sources(solution.record, solution.sources)
+    if on_note is not None:
+        for finding in soft_findings(found):
+            on_note(f"{solution.name}: {finding}")
+    return [f"{solution.name}: {finding}" for finding in hard_findings(found)]
+
+
+def _pattern_findings(catalog: Catalog) -> list[str]:
+    if not pattern_files(catalog):
+        return []
+    with open_store(read_only=True, catalog=catalog) as store:
+        return pattern_findings(catalog, store)
+
+
+# ---- Drafts ---------------------------------------------------------------------------------------------
+
+
+def draft_findings(path: Path, catalog: Catalog) -> list[str]:
+    """Return the reasons why a Definition outside the catalog would not be admitted.
+
+    Its Workloads come from the draft's folder, else from the catalog.
+    """
+    from tilegym_db.verification.admission import run_reference_once, run_self_test
+    from tilegym_db.verification.inputs import blob_problems
+    from tilegym_db.verification.self_test import tiny_workloads
+
+    findings = open_places(path)
+    try:
+        record = catalog.with_forward(read_definition_file(path), path)
+    except RecordError as error:
+        return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
+    workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])
+    findings += refused + blob_problems(record, workloads, (path,))
+    if not path.is_dir() and record.name in catalog.definitions:
+        workloads = catalog.workloads_for(record.name)
+    if not workloads:
+        try:
+            run_reference_once(record, path)
+        except RecordError as error:
+            findings.append(str(error))
+    return findings + run_self_test(record, tiny_workloads(record, workloads))
+
+
+def _draft_workloads(file: Path, record: Definition) -> tuple[list[Workload], list[str]]:
+    """Return the valid Workloads of a draft, and the problems of the others."""
+    found: list[Workload] = []
+    refused: list[str] = []
+    if not file.exists():
+        return found, [f"{file}: missing; it has sizes, at least one of them tagged 'tiny'"]
+    for number, line in enumerate(read_bytes(file, "workload file").splitlines(), start=1):
+        where = f"{file}:{number}"
+        try:
+            if line.strip():
+                workload = Workload.from_json(line, where)
+                workload.check_against(record)
+                found.append(workload)
+        except RecordError as error:
+            refused.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+    return found, refused
