@@ -14,9 +14,10 @@ import pytest
 from raising import raises
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.catalog.record_files import record_paths
-from tilegym_db.errors import RecordError
+from tilegym_db.catalog.record_files import FAMILY_NAME, record_paths
+from tilegym_db.errors import ConflictError, RecordError
 from tilegym_db.published.input_files import record_files
+from tilegym_db.records import Solution
 from tilegym_db.store.fingerprints import fingerprint
 
 KERNEL = """
@@ -144,6 +145,167 @@ def test_a_kernel_without_a_record_is_named(family: Path):
     (broken,) = Catalog.default().broken()
     assert broken.reason.startswith(f"{family / 'scales_python.json'}: ")
     assert os.strerror(errno.ENOENT) in broken.reason
+
+
+# -- a family.json ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write_family(family: Path) -> Write:
+    """Write the file of two Solutions: ``write_family({"name": {key: value}}, key=value)``."""
+
+    def make(solutions: dict[str, Any] | None = None, **changes: Any) -> Path:
+        changed = {"scale": {}, "reversed": {"spec": {"entry_point": "kernel.py::run_reversed"}}, **(solutions or {})}
+        listed = [{"name": name, "definition": "row_scale", **changes} for name, changes in changed.items()]
+        path = family / FAMILY_NAME
+        record = {"author": "tests", "spec": {"language": "python"}, "solutions": listed, **changes}
+        path.write_text(json.dumps(record))
+        return path
+
+    return make
+
+
+def names(catalog: Catalog) -> list[str]:
+    return [files.name for files in catalog.solutions_for("row_scale")]
+
+
+def test_family_file_holds_what_records_beside_it_hold(family: Path, write: Write, write_family: Write) -> None:
+    paths = [write("scale"), write("reversed", spec={"language": "python", "entry_point": "kernel.py::run_reversed"})]
+    before = Catalog.default().solutions
+    for path in paths:
+        path.unlink()
+    file = write_family()
+    catalog = Catalog.default()
+    assert {name: files.record for name, files in catalog.solutions.items()} == {
+        name: files.record for name, files in before.items()
+    }
+    for name in ("scale", "reversed"):
+        found = catalog.solution(name)
+        assert (found.digest, found.folder, found.root) == (before[name].digest, family, before[name].root)
+        assert found.path == file.with_name(f"family.json#{name}")
+        assert SolutionFiles.read(found.path).digest == found.digest
+    assert names(catalog) == ["reversed", "row_scale_stock", "scale"]
+    assert catalog.broken() == []
+
+
+def test_family_file_and_records_beside_it_are_both_read(write: Write, write_family: Write) -> None:
+    write_family()
+    write("other")
+    catalog = Catalog.default()
+    assert names(catalog) == ["other", "reversed", "row_scale_stock", "scale"]
+    assert catalog.broken() == []
+
+
+def test_family_name_of_a_record_beside_it_is_refused(write: Write, write_family: Write) -> None:
+    file, path = write_family(), write("scale")
+    catalog = Catalog.default()
+    assert catalog.solution("scale").path == file.with_name("family.json#scale")
+    (broken,) = catalog.broken()
+    assert broken.reason.startswith(f"{path}: 'scale' exists twice: {file}#scale and {path}.")
+
+
+def test_family_name_that_is_listed_twice_is_refused(write_family: Write) -> None:
+    file = write_family()
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "solutions": [*record["solutions"], record["solutions"][0]]}))
+    catalog = Catalog.default()
+    with raises(RecordError, "solution_repeated", f"{file}: ", "'scale' is listed twice"):
+        catalog.solution("scale")
+    assert names(catalog) == ["reversed", "row_scale_stock"]
+    assert [broken.name for broken in catalog.broken()] == ["scale"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "fact"),
+    [
+        ({"warps": 4}, "key_unknown", "not a valid solution of a family: unknown key 'warps'"),
+        ({"spec": {"warps": 4}}, "key_unknown", "unknown key 'warps'"),
+        ({"definition": "gone"}, "definition_unknown", "'gone'"),
+        ({"definition": 3}, "value_type", "definition: "),
+        ({"spec": {"language": "triton"}}, "record_misplaced", "solutions/elementwise/<family>_triton/"),
+        ({"spec": {"entry_point": "kernel.py::gone"}}, "entry_point_missing", "run, run_reversed"),
+        ({"spec": {"entry_point": "gone.py::run"}}, "entry_file_missing", "'gone.py'"),
+        ({"spec": {"dependencies": ["triton>="]}}, "requirement_syntax", "spec.dependencies"),
+        ({"spec": []}, "value_type", "spec: "),
+    ],
+)
+def test_family_solution_with_a_fault_is_named_and_others_stay(
+    changes: dict[str, Any], code: str, fact: str, write_family: Write
+) -> None:
+    file = write_family({"scale": changes})
+    catalog = Catalog.default()
+    with raises(RecordError, code, f"{file}#scale: ", fact):
+        catalog.solution("scale")
+    assert names(catalog) == ["reversed", "row_scale_stock"]
+    (broken,) = catalog.broken()
+    assert (broken.name, broken.path) == ("scale", file.with_name("family.json#scale"))
+    assert catalog.broken(("reversed",)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "fact"),
+    [
+        ({"warps": 4}, "key_unknown", "unknown key 'warps'"),
+        ({"author": ""}, "value_invalid", "author: "),
+        ({"spec": {"warps": 4}}, "key_unknown", "spec: unknown key 'warps'"),
+        ({"sources": [{"path": "../kernel.py"}]}, "source_path_outside", "'../kernel.py'"),
+    ],
+)
+def test_family_fault_concerns_each_solution(
+    changes: dict[str, Any], code: str, fact: str, write_family: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_family(**changes)
+    catalog = Catalog.default()
+    for name in ("scale", "reversed"):
+        with raises(RecordError, code, f"{file}: not a valid family: ", fact):
+            catalog.solution(name)
+    assert names(catalog) == ["row_scale_stock"]
+    assert [broken.name for broken in catalog.broken()] == ["reversed", "scale"]
+    assert caplog.text.count(str(file)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "fact"),
+    [
+        ("{", "json_syntax", "not valid JSON"),
+        ("[]", "object_expected", "a family is a JSON object"),
+        ('{"author": "a"}', "key_missing", "missing key 'solutions'"),
+        ('{"author": "a", "solutions": []}', "list_too_short", "solutions: "),
+        ('{"author": "a", "solutions": [{"name": "../a", "definition": "b"}]}', "text_pattern", "solutions.0.name: "),
+        ('{"author": "a", "solutions": [{"name": "a", "name": "a"}]}', "key_repeated", "'name'"),
+    ],
+)
+def test_family_file_without_names_is_one_broken_record(family: Path, content: str, code: str, fact: str) -> None:
+    file = family / FAMILY_NAME
+    file.write_text(content)
+    catalog = Catalog.default()
+    assert names(catalog) == ["row_scale_stock"]
+    (broken,) = catalog.broken()
+    assert broken.reason.startswith(f"{file}: ")
+    assert fact in broken.reason
+    with raises(RecordError, code, str(file), fact):
+        catalog.solution(broken.name)
+
+
+def test_family_entry_without_a_name_stops_the_file(write_family: Write) -> None:
+    file = write_family({"scale": {"name": ""}})
+    with raises(RecordError, "text_pattern", f"{file}: ", "solutions.0.name: "):
+        Catalog.default().solution("reversed")
+
+
+def test_family_file_is_read_only_with_a_name(write_family: Write) -> None:
+    file = write_family()
+    with raises(RecordError, "solution_unnamed", f"{file}: ", "scale, reversed", "family.json#scale"):
+        SolutionFiles.read(file)
+    with raises(RecordError, "solution_unlisted", f"{file}#gone: ", "'gone'"):
+        SolutionFiles.read(file.with_name("family.json#gone"))
+
+
+def test_family_name_is_taken_for_a_new_solution(write_family: Write, solution_record: Callable[..., Any]) -> None:
+    file = write_family()
+    record = Solution.from_dict(solution_record(name="scale"))
+    with raises(ConflictError, "solution_exists", str(file.parent)):
+        Catalog.default().add_solution(record, {"kernel.py": KERNEL.encode()})
 
 
 @pytest.mark.parametrize("left", [None, "__pycache__/kernel.cpython-311.pyc"])

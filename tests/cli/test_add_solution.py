@@ -297,6 +297,24 @@ def test_an_option_that_is_empty_or_no_line_is_refused(option, value, cli, row_s
     assert snapshot(row_scale) == before
 
 
+def test_add_solution_takes_one_of_a_family_file(cli, row_scale, tmp_path):
+    (tmp_path / "kernel.py").write_text("def run_scale(x, weight, factor, out): out.copy_(x * weight * factor)\n")
+    member = {"name": "scale", "definition": "row_scale", "spec": {"entry_point": "kernel.py::run_scale"}}
+    file = tmp_path / "family.json"
+    other = {"name": "other", "definition": "row_scale"}
+    file.write_text(json.dumps({"author": "tests", "spec": {"language": "python"}, "solutions": [member, other]}))
+    place = tmp_path / "family.json#scale"
+    result = cli("add-solution", str(file))
+    assert result.code == 1
+    assert "family.json#scale" in result.err
+    assert cli("add-solution", str(tmp_path / "gone" / "family.json#scale")).code == 2
+    result = cli("add-solution", str(place))
+    assert result.code == 0, result.err
+    added = Catalog.default().solution("scale")
+    assert added.path == row_scale / "solutions/elementwise/row_scale/scale/solution.json"
+    assert added.digest == SolutionFiles.read(place).digest
+
+
 def test_one_solution_of_a_family_is_added_alone(cli, row_scale, tmp_path):
     (tmp_path / "kernel.py").write_text("def run_scale(x, weight, factor, out): out.copy_(x * weight * factor)\n")
     spec = {"language": "python", "entry_point": "kernel.py::run_scale"}

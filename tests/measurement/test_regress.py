@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,28 @@ def test_nothing_that_was_measured_is_stored(root):
     rewrite(root, SLOW)
     run(root, "HEAD")
     assert not (root.parent.parent / "home" / "runs").exists()
+
+
+def test_solution_that_moved_into_a_family_file_is_found(root):
+    old = Catalog((root,)).solution("row_scale_new")
+    family = root / "solutions" / "elementwise" / "scales_python"
+    (root / "solutions" / "elementwise" / "row_scale" / "row_scale_new").rename(family)
+    (family / "solution.json").rename(family / "row_scale_new.json")
+    before = commit(root, "beside its kernel")
+    record = json.loads((family / "row_scale_new.json").read_text())
+    (family / "row_scale_new.json").unlink()
+    shared = {key: record.pop(key) for key in ("author", "spec")}
+    member = {key: record[key] for key in ("name", "definition", "description") if key in record}
+    (family / "family.json").write_text(json.dumps({**shared, "solutions": [member]}))
+    (family / "kernel.py").write_text(FAST + "# in its family\n")
+    after = commit(root, "in the file of its family")
+    now = Catalog((root,)).solution("row_scale_new")
+    (family / "family.json").write_text(json.dumps({**shared, "solutions": [{**member, "name": "other"}]}))
+    without = commit(root, "under another name")
+    history = SourceHistory(now.root)
+    found = {name: history.at(name, now) for name in (before, after, without)}
+    assert [version and version.digest for version in found.values()] == [old.digest, now.digest, None]
+    assert history.with_digest(now, old.digest) is not None
 
 
 def test_solution_moved_to_its_family_is_found_in_its_old_place(root):

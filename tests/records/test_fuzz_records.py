@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog.record_files import family_places, file_of
 from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import read_bytes
@@ -53,6 +54,7 @@ TIMING = {"ttft_ms": ESTIMATE, "total_ms": ESTIMATE, "peak_memory_bytes": 10}
 BASES: dict[str, dict[str, Any]] = {
     "definition": DEFINITION.to_dict(),
     "solution": SOLUTION.record.to_dict(),
+    "family": json.loads(file_of(SOLUTION.path).read_bytes()),
     "workload": SHIPPED.workloads_for("fused_add_rms_norm")[0].to_dict() | {"layouts": {"x": "strided(2 * N, 1)"}, "uuid": ""},
     "trace": first_trace(),
     "peaks": json.loads(next(iter(shipped_root().glob("traces/*/peaks.json"))).read_bytes()),
@@ -101,6 +103,14 @@ def read_solution(path: Path) -> None:
     assert len(list(itertools.islice(files.record.configs(), 50))) >= 1
 
 
+def read_family(path: Path) -> None:
+    for name, content in SOLUTION.sources.items():
+        (path.parent / name).write_bytes(content)
+    file = path.rename(path.with_name("family.json"))
+    for place in family_places(file):
+        SolutionFiles.read(place)
+
+
 def read_workload(path: Path) -> None:
     record = Workload.from_json(read_bytes(path, "workload"), path)
     answer_or_refuse(lambda: record.check_against(DEFINITION))
@@ -125,6 +135,7 @@ def reads(record: Any) -> Callable[[Path], None]:
 READERS: dict[str, Callable[[Path], None]] = {
     "definition": read_definition,
     "solution": read_solution,
+    "family": read_family,
     "workload": read_workload,
     "trace": reads(Trace),
     "peaks": reads(GpuPeaks),

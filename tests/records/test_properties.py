@@ -21,6 +21,7 @@ from tilegym_db.records import Definition, Solution, Trace, Workload, axes_key
 from tilegym_db.records.base import Record
 from tilegym_db.records.expressions import evaluate, names_in
 from tilegym_db.records.layouts import layout_class, layout_strides, parse_layout
+from tilegym_db.records.solution import Family, expanded
 
 # Python's own parser remarks on texts such as '0or 1'; a record with one is refused or means what it says.
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
@@ -64,7 +65,7 @@ def _valid_records() -> list[tuple[type[Record], dict[str, Any]]]:
     """One rich record of each kind from the catalog, and a trace with every part."""
     root = shipped_root()
     definition = json.loads((root / "definitions/norm/rms_norm.json").read_text())
-    solution = root / "solutions/norm/rms_norm_triton/rms_norm_triton.json"
+    family = json.loads((root / "solutions/norm/rms_norm_triton/family.json").read_text())
     workload = json.loads((root / "workloads/norm/rms_norm.jsonl").read_text().splitlines()[0])
     path = root / "traces/h200/norm/rms_norm.jsonl.gz"
     passed = read_traces(path.read_bytes(), path)[0].to_dict() | {
@@ -74,7 +75,8 @@ def _valid_records() -> list[tuple[type[Record], dict[str, Any]]]:
     }
     return [
         (Definition, definition),
-        (Solution, json.loads(solution.read_text())),
+        (Solution, expanded(family, family["solutions"][0])),
+        (Family, family),
         (Workload, workload | {"layouts": {"x": "strided(2 * N, 1)"}, "uuid": ""}),
         (Trace, passed),
         (Trace, passed | FAILED),
@@ -180,7 +182,10 @@ def test_a_mutated_text_is_refused_or_survives(example, data):
 
 
 @EXAMPLES
-@given(st.sampled_from([Definition, Solution, Workload, Trace]), values | st.dictionaries(st.text(max_size=8), values))
+@given(
+    st.sampled_from([Definition, Solution, Family, Workload, Trace]),
+    values | st.dictionaries(st.text(max_size=8), values),
+)
 def test_any_value_is_refused_or_survives(kind, value):
     accepted = parsed(lambda: kind.from_dict(value))
     if accepted is not None:
@@ -188,7 +193,9 @@ def test_any_value_is_refused_or_survives(kind, value):
 
 
 @EXAMPLES
-@given(st.sampled_from([Definition, Solution, Workload, Trace]), st.binary(max_size=200) | st.text(max_size=200))
+@given(
+    st.sampled_from([Definition, Solution, Family, Workload, Trace]), st.binary(max_size=200) | st.text(max_size=200)
+)
 def test_any_text_is_refused(kind, text):
     assert parsed(lambda: kind.from_json(text)) is None
 
@@ -196,7 +203,7 @@ def test_any_text_is_refused(kind, text):
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"axes": ' + "9" * 5000 + "}", "\ufeff{}", "", "null"]
 )
-@pytest.mark.parametrize("kind", [Definition, Solution, Workload, Trace])
+@pytest.mark.parametrize("kind", [Definition, Solution, Family, Workload, Trace])
 def test_a_hostile_text_is_refused(kind, text):
     with pytest.raises(RecordError):
         kind.from_json(text, Path("f.json"))

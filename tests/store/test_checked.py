@@ -14,6 +14,7 @@ from conftest import DEFINITION
 from write_checked_records import judged
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.record_files import file_of
 from tilegym_db.paths import shipped_root
 from tilegym_db.published import checked
 from tilegym_db.published.checked import Checked, checked_file
@@ -96,7 +97,7 @@ def test_nearly_all_that_is_shipped_is_on_the_list() -> None:
     measured = known.trace_keys()
     assert len(known.plausible()) > 0.75 * len(measured), "run: python tools/write_checked_records.py"
     listed = json.loads(checked_file().read_bytes())["files"]
-    here = [name for name in listed if (shipped_root() / name).is_file()]
+    here = [name for name in listed if file_of(shipped_root() / name).is_file()]
     assert len(here) > 0.75 * len(catalog.solution_paths), "run: python tools/write_checked_records.py"
 
 
@@ -146,6 +147,58 @@ def test_what_changed_since_is_judged(shipped: Path, change: Callable[[Path], No
     judging = Catalog((shipped,), warns=False)
     assert [row["digest"] for row in found[0]] == [one.digest for one in judging.definitions.values()]
     assert [row["digest"] for row in found[1]] == [one.digest for one in judging.solutions.values()]
+
+
+FAMILY_FILE = "solutions/elementwise/scales_python/family.json"
+
+
+@pytest.fixture
+def shipped_family(shipped: Path) -> Path:
+    """The same package, with two more Solutions in a family."""
+    file = shipped / FAMILY_FILE
+    file.parent.mkdir(parents=True)
+    (file.parent / "kernel.py").write_text(KERNEL)
+    solutions = [{"name": name, "definition": "row_scale"} for name in ("row_scale_one", "row_scale_two")]
+    file.write_text(json.dumps({"author": "tests", "spec": SOLUTION["spec"], "solutions": solutions}))
+    checked_file().write_text(json.dumps(judged(Catalog((shipped,)), set())))
+    return shipped
+
+
+def test_each_solution_of_a_family_is_listed(shipped_family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("judged")
+
+    listed = json.loads(checked_file().read_bytes())["files"]
+    assert {f"{FAMILY_FILE}#row_scale_one", f"{FAMILY_FILE}#row_scale_two"} < listed.keys()
+    monkeypatch.setattr("tilegym_db.catalog.record_files.check_entry_point", refuse)
+    rows = rows_of(Catalog((shipped_family,)))[1]
+    assert [row["name"] for row in rows] == ["row_scale_one", "row_scale_plain", "row_scale_two"]
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (_replace(FAMILY_FILE, '"row_scale_two", ', '"row_scale_two", "spec": {"math": "tf32"}, '), {"row_scale_two"}),
+        (_replace(FAMILY_FILE, '"author": "tests"', '"author": "me"'), {"row_scale_one", "row_scale_two"}),
+        (
+            _replace(FAMILY_FILE.replace("family.json", "kernel.py"), "def", "\n\ndef"),
+            {"row_scale_one", "row_scale_two"},
+        ),
+    ],
+)
+def test_changed_solution_of_a_family_is_judged(
+    shipped_family: Path, change: Callable[[Path], None], left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(shipped_family)
+    catalog = Catalog((shipped_family,), warns=False)
+    known = Checked(catalog)
+    names = ("row_scale_one", "row_scale_two")
+    files = {name: catalog.solution(name) for name in names}
+    found = {name for name, one in files.items() if not known.solution(one.path, one.record, one.sources)}
+    assert found == left
+    assert {row["name"]: row["digest"] for row in rows_of(catalog)[1]} == {
+        name: one.digest for name, one in Catalog((shipped_family,)).solutions.items()
+    }
 
 
 @pytest.mark.parametrize(

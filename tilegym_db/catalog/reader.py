@@ -58,7 +58,7 @@ class CatalogReader:
 
     @cached_property
     def solution_paths(self) -> dict[str, Path]:
-        """Name -> record file of every Solution; the file may be missing."""
+        """Name -> place of every Solution's record: a file, which may be missing, or ``family.json#<solution>``."""
         paths = (path for root in self.roots for path in record_paths(root))
         return self._unique(((name_at(path), path) for path in paths), definition_at)
 
@@ -111,7 +111,7 @@ class CatalogReader:
 
     @cached_property
     def _solution_paths_of(self) -> dict[str, dict[str, list[Path]]]:
-        """Op type -> Definition -> record files of its Solutions, sorted by name; an op type is filled on first use."""
+        """Op type -> Definition -> places of its Solutions, sorted by name; an op type is filled on first use."""
         return {}
 
     def solutions_for(self, definition: str) -> list[SolutionFiles]:
@@ -209,13 +209,13 @@ class CatalogReader:
             raise RecordError(f"{path}: backward_of: {error}", code=error.code) from None
 
     def read_solution(self, path: Path) -> SolutionFiles:
-        """Return the Solution of a record file of this catalog; raise :class:`RecordError` if it is broken."""
+        """Return the Solution at a place in this catalog; raise :class:`RecordError` if it is broken."""
         from tilegym_db.catalog.record_files import SolutionFiles
         from tilegym_db.records.solution import signature_problem
 
         cached = self._cache.get(path)
         if cached is None:
-            cached = SolutionFiles.read(path)
+            cached = SolutionFiles.read(path, self._sources)
             try:
                 definition = self.definition(cached.record.definition)
             except NotFoundError as error:
@@ -240,10 +240,15 @@ class CatalogReader:
     def _cache(self) -> dict[Path, Definition | SolutionFiles]:
         return {}
 
+    @cached_property
+    def _sources(self) -> dict[Path, bytes]:
+        """Path -> bytes of every source that was read."""
+        return {}
+
     # -- broken records -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def _broken(self) -> dict[str, Broken]:
+    def _broken(self) -> dict[tuple[str, str], Broken]:
         return {}
 
     def _kept(self, read: Callable[[Path], T], path: Path) -> T | None:
@@ -256,7 +261,7 @@ class CatalogReader:
             return None
 
     def _leave_out(self, broken: Broken) -> None:
-        self._broken.setdefault(broken.reason, broken)
+        self._broken.setdefault((broken.name, broken.reason), broken)
         if self.warns:
             warn_once(broken)
 

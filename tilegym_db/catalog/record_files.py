@@ -5,27 +5,29 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from pydantic_core import from_json
 
 from tilegym_db.errors import RecordError, TilegymDBError
 from tilegym_db.files import decode, read_bytes, write_atomically
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution, Workload
+from tilegym_db.records.base import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.python_source import headers_of_large_sources, parse_source, recall_headers
-
-if TYPE_CHECKING:
-    from tilegym_db.records import Solution
+from tilegym_db.records.solution import Family, FamilyMember
 
 
 @dataclass(frozen=True)
 class SolutionFiles:
-    """A Solution, the file of its record, and the bytes of its sources when they were read."""
+    """A Solution, the place of its record, and the bytes of its sources when they were read."""
 
     record: Solution
     path: Path
@@ -69,27 +71,26 @@ class SolutionFiles:
         return any(b"torch.compile" in source for source in self.sources.values())
 
     @classmethod
-    def read(cls, place: Path) -> SolutionFiles:
+    def read(cls, place: Path, known: dict[Path, bytes] | None = None) -> SolutionFiles:
         """Read a record and every source it lists.
 
         Args:
-            place: the file of the record, or a folder with ``solution.json``.
+            place: the file of the record, a folder with ``solution.json``, or ``family.json#<solution>``.
+            known: path -> bytes of sources that were read before; sources read now are added. A family shares them.
 
         Raises:
             RecordError: the record is not valid, or a source is missing, is a link out of the folder, is not Python in UTF-8,
                 or does not define the entry point.
         """
         path = record_path(place)
-        content = read_bytes(path, "solution")
-        try:
-            record = Solution.from_json(content, path)
-        except RecordError as error:
-            if in_family(path):
-                raise RecordError(
-                    f"{error} Every .json beside a kernel is the record of a solution.", code=error.code
-                ) from None
-            raise
-        sources = {source.path: read_source(path, source.path) for source in record.sources}
+        record = read_record(path)
+        known = {} if known is None else known
+        sources = {}
+        for source in record.sources:
+            file = path.parent / source.path
+            if file not in known:
+                known[file] = read_source(path, source.path)
+            sources[source.path] = known[file]
         check_entry_point(record, sources, path)
         return cls(record, path, sources)
 
@@ -129,7 +130,8 @@ def read_source(record_path: Path, name: str) -> bytes:
     folder = record_path.parent if path == record_path.parent / name else path.parents[name.count("/")]
     if not path.exists():
         raise RecordError(
-            f"{record_path}: sources: '{name}' does not exist beside {record_path.name}.", code="source_missing"
+            f"{record_path}: sources: '{name}' does not exist beside {file_of(record_path).name}.",
+            code="source_missing",
         )
     # A plain name that is not a link lies in the folder, even if links lead to the folder.
     if ("/" in name or path.is_symlink()) and not path.resolve().is_relative_to(folder.resolve()):
@@ -168,20 +170,24 @@ def check_entry_point(record: Solution, sources: Mapping[str, bytes], where: Pat
 # The record of a Solution lies in its own folder, or beside the kernel that its family shares:
 #
 # ``solutions/<op_type>/<definition>/<solution>/solution.json`` with the sources beside it, or
-# ``solutions/<op_type>/<family>_<language>/<solution>.json`` beside the ``kernel.py`` of all Solutions of that
-# folder. A digest covers definition, spec and sources, but not the path. A Solution can move between the layouts or
-# be copied alone.
+# ``solutions/<op_type>/<family>_<language>/family.json`` beside the ``kernel.py`` of all Solutions of that folder, or
+# ``solutions/<op_type>/<family>_<language>/<solution>.json`` for one more Solution of the same ``kernel.py``.
+#
+# A digest covers definition, spec and sources, but not the path. A Solution can move between the layouts or be copied
+# alone. The place of a Solution in a ``family.json`` is written as a path with a fragment, ``family.json#<solution>``:
+# messages, requests to workers and the list of checked records name it so. A name contains no ``#``.
 
 
 def record_paths(root: Path) -> Iterator[Path]:
-    """Yield the path of every Solution's record below a root; a path need not exist if only sources are there."""
+    """Yield the place of every Solution's record below a root; its file need not exist if only sources are there."""
     for folder in solution_folders(root):
         inside = visible(folder, "*")
         records = [path for path in inside if path.suffix == ".json"]
         sources = [path for path in inside if path.suffix == ".py"]
         if sources and not records:
             yield folder / f"{folder.name}.json"  # a kernel without a record: reading it reports the missing file
-        yield from records
+        for path in records:
+            yield from family_places(path) if path.name == FAMILY_NAME else (path,)
         for path in inside:
             if path in records or not path.is_dir() or path.name == "__pycache__":
                 continue
@@ -227,7 +233,7 @@ def visible(folder: Path, pattern: str) -> list[Path]:
 
 def record_path(place: Path) -> Path:
     """Return the record file of a place: ``solution.json`` in a folder, or the file itself."""
-    return place / RECORD_NAME if place.is_dir() else place
+    return place / RECORD_NAME if not of_family_file(place) and place.is_dir() else place
 
 
 def in_family(path: Path) -> bool:
@@ -235,19 +241,33 @@ def in_family(path: Path) -> bool:
     return path.name != RECORD_NAME
 
 
+def of_family_file(path: Path) -> bool:
+    """Return True for a ``family.json``, and for the place of a Solution in one."""
+    return path.name.partition("#")[0] == FAMILY_NAME
+
+
+def file_of(path: Path) -> Path:
+    """Return the file that holds the record of a place."""
+    return path.with_name(FAMILY_NAME) if of_family_file(path) else path
+
+
 def name_at(path: Path) -> str:
-    """Return the name that the Solution in a record file must have."""
+    """Return the name that the Solution at a place must have. A ``family.json`` without names has that of its folder."""
+    if of_family_file(path):
+        return path.name.partition("#")[2] or path.parent.name
     return path.stem if in_family(path) else path.parent.name
 
 
 def definition_at(path: Path) -> str:
-    """Return the Definition that a record file belongs to; empty if the record of a family does not name one."""
-    from tilegym_db.records.base import parse_object
-
+    """Return the Definition that a record belongs to; empty if the record of a family does not name one."""
     if not in_family(path):
         return path.parent.parent.name
     try:
-        value = parse_object(read_bytes(path, "solution"), "solution", path)
+        content = read_bytes(file_of(path), "solution")
+        if of_family_file(path):
+            value = _narrowed(content, file_of(path), name_at(path))["solutions"][0]
+        else:
+            value = parse_object(content, "solution", path)
     except RecordError:
         return ""
     name = value.get("definition") if isinstance(value, dict) else None
@@ -267,11 +287,129 @@ def misplaced(path: Path, record: Solution, op_type: str) -> str | None:
             return None
         own = f"solutions/<op_type>/{record.definition}/{record.name}/"
         return f"name and definition do not match the path; this record belongs in {own}"
-    if record.name != path.stem:
+    if record.name != name_at(path):
         return f"its name is '{record.name}'; this record belongs at {family}/{record.name}.json"
     if path.parent.parent.name != op_type or not path.parent.name.endswith(f"_{record.spec.language}"):
         return f"op_type and language do not match the path; this record belongs in {family}/"
     return None
+
+
+# ---- family files ---------------------------------------------------------------------------------
+# A ``family.json`` is parsed once per content. Its Solutions are validated one by one, so that a fault in one of them
+# leaves the others.
+
+FAMILY_NAME = "family.json"
+"""Name of the file with the records of several Solutions of a family."""
+
+_NAME = re.compile(NAME_PATTERN)
+
+
+def family_places(file: Path) -> list[Path]:
+    """Return the places of the Solutions in a ``family.json``; the file itself if it names none."""
+    try:
+        names = family_names(read_bytes(file, "family"), file)
+    except RecordError:  # reading the place reports the fault
+        names = []
+    return [file.with_name(f"{FAMILY_NAME}#{name}") for name in names] or [file]
+
+
+def read_record(path: Path) -> Solution:
+    """Return the validated record at a place; raise :class:`RecordError` if it is not valid."""
+    if of_family_file(path):
+        file = file_of(path)
+        return solution_of_family(read_bytes(file, "family"), file, "" if path == file else name_at(path))
+    content = read_bytes(path, "solution")
+    try:
+        return Solution.from_json(content, path)
+    except RecordError as error:
+        if in_family(path):
+            raise RecordError(
+                f"{error} Every .json beside a kernel is the record of a solution.", code=error.code
+            ) from None
+        raise
+
+
+def family_content(path: Path) -> bytes:
+    """Return the part of a ``family.json`` that the validity of the Solution at a place depends on.
+
+    Raises:
+        RecordError: the file cannot be read or parsed, or the family does not list the Solution once.
+    """
+    file = file_of(path)
+    return canonical_json(_narrowed(read_bytes(file, "family"), file, name_at(path))).encode()
+
+
+def family_names(content: bytes, file: Path | str) -> list[str]:
+    """Return the valid names in the content of a ``family.json``, each once; raise :class:`RecordError` if it is not JSON."""
+    return list(dict.fromkeys(name for name in map(_stated_name, _entries(_parsed_family(content, file))) if name))
+
+
+def solution_of_family(content: bytes, file: Path | str, name: str) -> Solution:
+    """Return one Solution of a ``family.json``.
+
+    Args:
+        content: the content of the file.
+        file: its path, for messages.
+        name: the Solution's name.
+
+    Raises:
+        RecordError: the family or its Solution is not valid, or the family does not list the Solution once.
+    """
+    place = f"{file}#{name}"
+    family = _valid_family(content, file)
+    if family is None and name and all(map(_stated_name, _entries(parse_object(content, "family", file)))):
+        narrowed = _narrowed(content, file, name)
+        FamilyMember.from_parsed(narrowed["solutions"][0], place)
+        return Family.from_parsed(narrowed, file).solution(name, place)
+    family = family or Family.from_json(content, file)
+    if not name:
+        listed = [member.name for member in family.solutions]
+        raise RecordError(
+            f"{file}: a family of several solutions ({', '.join(listed)}). Name one of them: {FAMILY_NAME}#{listed[0]}",
+            code="solution_unnamed",
+        )
+    return family.solution(name, place)
+
+
+def _narrowed(content: bytes, file: Path | str, name: str) -> dict[str, Any]:
+    """Return the content of a ``family.json`` with one of its Solutions."""
+    family = _parsed_family(content, file)
+    found = [entry for entry in _entries(family) if _stated_name(entry) == name]
+    if len(found) > 1:
+        raise RecordError(
+            f"{file}: solutions: '{name}' is listed twice. Rename or remove one of them.", code="solution_repeated"
+        )
+    if not found:
+        raise RecordError(f"{file}: solutions: '{name}' is not listed.", code="solution_unlisted")
+    return {**family, "solutions": found}
+
+
+@lru_cache(maxsize=1024)
+def _valid_family(content: bytes, file: Path | str) -> Family | None:
+    """Return the whole family, or None if a part of it is not valid."""
+    try:
+        return Family.from_json(content, file)
+    except RecordError:
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _parsed_family(content: bytes, file: Path | str) -> Any:
+    try:
+        return from_json(content)  # faster than parse_object, which also refuses repeated keys
+    except ValueError:
+        return parse_object(content, "family", file)
+
+
+def _entries(family: Any) -> list[Any]:
+    entries = family.get("solutions") if isinstance(family, dict) else None
+    return entries if isinstance(entries, list) else []
+
+
+def _stated_name(entry: Any) -> str:
+    """Return the name of an entry in ``solutions``; empty unless it is a valid name."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
 
 
 # ---- workload files -------------------------------------------------------------------------------
@@ -335,7 +473,7 @@ RECORD_NAME = "solution.json"
 DEFINITION_BROKEN = "its definition is broken"
 
 _log = logging.getLogger("tilegym_db.catalog")
-_named: set[Path] = set()
+_named: set[Path | str] = set()
 
 
 @dataclass(frozen=True)
@@ -362,9 +500,13 @@ class Broken:
 
 
 def warn_once(broken: Broken) -> None:
-    """Log a warning about a broken record, once per file and process. Python prints it on stderr."""
-    if broken.path not in _named:
-        _named.add(broken.path)
+    """Log a warning about a broken record, once per file and process. Python prints it on stderr.
+
+    Each reason of a ``family.json`` is logged once.
+    """
+    key = broken.reason if of_family_file(broken.path) else broken.path
+    if key not in _named:
+        _named.add(key)
         if not broken.is_consequence:
             after = f", then: tilegym-db check {broken.definition}" if broken.definition else "."
             _log.warning("warning: left out: %s Mend or remove it%s", broken.reason, after)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilegym_db.catalog.blobs import add_blobs
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, source_file
+from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, file_of, source_file
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
@@ -108,7 +108,7 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
     definition = now.definition(record.definition)
     folder = root / "solutions" / definition.op_type / record.definition / record.name
     existing = now.solution_paths.get(record.name)
-    if existing is not None and os.path.lexists(existing):
+    if existing is not None and os.path.lexists(file_of(existing)):
         raise ConflictError(
             f"solution '{record.name}' already exists at {existing.parent}. Choose another with --name.",
             code="solution_exists",

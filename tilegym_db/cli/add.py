@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file
+from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file, solution_place
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
 
@@ -54,10 +54,10 @@ def add_solution_command(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A .py file that defines run(), a folder with solution.json, or the .json of one solution of a family.",
-            exists=True,
+            help="A .py file that defines run(), a folder with solution.json, or one solution of a family: its .json, or "
+            "family.json#NAME.",
             readable=True,
-            callback=regular_file,
+            callback=solution_place,
         ),
     ],
     definition: Annotated[

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.catalog.record_files import LIBRARY, RECORD_NAME
+from tilegym_db.catalog.record_files import (
+    FAMILY_NAME,
+    LIBRARY,
+    RECORD_NAME,
+    family_names,
+    file_of,
+    solution_of_family,
+)
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
 from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Session, WorkloadDone
@@ -581,13 +588,16 @@ class SourceHistory:
         """
         for place, name in _places(solution):
             text = self._blob(commit, f"{place}/{name}")
-            if text is not None:
-                return self._read(commit, place, name, text)
+            if text is None:
+                continue
+            where = f"{place}/{name} at {commit[:10]}"
+            if name != FAMILY_NAME:
+                return self._read(commit, place, Solution.from_json(text, where), where)
+            if solution.name in family_names(text, where):
+                return self._read(commit, place, solution_of_family(text, where, solution.name), where)
         return None
 
-    def _read(self, commit: str, place: str, name: str, text: bytes) -> Version:
-        where = f"{place}/{name} at {commit[:10]}"
-        record = Solution.from_json(text, where)
+    def _read(self, commit: str, place: str, record: Solution, where: str) -> Version:
         sources = {}
         for source in record.sources:
             content = self._blob(commit, f"{place}/{source.path}")
@@ -646,10 +656,12 @@ class SourceHistory:
 
 
 def _places(solution: SolutionFiles) -> list[tuple[str, str]]:
-    """Return the possible folders and file names of its record, below the root: the current ones, and those without a
-    family.
+    """Return the possible folders and file names of its record, below the root: the current ones, the others of its
+    family, and those without a family.
     """
     folder = solution.folder.resolve().relative_to(solution.root).as_posix()
     record = solution.record
     own = f"{'/'.join(folder.split('/')[:2])}/{record.definition}/{record.name}"
-    return list(dict.fromkeys([(folder, solution.path.name), (own, RECORD_NAME)]))
+    beside = f"{record.name}.json"
+    here = file_of(solution.path).name
+    return list(dict.fromkeys([(folder, here), (folder, FAMILY_NAME), (folder, beside), (own, RECORD_NAME)]))

@@ -2,8 +2,10 @@
 trust.
 
 The list has each valid file with a digest of everything its validity depends on: its content, its sources, its
-Definition, and the forward of that Definition. A trace file is listed if every figure was plausible by its Definition
-and the published peaks. A file that is not listed, or has another digest, is validated again, which costs only time.
+Definition, and the forward of that Definition. A Solution of a ``family.json`` is listed as
+``family.json#<solution>``, and its content is its entry with the shared keys. A trace file is listed if every figure
+was plausible by its Definition and the published peaks. A file that is not listed, or has another digest, is validated
+again, which costs only time.
 
 ``python tools/write_checked_records.py`` writes the list. Only filling the database uses it: ``check``, and everything
 that runs or serves a kernel, validates every record itself.
@@ -19,6 +21,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.record_files import family_content, of_family_file, read_record
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
@@ -56,8 +59,17 @@ class Checked:
             self._contents[path] = read_bytes(path, "record")
         return self._contents[path]
 
+    def record(self, path: Path) -> Solution:
+        """Return the Solution at a listed place. A record in its own file is validated only as far as its fields go.
+
+        Raises:
+            RecordError: it cannot be read or is not valid.
+            ValueError: it is not valid.
+        """
+        return read_record(path) if of_family_file(path) else Solution.model_validate(from_json(self.content(path)))
+
     def lists(self, path: Path) -> bool:
-        """Return True if a file is on the list, changed or not."""
+        """Return True if a file, or a Solution of a ``family.json``, is on the list, changed or not."""
         return str(path) in self._files
 
     def definition_digest(self, name: str) -> str | None:
@@ -104,8 +116,9 @@ class Checked:
 
     def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
         """Return a digest of a Solution's record, its sources, and its Definition."""
+        content = family_content(path) if of_family_file(path) else self.content(path)
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
-        return self._of_definition(record.definition, self.content(path), *parts)
+        return self._of_definition(record.definition, content, *parts)
 
     def workloads_key(self, path: Path, definition: str) -> str:
         """Return a digest of a file of Workloads and of their Definition."""

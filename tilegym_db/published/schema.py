@@ -24,12 +24,12 @@ from tilegym_db.records.definition import Definition
 from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks
-from tilegym_db.records.solution import Solution
+from tilegym_db.records.solution import Family, Solution
 from tilegym_db.records.trace import Trace
 from tilegym_db.records.workload import Workload
 
 RECORDS: tuple[type[Record], ...] = (
-    *(Definition, Solution, Workload, Trace, GpuPeaks, ModelRun),
+    *(Definition, Solution, Family, Workload, Trace, GpuPeaks, ModelRun),
     *(Task, Attempt, Award, Experiment, Pattern),
 )
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -1,16 +1,21 @@
-"""Solution: one kernel (or baseline) for a Definition, its source files, and the rules for its omitted outputs and signature."""
+"""Solution: one kernel (or baseline) for a Definition, its source files, and the rules for its omitted outputs and signature.
+
+Family: several Solutions of one kernel file in one record.
+"""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
-from typing import ClassVar, Literal, Self
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError, UsageError, check_kind, did_you_mean
 from tilegym_db.records.base import (
@@ -322,6 +327,100 @@ class Solution(Record):
         names = list(self.spec.tunables)
         for values in itertools.product(*(self.spec.tunables[name] for name in names)):
             yield dict(zip(names, values, strict=True))
+
+
+# ---- families -------------------------------------------------------------------------------------
+# The Solutions of a family share a kernel file and most of their records. One ``family.json`` states them together.
+
+
+def _known_keys(value: dict[str, Any]) -> dict[str, Any]:
+    for key in value:
+        if key not in SolutionSpec.model_fields:
+            close = difflib.get_close_matches(key[:MAX_PATH], SolutionSpec.model_fields, n=1)
+            hint = f" (did you mean '{close[0]}'?)" if close else ""
+            raise RecordError(f"unknown key '{shown(key)}'{hint}", code="key_unknown")
+    return value
+
+
+PartialSpec = Annotated[
+    dict[str, Any],
+    AfterValidator(_known_keys),
+    Field(json_schema_extra={"propertyNames": {"enum": list(SolutionSpec.model_fields)}}),
+]
+"""Some keys of a spec. Their values are validated with the whole spec."""
+
+
+class FamilyMember(Record):
+    """One Solution in the record of its family: its name, its Definition, and all that differs from the shared keys."""
+
+    kind: ClassVar[str] = "solution of a family"
+
+    name: str = Field(pattern=NAME_PATTERN)
+    definition: str = Field(pattern=NAME_PATTERN)
+    description: Prose = ""
+    """Replaces the shared description, unless it is empty."""
+    spec: PartialSpec = {}
+    """Keys that the shared spec lacks or that differ from it; each replaces the whole value of the shared key."""
+
+
+class Family(Record):
+    """The Solutions of one kernel file. ``author``, ``description``, ``spec`` and ``sources`` are shared.
+
+    The spec of a Solution has the shared keys and its own keys. Its own key replaces the shared key as a whole. Lists
+    and objects inside a key are never merged.
+    """
+
+    kind: ClassVar[str] = "family"
+
+    schema_version: Literal[1] = 1
+    author: Line = Field(min_length=1)
+    description: Prose = ""
+    """Description of each Solution that has none."""
+    spec: PartialSpec = {}
+    """Keys of the spec that the Solutions share."""
+    sources: tuple[Source, ...] = Field(default=(Source(path="kernel.py"),), min_length=1)
+    solutions: tuple[FamilyMember, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> Self:
+        names = [member.name for member in self.solutions]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise RecordError(
+                f"solutions: '{repeated[0]}' is listed twice. Rename or remove one of them", code="solution_repeated"
+            )
+        return self
+
+    def solution(self, name: str, source: str | Path = "<family>") -> Solution:
+        """Return one Solution with the shared keys.
+
+        Args:
+            name: a name in ``solutions``.
+            source: its origin, for the error message.
+
+        Raises:
+            RecordError: the family does not list this name, or the whole Solution is not valid.
+        """
+        member = next((member for member in self.solutions if member.name == name), None)
+        if member is None:
+            raise RecordError(f"{source}: solutions: '{name}' is not listed.", code="solution_unlisted")
+        # The texts of a family have a length that is allowed.
+        return Solution._validated(expanded(self._shared, member.to_dict()), source, bounded=True)
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"solutions"})
+
+
+def expanded(family: Mapping[str, Any], member: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of one Solution's record, from the content of its family and of its entry in ``solutions``.
+
+    A key of the entry's spec replaces the whole value of the shared key. An empty description stands for the shared one.
+    """
+    shared = {key: value for key, value in family.items() if key != "solutions"}
+    spec = {**family.get("spec", {}), **member.get("spec", {})}
+    description = member.get("description") or family.get("description", "")
+    return {**shared, **member, "description": description, "spec": spec}
 
 
 # ---- omitted outputs ------------------------------------------------------------------------------

@@ -512,7 +512,7 @@ def _checked_solution(path: Path, checked: Checked) -> Row | None:
     if not checked.lists(path):
         return None
     try:
-        record = Solution.model_validate(from_json(checked.content(path)))
+        record = checked.record(path)
         sources = {source.path: read_source(path, source.path) for source in record.sources}
     except (RecordError, ValueError):
         return None  # the ordinary reader reports the fault

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
 from tilegym_db.catalog.blobs import check_blobs
-from tilegym_db.catalog.record_files import WORKLOAD_BYTES
+from tilegym_db.catalog.record_files import WORKLOAD_BYTES, file_of, of_family_file
 from tilegym_db.catalog.writers import check_call
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind
 from tilegym_db.files import read_bytes
@@ -106,8 +106,10 @@ def kind_of(path: Path) -> Literal["definition", "solution", "workload"]:
         UsageError: the path does not exist, or has none of these kinds.
         RecordError: the file cannot be read, or is not JSON.
     """
-    if not path.exists():
+    if not file_of(path).exists():
         raise UsageError(f"{path}: there is no such file or folder.", code="file_missing")
+    if path != file_of(path):
+        return "solution"
     if path.is_dir():
         return "definition" if is_draft(path) else "solution"
     if path.suffix == ".py":
@@ -117,7 +119,7 @@ def kind_of(path: Path) -> Literal["definition", "solution", "workload"]:
     if path.suffix == ".json":
         content = parse_object(read_bytes(path, "record", WORKLOAD_BYTES), "record", path)
         keys = content.keys() if isinstance(content, dict) else ()
-        if "spec" in keys:
+        if "spec" in keys or "solutions" in keys:
             return "solution"
         if "reference" in keys or "outputs" in keys:
             return "definition"
@@ -177,7 +179,8 @@ def add_solution(
     """Add a Solution in one step, after the static scan of its sources.
 
     Args:
-        path: a ``.py`` file that defines ``run``, a folder with ``solution.json``, or the ``.json`` of one Solution of a family.
+        path: a ``.py`` file that defines ``run``, a folder with ``solution.json``, or one Solution of a family: its
+            ``.json``, or ``family.json#<solution>``.
         definition, language, name, author, description, catalog: see :func:`add`.
 
     Raises:
@@ -188,7 +191,7 @@ def add_solution(
     """
     catalog = catalog or Catalog.default()
     language = None if language is None else normalise_language(language)
-    if path.is_dir() or path.suffix == ".json":
+    if path.is_dir() or path.suffix == ".json" or of_family_file(path):
         record, sources = _from_record(path, definition, language, name)
     else:
         author = login_name() if author is None else author.strip()

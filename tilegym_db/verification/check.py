@@ -77,7 +77,7 @@ def catalog_findings(
     from tilegym_db.verification.inputs import blob_problems
     from tilegym_db.verification.self_test import tiny_workloads
 
-    findings = [*catalog.lock_findings(), *(broken.reason for broken in catalog.broken(tuple(names)))]
+    findings = [*catalog.lock_findings(), *dict.fromkeys(broken.reason for broken in catalog.broken(tuple(names)))]
     broken = {name for paths in (catalog.definition_paths, catalog.solution_paths) for name in paths} - {
         *catalog.definitions,
         *catalog.solutions,

@@ -371,6 +371,20 @@ def regular_file(path: Path) -> Path:
     return path
 
 
+def solution_place(path: Path) -> Path:
+    """Return the path of a Solution, or its place in a family: ``family.json#<solution>``.
+
+    Raises:
+        BadParameter: there is no such file or folder.
+    """
+    from tilegym_db.catalog.record_files import file_of
+
+    if not file_of(path).exists():
+        raise typer.BadParameter(f"Path '{path}' does not exist.")
+    regular_file(file_of(path))
+    return path
+
+
 def regular_files(paths: list[Path] | None) -> list[Path] | None:
     """Check every path by :func:`regular_file`."""
     for path in paths or ():
