@@ -203,7 +203,7 @@ def name_of(value: Any) -> str:
     if isinstance(value, tuple) and value:
         return name_of(value[0])
     if isinstance(value, Path):
-        return f"{value.parent.parent.name}/{value.stem}"
+        return f"{value.parent.parent.name}/{value.name.partition('.')[0]}"
     return str(getattr(value, "name", value))
 
 

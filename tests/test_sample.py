@@ -320,7 +320,7 @@ def test_every_shipped_record_has_its_digest_and_is_found() -> None:
     for kind, records in (("definition", catalog.definitions), ("solution", catalog.solutions)):
         for name, record in records.items():
             assert f"{kind}:{name}" in choice.keys(name) & choice.keys(record) & choice.keys((record, "a workload"))
-    assert choice.keys(shipped_root() / "traces/h200/norm/rms_norm.jsonl") == {"traces:h200/rms_norm"}
+    assert choice.keys(shipped_root() / "traces/h200/norm/rms_norm.jsonl.gz") == {"traces:h200/rms_norm"}
     with pytest.raises(pytest.UsageError, match="'rms_nrom', which names no shipped record"):
         choice.keys("rms_nrom")
 
@@ -332,6 +332,6 @@ def test_a_solution_changes_with_its_definition_and_workloads(
     file = row_scale / "workloads" / "elementwise" / "row_scale.jsonl"
     file.write_text(file.read_text() + json.dumps(workload_record(axes={"M": 5, "N": 7})) + "\n")
     after = record_digests(row_scale)
-    assert name_of(row_scale / "traces/cpu/elementwise/row_scale.jsonl") == "cpu/row_scale"
+    assert name_of(row_scale / "traces/cpu/elementwise/row_scale.jsonl.gz") == "cpu/row_scale"
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {"definition:row_scale", "solution:row_scale_stock"}
