@@ -19,6 +19,7 @@ from tilegym_db.cli.kit.options import (
     complete_target,
     parse_axes,
     parse_pairs,
+    regular_file,
 )
 from tilegym_db.cli.kit.output import json_text, note, print_line, spelled_number
 
@@ -34,6 +35,7 @@ def command(
             metavar="KERNEL.py",
             exists=True,
             readable=True,
+            callback=regular_file,
         ),
     ],
     definition: Annotated[

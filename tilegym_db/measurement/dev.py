@@ -6,6 +6,7 @@ worker of the stock code, so that later rounds only pay for what changed.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.catalog.record_files import RECORD_NAME, library_file, record_path
 from tilegym_db.catalog.writers import check_call
-from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.errors import RecordError, TilegymDBError, UsageError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.measurement.machine import Machine, leaving_processors, select_machine, timing_lock
 from tilegym_db.measurement.runner import BufferPool, Runner, pool_bytes
@@ -171,6 +172,11 @@ class DevSession:
         """Check the options; workers start on first use. Errors are those of :func:`try_kernel`."""
         if not options.path.exists():
             raise UsageError(f"{options.path}: there is no such file or folder.", code="file_missing")
+        if options.path.suffix == ".py" and options.definition is None:
+            raise UsageError(
+                f"{options.path}: a single file needs a definition. Try: tilegym-db dev {options.path} -d NAME",
+                code="options_missing",
+            )
         self.options = options
         self.catalog = catalog or Catalog.default()
         self.machine = select_machine(options.gpu)
@@ -179,7 +185,7 @@ class DevSession:
         self.target = None if target is None else normalise_target(target)
         self._seed = secrets.randbits(62)
         self._rounds = 0
-        self._seen: dict[Path, tuple[int, int] | None] = {}
+        self._seen: dict[Path, State] = {}
         self._shapes: dict[str, _Shape] = {}
         self._compilers: dict[str, CompilerProcess] = {}
         self._stack = ExitStack()
@@ -200,11 +206,13 @@ class DevSession:
     def round(self) -> DevReport:
         """Read the source and try it. A fault of the source is a problem in the report, not an error."""
         begun = time.monotonic()
+        # Later rounds report every error of the source: the author is in the middle of an edit.
+        faults = TilegymDBError if self._seen else RecordError
         self._seen = _states([self.options.path, *self._seen])
         report = DevReport(self.options.path, self.machine)
         try:
             record, sources = self._read()
-        except RecordError as error:
+        except faults as error:
             problem = Problem("read", error.code, str(error))
             return replace(report, problem=problem, seconds=time.monotonic() - begun)
         for file in self._files_of(sources):
@@ -222,9 +230,8 @@ class DevSession:
 
     def _read(self) -> tuple[Solution, Sources]:
         options = self.options
-        is_file = options.path.suffix == ".py"
         language = options.language
-        if is_file and language is None:
+        if language is None and options.path.suffix == ".py" and options.path.is_file():
             language = _language_in(options.path)
         return read_draft(
             options.path, self.catalog, definition=options.definition, language=language, entry=options.entry
@@ -339,10 +346,6 @@ class DevSession:
         self._stack.callback(runner.handle.close)
         return runner
 
-    def next_order(self) -> int:
-        """Return a new seed for the order of a timing."""
-        return secrets.randbits(62)
-
 
 class _Shape:
     """One Workload: its contents, and the stock code as verified on them."""
@@ -378,8 +381,7 @@ class _Shape:
             for candidate in candidates:
                 candidate.failure = candidate.runner.enter(pool)
             with timing_lock(device), ClockWatch(device, CLOCK_INTERVAL_S) as clocks:
-                order = self.session.next_order()
-                results = time_interleaved(candidates, pool, TimingBudget.quick(), order, clocks)
+                results = time_interleaved(candidates, pool, TimingBudget.quick(), secrets.randbits(62), clocks)
         finally:
             for candidate in candidates:
                 candidate.runner.leave()
@@ -425,7 +427,8 @@ def _with_own_paths(report: DevReport, folder: Path, own: Path) -> DevReport:
     problem = report.problem
     if problem is None:
         return report
-    reason, log = (text.replace(str(folder), str(own)) for text in (problem.reason, problem.log))
+    shown = "" if own == Path() else f"{own}{os.sep}"
+    reason, log = (text.replace(f"{folder}{os.sep}", shown) for text in (problem.reason, problem.log))
     return replace(report, problem=replace(problem, reason=reason, log=log))
 
 
