@@ -90,6 +90,14 @@ def test_python_kernel_on_a_cpu_is_timed_beside_stock_code(catalog, kernel):
     assert report.speedup > 0
 
 
+@pytest.mark.gpu
+def test_kernel_on_a_gpu_is_compiled_by_its_call_and_timed(catalog, kernel):
+    report = try_kernel(kernel, "row_scale", catalog=catalog)
+    assert report.passed, report.problem
+    assert (report.compiled, report.interpreted, report.performance.timer) == (None, False, "events")
+    assert report.speedup > 0
+
+
 def test_rounds_of_one_session_find_each_fault(tried):
     wrong = tried(TRITON.replace("* factor\n", "* factor * 1.5\n"))
     assert cause(wrong)[0] == "check"

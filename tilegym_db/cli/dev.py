@@ -72,12 +72,17 @@ def command(
 
     refuse_absent_gpu(gpu)
     sizes, dtypes = parse_axes("--axes", axes), parse_pairs("--dtype", dtype)
+    from tilegym_db.catalog import Catalog
+
+    catalog = Catalog.default()
+    if definition is not None:
+        catalog.definition(definition)  # an unknown one is refused before PyTorch is loaded
     from tilegym_db.measurement.dev import DevOptions, kernel_rounds  # loads PyTorch, which takes seconds
 
     options = DevOptions(path, definition, language, entry, sizes, dtypes, target, gpu)
     passed = True
     try:
-        with closing(kernel_rounds(options, watch=watch)) as reports:
+        with closing(kernel_rounds(options, watch=watch, catalog=catalog)) as reports:
             for report in reports:
                 passed = report.passed
                 _print(report, as_json)

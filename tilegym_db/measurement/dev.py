@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,7 +153,9 @@ def try_kernel(
         return session.round()
 
 
-def kernel_rounds(options: DevOptions, *, watch: bool = False, catalog: Catalog | None = None) -> Iterator[DevReport]:
+def kernel_rounds(
+    options: DevOptions, *, watch: bool = False, catalog: Catalog | None = None
+) -> Generator[DevReport, None, None]:
     """Yield the report of :func:`try_kernel`, and with ``watch`` one more after each change, without an end.
 
     Changes are those of the kernel and of shared code that it imports. Close the iterator to end the workers.
@@ -295,9 +297,9 @@ class DevSession:
     def _check(self, report: DevReport, definition: Definition, files: SolutionFiles, workload: Workload) -> DevReport:
         interpret = interpreted_here(files.record.spec.language, on_gpu=self.machine.is_gpu)
         report = replace(report, interpreted=interpret)
-        shape = self._shapes.get(workload.uuid)
-        if shape is None:
-            shape = self._shapes[workload.uuid] = _Shape(self, definition, workload)
+        shape = self._shapes.get(workload.uuid) or _Shape(self, definition, workload)
+        if isinstance(shape.contents, WorkloadContents):  # memory may suffice in a later round
+            self._shapes[workload.uuid] = shape
         with ExitStack() as stack:
             runner = self.make_runner(definition, files, interpret=interpret)
             stack.callback(runner.handle.close)
