@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,6 +175,21 @@ def test_watch_picks_up_edits_of_kernel_and_shared_code(catalog, kernel, monkeyp
     kernel.write_text("def (")
     assert cause(next(rounds)) == ("read", "python_syntax")
     kernel.write_text(PYTHON)
+    assert next(rounds).passed
+    rounds.close()
+
+
+def test_watch_of_a_folder_goes_on_after_a_broken_record(catalog, solution_record, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "kernel.py").write_text("def (")
+    record = json.dumps(solution_record(name="mine", spec={"destination_passing_style": False}))
+    (folder / "solution.json").write_text(record[:-1])
+    rounds = kernel_rounds(DevOptions(folder, gpu="cpu"), watch=True, catalog=catalog)
+    assert cause(next(rounds))[0] == "read"
+    (folder / "solution.json").write_text(record)
+    assert cause(next(rounds)) == ("read", "python_syntax")
+    (folder / "kernel.py").write_text(PYTHON)
     assert next(rounds).passed
     rounds.close()
 

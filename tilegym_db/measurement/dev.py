@@ -210,7 +210,7 @@ class DevSession:
         begun = time.monotonic()
         # Later rounds report every error of the source: the author is in the middle of an edit.
         faults = TilegymDBError if self._seen else RecordError
-        self._seen = _states([self.options.path, *self._seen])
+        self._seen = _states([*_own_files(self.options.path), *self._seen])
         report = DevReport(self.options.path, self.machine)
         try:
             record, sources = self._read()
@@ -444,6 +444,14 @@ def _state(file: Path) -> State:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size
+
+
+def _own_files(path: Path) -> list[Path]:
+    """Return the files to watch even if they cannot be read as a Solution: the path, its record and sources beside it."""
+    if path.suffix == ".py":
+        return [path]
+    record = record_path(path)
+    return [path, record, *sorted(record.parent.rglob("*.py"))]
 
 
 def _states(files: Sequence[Path] | Mapping[Path, State]) -> dict[Path, State]:
