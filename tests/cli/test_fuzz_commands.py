@@ -26,7 +26,7 @@ EVERY_COMMAND = every_command()
 
 MEASURING = (
     "bench", "tune", "verify", "regress", "fit", "model verify", "model bench", "task auto", "doctor calibrate",
-    "debug reproduce", "debug sanitize", "debug profile",
+    "debug reproduce", "debug sanitize", "debug profile", "dev",
 )  # fmt: skip
 """What would measure for minutes if nothing of what it is given were wrong: each is given a GPU, as ``GPUS`` spells it."""
 GPUS = [

@@ -22,7 +22,7 @@ except SystemExit as ended:
     "words",
     [
         ("bench", "rms_nrom"), ("tune", "rms_nrom"), ("verify", "rms_nrom"), ("regress", "rms_nrom", "--against", "HEAD"),
-        ("debug", "reproduce", "rms_norm_tritno"),
+        ("debug", "reproduce", "rms_norm_tritno"), ("dev", __file__, "-d", "rms_nrom"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_is_refused_before_pytorch_is_loaded(words, home):

@@ -46,6 +46,12 @@ def test_language_is_recognised_by_its_import(package: str):
     assert language_of(f"import {package} as one\n") == {"cuda.tile": "cutile"}.get(package, package)
 
 
+def test_a_language_is_known_by_from_imports():
+    assert language_of("from cuda import tile as ct\n") == "cutile"
+    assert language_of("from triton import language as tl\n") == "triton"
+    assert language_of("from cuda import bindings\n") == "python"
+
+
 def test_what_cannot_be_written_out_is_named():
     local = 1.0
 

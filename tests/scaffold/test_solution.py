@@ -23,6 +23,7 @@ def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_an
     record = Solution.from_json(files["solution.json"])
     record.check_against(definition)
     assert record.spec.language == language
+    assert f"tilegym-db dev kernel.py -d {name}" in files["kernel.py"]
     assert signature_problem(record, files["kernel.py"], definition) is None
     found = hard_findings(scan_sources(record, {"kernel.py": files["kernel.py"].encode()}))
     assert [str(finding) for finding in found] == []

@@ -39,6 +39,21 @@ def test_a_source_file_becomes_a_solution(row_scale, write):
     assert Catalog.default().solution("row_scale_python_halves").folder == added.paths[0]
 
 
+def test_shared_code_that_a_source_imports_is_declared(row_scale, write):
+    shared = row_scale / "solutions/_lib/python"
+    shared.mkdir(parents=True)
+    (shared / "one.py").write_text("ONE = 1\n")
+    (shared / "scale.py").write_text(
+        "from _lib.python.one import ONE\n\n\ndef scaled(x, by):\n    return x * by * ONE\n"
+    )
+    source = KERNEL.replace("x * weight * factor", "scaled(x * weight, factor)")
+    file = write("shared.py", f"from _lib.python.scale import scaled\n\n\n{source}")
+    added = tilegym_db.add(file, definition="row_scale", language="python")
+    found = Catalog.default().solution("row_scale_python_shared")
+    assert list(found.sources) == ["shared.py", "_lib/python/scale.py", "_lib/python/one.py"]
+    assert {path.name for path in added.paths[0].iterdir()} == {"shared.py", "solution.json"}
+
+
 def test_workloads_are_added_and_known_ones_counted(row_scale, write):
     file = write("sizes.jsonl", json.dumps(WORKLOAD))
     first, second = tilegym_db.add(str(file)), tilegym_db.add(file)

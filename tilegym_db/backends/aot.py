@@ -237,6 +237,10 @@ class CompilerProcess:
             return replace(result, log=_join(result.log, self._printed(begin)))
         return result
 
+    def compile_supported(self, job: CompileJob) -> CompileResult:
+        """Run one job as :func:`compile_many` does: not at all if the Solution excludes it or the compiler is missing."""
+        return _unsupported(job) or _missing(self.language) or self.compile(job)
+
     def kill(self) -> None:
         """End the process and every compiler it started. From any thread: a job in progress, or begun later, then fails."""
         self._killed = True

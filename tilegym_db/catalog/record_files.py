@@ -113,10 +113,14 @@ def source_file(record_path: Path, name: str) -> Path:
     path = record_path.parent / name
     if name.startswith(f"{LIBRARY}/") and not path.exists():
         roots = [root_of(record_path)] if len(record_path.parents) > 4 else []
-        for root in (*roots, shipped_root()):
-            if (root / "solutions" / name).is_file():
-                return root / "solutions" / name
+        return library_file(roots, name) or path
     return path
+
+
+def library_file(roots: Iterable[Path], name: str) -> Path | None:
+    """Return the file of a source ``_lib/<language>/<module>.py`` in the shared code of roots or the package, or None."""
+    files = (root / "solutions" / name for root in (*roots, shipped_root()))
+    return next((file for file in files if file.is_file()), None)
 
 
 def library_files(root: Path) -> list[Path]:

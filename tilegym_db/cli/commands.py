@@ -23,6 +23,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Author": {
         "new": "Write a draft of a definition, a solution or workloads, with the next command.",
+        "dev": "Scan, compile, check and time a kernel at one shape, in seconds; nothing is stored.",
         "add-definition": "Validate a definition, run its reference once on small inputs, and copy it into the catalog.",
         "add-solution": "Validate a solution and copy it into the catalog in one step.",
         "add-workload": "Validate workloads and append them to the catalog; all of them or none.",

@@ -127,7 +127,9 @@ def new_solution(
         "solution.json": "what it supports, and its tunables",
     }
     print_purposes(target, purposes, as_json)
-    note(f"Replace each TODO with your code. Next: tilegym-db add-solution {target}/")
+    note(
+        f"Replace each TODO with your code. Next: tilegym-db dev {target}/ --watch, then: tilegym-db add-solution {target}/"
+    )
 
 
 WorkloadFile = Annotated[

@@ -47,7 +47,7 @@ def language_of(source: str) -> str:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}  # from cuda import tile
     for package, language in _LANGUAGES.items():
         if any(name == package or name.startswith(f"{package}.") for name in names):
             return language

@@ -116,6 +116,11 @@ def describe_call(definition: Definition, *, destination_passing_style: bool) ->
     return "\n".join([*lines, *variables])
 
 
+def try_command(definition: Definition) -> str:
+    """Return the command that tries ``kernel.py`` in its folder after each edit."""
+    return f"tilegym-db dev {KERNEL_FILE} -d {definition.name} --watch"
+
+
 # -- python ------------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +129,9 @@ def _python_kernel(definition: Definition, *, stock: bool = False) -> str:
         f"{definition.name}: the Definition's reference, as stock code." if stock else f"{definition.name} in PyTorch."
     )
     call = textwrap.indent(describe_call(definition, destination_passing_style=False), "  ")
-    head = f'"""{title}\n\nrun() is given, and returns the outputs ({", ".join(definition.outputs)}):\n{call}\n"""\n\n'
+    tried = "" if stock else f"After each edit: {try_command(definition)}\n\n"
+    returned = ", ".join(definition.outputs)
+    head = f'"""{title}\n\n{tried}run() is given, and returns the outputs ({returned}):\n{call}\n"""\n\n'
     reference = definition.reference
     if not stock:
         advice = (
@@ -172,6 +179,7 @@ def _tile_kernel(definition: Definition, language: str) -> str:
         "call": textwrap.indent(call, "    "),
         "x": like[0] if like else "",
         "out": out,
+        "try": try_command(definition),
     }
     for key, value in values.items():
         template = template.replace(f"<{key}>", value)
@@ -186,7 +194,7 @@ def spelled_record(record: Solution) -> str:
 
 # ---- kernels --------------------------------------------------------------------------------------
 # Templates of a first kernel in each tile language: one program per row, which compiles, with a place for the maths.
-# ``<name>``, ``<arguments>``, ``<call>``, ``<x>`` and ``<out>`` are filled in. ``copy`` reads an input of the
+# ``<name>``, ``<arguments>``, ``<call>``, ``<try>``, ``<x>`` and ``<out>`` are filled in. ``copy`` reads an input of the
 # output's shape; ``clear`` is for operators that have none.
 
 _RUN = '''def run(<arguments>, *, {tunable}):
@@ -201,7 +209,10 @@ _RUN = '''def run(<arguments>, *, {tunable}):
 '''
 
 _TRITON = (
-    '''"""<name> in Triton. TODO: how it works, in one line."""
+    '''"""<name> in Triton. TODO: how it works, in one line.
+
+After each edit: <try>
+"""
 
 import triton
 import triton.language as tl
@@ -226,7 +237,10 @@ def _rows({pointers}, columns, BLOCK: tl.constexpr):
 )
 
 _TILELANG = (
-    '''"""<name> in TileLang. TODO: how it works, in one line."""
+    '''"""<name> in TileLang. TODO: how it works, in one line.
+
+After each edit: <try>
+"""
 
 import functools
 
@@ -258,7 +272,10 @@ def _rows_kernel(columns, {dtypes}, threads):
 )
 
 _CUTILE = (
-    '''"""<name> in cuTile. TODO: how it works, in one line."""
+    '''"""<name> in cuTile. TODO: how it works, in one line.
+
+After each edit: <try>
+"""
 
 import cuda.tile as ct
 import torch

@@ -6,18 +6,19 @@ sources. So they are in this room, and the catalog itself only writes.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
 from tilegym_db.catalog.blobs import check_blobs
-from tilegym_db.catalog.record_files import WORKLOAD_BYTES, file_of, of_family_file
+from tilegym_db.catalog.record_files import LIBRARY, WORKLOAD_BYTES, file_of, library_file, of_family_file
 from tilegym_db.catalog.writers import check_call
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind
 from tilegym_db.files import read_bytes
@@ -190,12 +191,42 @@ def add_solution(
         UsageError: an argument is missing or unknown, or contradicts the record.
     """
     catalog = catalog or Catalog.default()
+    record, sources = read_draft(
+        path, catalog, definition=definition, language=language, name=name, author=author, description=description
+    )
+    notes = _scanned(record, sources, path)
+    folder = catalog.add_solution(record, sources)
+    return Added(solution=record, paths=(folder,), scan_notes=notes)
+
+
+def read_draft(
+    path: Path,
+    catalog: Catalog,
+    *,
+    definition: str | None = None,
+    language: str | None = None,
+    name: str | None = None,
+    author: str | None = None,
+    description: str = "",
+    entry: str = "run",
+) -> tuple[Solution, Sources]:
+    """Return the Solution of a file or folder with its sources, after every check except the scan.
+
+    Args:
+        path: as for :func:`add_solution`.
+        catalog: has the Definition, and the shared code that a ``.py`` file imports.
+        definition, language, name, author, description: see :func:`add`.
+        entry: the function of a ``.py`` file that is called; a record names its own.
+
+    Raises:
+        RecordError, NotFoundError, UsageError: as :func:`add_solution`.
+    """
     language = None if language is None else normalise_language(language)
     if path.is_dir() or path.suffix == ".json" or of_family_file(path):
         record, sources = _from_record(path, definition, language, name)
     else:
         author = login_name() if author is None else author.strip()
-        record, sources = _from_file(path, catalog, definition, language, name, author, description)
+        record, sources = _from_file(path, catalog, definition, language, name, author, description, entry)
     operator = catalog.definition(record.definition)
     problems = problems_of(lambda: record.check_against(operator))
     if problems:
@@ -203,9 +234,7 @@ def add_solution(
     problem = signature_problem(record, sources[record.spec.entry_path], operator)
     if problem is not None:
         raise RecordError(f"{path}: entry_point {problem}.", code="signature_differs")
-    notes = _scanned(record, sources, path)
-    folder = catalog.add_solution(record, sources)
-    return Added(solution=record, paths=(folder,), scan_notes=notes)
+    return record, sources
 
 
 def _from_record(
@@ -236,8 +265,9 @@ def _from_file(
     name: str | None,
     author: str,
     description: str,
+    entry: str,
 ) -> tuple[Solution, Sources]:
-    """Return a Solution for contiguous tensors and every target that consists of one source file."""
+    """Return a Solution for contiguous tensors and every target that consists of one source file and shared code."""
     if file.suffix != ".py":
         raise UsageError(
             f"{file}: give a .py file that defines run(), or the folder or .json of a solution.", code="file_kind"
@@ -249,10 +279,10 @@ def _from_file(
             code="options_missing",
         )
     operator = catalog.definition(definition)
-    sources = {file.name: read_bytes(file, "source")}
+    sources = with_shared_code({file.name: read_bytes(file, "source")}, catalog.roots)
     spec: dict[str, object] = {
         "language": language,
-        "entry_point": f"{file.name}::run",
+        "entry_point": f"{file.name}::{entry}",
         "dependencies": DEPENDENCIES[language],
         "destination_passing_style": True,
     }
@@ -262,13 +292,48 @@ def _from_file(
         "author": author,
         "description": description,
         "spec": spec,
-        "sources": [{"path": file.name}],
+        "sources": [{"path": path} for path in sources],
     }
     record = Solution.from_dict(values, file)
     check_entry_point(record, sources, file)
     if language == "python" and returns_its_outputs(record, sources[file.name], operator):
         record = Solution.from_dict({**values, "spec": {**spec, "destination_passing_style": False}}, file)
     return record, sources
+
+
+def with_shared_code(sources: Sources, roots: Sequence[Path]) -> Sources:
+    """Return sources with the shared code that they import, directly or through other shared code.
+
+    Args:
+        sources: path -> bytes. One that does not parse imports nothing here; its reader reports it.
+        roots: of the catalog; ``from _lib.triton.scale import x`` reads ``solutions/_lib/triton/scale.py`` of the first.
+    """
+    found, waiting = dict(sources), list(sources)
+    while waiting:
+        path = waiting.pop()
+        for name in _shared_imports(path, found[path]):
+            file = None if name in found else library_file(roots, name)
+            if file is not None:
+                found[name] = read_bytes(file, "source")
+                waiting.append(name)
+    return found
+
+
+def _shared_imports(path: str, source: bytes) -> list[str]:
+    """Return the paths that shared modules imported by a source may have."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    folders, modules = PurePosixPath(path).parts, []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = [*(folders[: -node.level] if node.level else ()), *filter(None, [node.module])]
+            modules += [".".join(parts), *(".".join([*parts, alias.name]) for alias in node.names)]
+    paths = (module.replace(".", "/") + ".py" for module in modules)
+    return [name for name in dict.fromkeys(paths) if name.startswith(f"{LIBRARY}/")]
 
 
 def returns_its_outputs(record: Solution, source: bytes, definition: Definition) -> bool:
