@@ -82,6 +82,14 @@ def test_interpreted_kernel_passes_without_a_time(catalog, kernel, home, tmp_pat
     assert not home.exists()
 
 
+def test_compiler_imports_nothing_from_the_working_folder(catalog, kernel, monkeypatch):
+    marker = kernel.with_name("marker")
+    kernel.with_name("grp.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    monkeypatch.chdir(kernel.parent)
+    report = try_kernel(kernel, "row_scale", gpu="cpu", catalog=catalog)
+    assert (report.compiled.status, marker.exists()) == ("compiled", False)
+
+
 def test_python_kernel_on_a_cpu_is_timed_beside_stock_code(catalog, kernel):
     kernel.write_text(PYTHON)
     report = try_kernel(kernel, "row_scale", gpu="cpu", axes={"M": 64, "N": 40}, catalog=catalog)

@@ -275,7 +275,8 @@ class CompilerProcess:
             self._log.name, "ab"
         ) as log:  # a separate file position, because the parent reads while the worker writes
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tilegym_db.backends.aot_worker", self.language],
+                # -P: no file of the working folder may stand for a module of Python.
+                [sys.executable, "-P", "-m", "tilegym_db.backends.aot_worker", self.language],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
