@@ -56,7 +56,7 @@ def refused(name: str, code: str, *facts: str) -> None:
     assert name not in Catalog.default().solutions
 
 
-def test_solutions_of_a_family_share_a_file_and_differ_in_their_entry_function(family: Path, write: Write):
+def test_solutions_of_a_family_share_a_file_but_no_entry(family: Path, write: Write):
     path = write("scale")
     write("scale_reversed", spec={"language": "python", "entry_point": "kernel.py::run_reversed"})
     catalog = Catalog.default()
@@ -70,9 +70,7 @@ def test_solutions_of_a_family_share_a_file_and_differ_in_their_entry_function(f
     assert catalog.broken() == []
 
 
-def test_a_solution_has_one_digest_in_its_family_alone_and_with_its_defaults_written_out(
-    family: Path, write: Write, tmp_path: Path
-):
+def test_solution_digest_is_equal_in_a_family_alone_or_explicit(family: Path, write: Write, tmp_path: Path):
     path = write("scale")
     in_family = Catalog.default().solution("scale")
     shutil.copy(family / "kernel.py", tmp_path)
@@ -130,7 +128,7 @@ def test_a_family_of_another_op_type_is_named(family: Path, write: Write, row_sc
     refused("scale", "record_misplaced", "solutions/elementwise/<family>_python/")
 
 
-def test_json_beside_a_kernel_that_is_no_record_is_named_and_stops_nothing_else(family: Path, write: Write):
+def test_json_that_is_no_record_is_named_and_stops_nothing_else(family: Path, write: Write):
     write("scale")
     (family / "sizes.json").write_text('{"sizes": [1, 2]}')
     catalog = Catalog.default()
@@ -331,7 +329,7 @@ def test_a_name_lives_in_one_of_the_layouts(family: Path, write: Write, row_scal
     assert str(own) in broken.reason
 
 
-def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: Path):
+def test_record_above_the_folders_of_solutions_stops_none(row_scale: Path):
     folder = row_scale / "solutions" / "elementwise" / "row_scale"
     for name in ("solution.json", "kernel.py"):
         shutil.copy(folder / "row_scale_stock" / name, folder)
@@ -342,7 +340,7 @@ def test_a_record_above_the_folders_of_solutions_stops_none_of_them(row_scale: P
 
 
 @pytest.mark.parametrize("target", ["/", "..", "../..", "loop"])
-def test_a_link_to_a_folder_that_holds_the_catalog_is_not_followed(tmp_path: Path, target: str) -> None:
+def test_link_to_a_folder_that_holds_the_catalog_is_ignored(tmp_path: Path, target: str) -> None:
     root = tmp_path / "catalog"
     own = root / "solutions" / "norm" / "rms_norm" / "mine"
     own.mkdir(parents=True)
@@ -358,5 +356,5 @@ def test_a_link_to_a_folder_that_holds_the_catalog_is_not_followed(tmp_path: Pat
     assert {path.relative_to(root).as_posix() for path in record_files(Catalog((root,)))} == found
 
 
-def test_a_folder_that_goes_while_it_is_looked_at_has_no_part_in_a_fingerprint(tmp_path: Path) -> None:
+def test_folder_that_disappears_has_no_part_in_a_fingerprint(tmp_path: Path) -> None:
     assert fingerprint([tmp_path / "gone"]) == fingerprint([])

@@ -29,7 +29,7 @@ def write(folder, files):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIGNATURES.values(), ids=SIGNATURES)
-def test_a_draft_of_any_signature_is_a_valid_definition_whose_reference_runs(tmp_path, inputs, outputs):
+def test_draft_of_any_signature_is_valid_and_its_reference_runs(tmp_path, inputs, outputs):
     from tilegym_db.verification.admission import run_reference_once
 
     files = draft_definition("my_op", "mine", parse_tensors("--inputs", inputs), parse_tensors("--outputs", outputs))
@@ -40,7 +40,7 @@ def test_a_draft_of_any_signature_is_a_valid_definition_whose_reference_runs(tmp
 
 
 @pytest.mark.parametrize("which", ["a norm", "no scalar", "several outputs"])
-def test_a_draft_whose_outputs_have_an_input_of_their_shape_passes_its_own_self_test(which):
+def test_draft_with_outputs_like_an_input_passes_its_self_test(which):
     from tilegym_db.records import Workload
     from tilegym_db.verification.self_test import self_test, tiny_workloads
 
@@ -97,7 +97,7 @@ def test_a_draft_without_one_of_its_files_names_it(tmp_path):
         ("x[]", "axis_empty", "'x[]'"),
     ],
 )
-def test_a_signature_that_does_not_read_is_refused_with_the_spelling(text, code, name):
+def test_unreadable_signature_is_refused_with_the_spelling(text, code, name):
     with raises(UsageError, code, name):
         parse_tensors("--inputs", text)
 

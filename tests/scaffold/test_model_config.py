@@ -37,7 +37,7 @@ def mapped(name, config, **options):
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_the_sizes_of_a_llama_become_the_axes_that_the_definition_describes(name):
+def test_sizes_of_a_llama_become_the_axes_of_the_definition(name):
     (workload,) = mapped(name, LLAMA).workloads
     assert workload.axes == WANTED[name]
     assert workload.dtypes == {"T": "bfloat16"}
@@ -49,7 +49,7 @@ def test_every_scalar_has_the_value_of_the_config():
     assert mapped("attention_prefill", LLAMA).workloads[0].scalars() == {"scale": 0.125}
 
 
-def test_what_a_config_does_not_have_is_named_with_the_reason_and_nothing_is_made():
+def test_missing_value_of_a_config_is_named_and_nothing_is_made():
     found = mapped("gemm", LLAMA)
     assert found.workloads == ()
     assert set(found.unmapped) == {"N", "K"}
@@ -79,7 +79,7 @@ def test_given_sizes_and_scalars_win_over_the_config():
         ),
     ],
 )
-def test_head_sizes_follow_from_the_hidden_size_where_a_config_does_not_state_them(config, axes):
+def test_unstated_head_sizes_follow_from_the_hidden_size(config, axes):
     assert mapped("qk_rms_norm", config).workloads[0].axes == axes
 
 
@@ -88,7 +88,7 @@ def test_the_rotated_part_of_a_head_follows_from_its_factor():
     assert workload.axes["R"] == 96
 
 
-def test_the_text_model_of_a_config_with_several_is_the_one_that_counts(tmp_path):
+def test_text_model_of_a_config_with_several_models_counts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "both", "text_config": LLAMA, "vision_config": {"hidden_size": 1}}))
     assert read_model_config(path)["hidden_size"] == 2048
@@ -97,7 +97,7 @@ def test_the_text_model_of_a_config_with_several_is_the_one_that_counts(tmp_path
         read_model_config(path)
 
 
-def test_sizes_that_the_constraints_exclude_are_left_out_with_the_constraint():
+def test_excluded_sizes_are_left_out_with_their_constraint():
     found = mapped("attention_prefill", {**LLAMA, "head_dim": 512})
     assert found.workloads == ()
     assert "D <= 256" in found.refused[0]

@@ -17,7 +17,7 @@ DEFINITIONS = sorted(Catalog.default().definitions)
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", DEFINITIONS)
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_draft_for_any_operator_is_valid_is_called_as_the_operator_calls_it_and_passes_the_scan(name, language):
+def test_draft_for_any_operator_is_valid_callable_and_scan_clean(name, language):
     definition = Catalog.default().definition(name)
     files = draft_solution(definition, language, "mine", "me")
     record = Solution.from_json(files["solution.json"])

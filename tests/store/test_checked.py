@@ -73,9 +73,7 @@ def test_the_list_fills_the_database_as_judging_does(monkeypatch: pytest.MonkeyP
     assert all(len(rows) > 100 for rows in without)
 
 
-def test_no_shipped_trace_that_is_not_looked_at_is_doubted_where_all_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doubts_are_the_same_if_every_shipped_trace_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     catalog = Catalog((shipped_root(),))
     plausible = Checked(catalog).plausible()
     with open_store(tmp_path / "one", catalog=catalog, read_only=True) as store:
