@@ -1,8 +1,8 @@
 """The part of Python that a source may use: functions, loops, conditions, expressions, and plain records.
 
 A kernel is served inside the user's process, so the scan must know which code a source can reach. Class machinery and
-patterns on classes reach attributes without naming them. Kernels do not need them, so everything that is not listed here
-is refused, whatever it would do.
+patterns on classes reach attributes without naming them. Kernels do not need them, so every syntax node that is not in
+``[language]`` of ``words.txt`` is refused, whatever it would do.
 """
 
 from __future__ import annotations
@@ -11,58 +11,33 @@ import ast
 from collections.abc import Iterator
 
 from tilegym_db.sandbox.scan.names import Context
+from tilegym_db.sandbox.scan.tables import WORDS
 
 RULE = "outside-language"
 
-REFUSED_NODES: dict[type[ast.AST], str] = {
-    ast.AsyncFunctionDef: "an async function; write it without 'async'",
-    ast.AsyncFor: "an async loop; write it without 'async'",
-    ast.AsyncWith: "an async with; write it without 'async'",
-    ast.Await: "await; call the function",
-    ast.TryStar: "except*; compare values instead of catching errors",
-    ast.MatchClass: "a pattern on a class, which reads attributes by position; compare with if",
-    ast.MatchMapping: "a pattern on a mapping; compare with if",
+HINTS = {
+    "AsyncFunctionDef": "an async function; write it without 'async'",
+    "AsyncFor": "an async loop; write it without 'async'",
+    "AsyncWith": "an async with; write it without 'async'",
+    "Await": "await; call the function",
+    "TryStar": "except*; compare values instead of catching errors",
+    "MatchClass": "a pattern on a class, which reads attributes by position; compare with if",
+    "MatchMapping": "a pattern on a mapping; compare with if",
+    "TypeAlias": "a type statement; write an assignment",
 }
-
-RECORD_DECORATORS = frozenset({"dataclasses.dataclass"})
-DEVICE_RECORDS = frozenset({"triton.language.core._aggregate"})
-"""Decorators of Triton that make a struct of device values from a class."""
-RECORD_BASES = frozenset({"typing.NamedTuple", "typing_extensions.NamedTuple"})
-METHODS = frozenset({"__init__", "__post_init__"})
-"""Methods with double underscores that a record may define: construction calls them, and nothing else does."""
-METHOD_DECORATORS = frozenset(
-    {
-        "builtins.property", "builtins.staticmethod", "builtins.classmethod", "functools.cached_property",
-        "triton.jit", "triton.runtime.jit.jit", "triton.constexpr_function",
-    }
-)  # fmt: skip
-MODULE_NAMES = frozenset({"__all__", "__version__", "__author__", "__license__"})
-"""Names with double underscores that a module may set."""
-
-CLASS_FACTORIES = frozenset(
-    {
-        "collections.namedtuple", "typing.NamedTuple", "typing_extensions.NamedTuple", "typing.TypedDict",
-        "typing_extensions.TypedDict", "enum.Enum", "enum.IntEnum", "enum.StrEnum", "enum.Flag", "enum.IntFlag",
-    }
-)  # fmt: skip
+"""Kind of a syntax node that is not in the language -> what it is, and how to write it."""
 
 
 def check_grammar(context: Context) -> None:
     """Report every node of a source that is outside the allowed language; :func:`check_class` judges classes."""
     for node in ast.walk(context.module.tree):
-        refused = REFUSED_NODES.get(type(node)) or _refused_by_name(node)
-        if refused:
-            context.report.add(node, RULE, f"uses {refused}")
-
-
-def _refused_by_name(node: ast.AST) -> str:
-    """Return the definition of a name that begins with two underscores, or "" if the node defines none."""
-    if type(node).__name__ == "TypeAlias":  # Python 3.12
-        return "a type statement; write an assignment"
-    for name in _defined(node):
-        if name.startswith("__") and name not in METHODS | MODULE_NAMES:
-            return f"the name {name}, which Python itself reads; choose another name"
-    return ""
+        kind = type(node).__name__
+        if kind not in WORDS["language"]:
+            context.report.add(node, RULE, f"uses {HINTS.get(kind, f'{kind}, which kernels do not need')}")
+        for name in _defined(node):
+            if name.startswith("__") and name not in WORDS["record-methods"] | WORDS["module-names"]:
+                what = f"uses the name {name}, which Python itself reads; choose another name"
+                context.report.add(node, RULE, what)
 
 
 def _defined(node: ast.AST) -> Iterator[str]:
@@ -77,8 +52,6 @@ def _defined(node: ast.AST) -> Iterator[str]:
         yield node.asname or ""
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
         yield node.name or ""
-    elif isinstance(node, ast.MatchMapping):
-        yield node.rest or ""
 
 
 # ---- classes --------------------------------------------------------------------------------------
@@ -89,12 +62,10 @@ def check_class(context: Context, node: ast.ClassDef) -> None:
 
     ``context.scope`` is the scope around it.
     """
-    bases, makers = (
-        [_paths(context, base) for base in node.bases],
-        [_paths(context, one) for one in node.decorator_list],
-    )
-    is_named_tuple = len(bases) == 1 and _is_one_of(bases[0], RECORD_BASES) and not makers
-    is_record = not bases and all(_is_one_of(maker, RECORD_DECORATORS | DEVICE_RECORDS) for maker in makers)
+    bases = [_paths(context, base) for base in node.bases]
+    makers = [_paths(context, one) for one in node.decorator_list]
+    is_named_tuple = len(bases) == 1 and _is_one_of(bases[0], WORDS["record-bases"]) and not makers
+    is_record = not bases and all(_is_one_of(maker, WORDS["record-decorators"]) for maker in makers)
     problem = ""
     if node.keywords:
         problem = f"gives the class {node.name} a keyword ({node.keywords[0].arg or '**'})"
@@ -138,6 +109,8 @@ def _why_not_in_a_record(context: Context, statement: ast.stmt) -> str:
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return ""
     if isinstance(statement, ast.FunctionDef):
-        unknown = [one for one in statement.decorator_list if not _is_one_of(context.resolve(one), METHOD_DECORATORS)]
+        unknown = [
+            one for one in statement.decorator_list if not _is_one_of(context.resolve(one), WORDS["method-decorators"])
+        ]
         return f"decorates {statement.name} with {ast.unparse(unknown[0])[:40]}" if unknown else ""
     return f"has a {type(statement).__name__} statement"

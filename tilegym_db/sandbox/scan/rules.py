@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterable
 
-from tilegym_db.sandbox.scan.grammar import CLASS_FACTORIES, check_class, check_grammar
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
+from tilegym_db.sandbox.scan.grammar import check_class, check_grammar
 from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
@@ -293,12 +293,10 @@ def check_call(context: Context, node: ast.Call) -> None:
             context.plain_formats.add(node.func)
     if "torch.compile" in paths and any(keyword.arg in (None, "options") for keyword in node.keywords):
         context.report.add(node, "compiler-flags", "gives torch.compile options")
-    if paths & CLASS_FACTORIES:
+    if paths & WORDS["class-factories"]:
         context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
-    if "types.SimpleNamespace" in paths and (node.args or any(keyword.arg is None for keyword in node.keywords)):
-        context.report.add(node, "dynamic-attribute", "gives SimpleNamespace names that cannot be known")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
         context.report.add(
             node, "native-extension", "gives T.call_extern a name that is not a listed intrinsic of CUDA"

@@ -362,8 +362,6 @@ def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHan
 # ---- own ------------------------------------------------------------------------------------------
 # Attributes and operators that a Solution's sources define.
 
-FIELDS = ("namedtuple", "NamedTuple", "SimpleNamespace", "TypedDict", "Enum", "IntEnum")
-
 
 def own_names(modules: Iterable[Module]) -> frozenset[str]:
     """Return the attributes that classes and modules of the sources define, except those that are always refused."""
@@ -375,18 +373,7 @@ def own_names(modules: Iterable[Module]) -> frozenset[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
-            elif isinstance(node, ast.Call):
-                found.update(_fields(node))
     return frozenset(found - FORBIDDEN.keys())
-
-
-def _fields(node: ast.Call) -> Iterator[str]:
-    """Return the fields of ``namedtuple("Tile", "rows columns")`` and similar calls."""
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-    if called in FIELDS:
-        yield from (keyword.arg for keyword in node.keywords if keyword.arg)
-        texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-        yield from (name for text in texts if isinstance(text, str) for name in re.findall(r"\w+", text))
 
 
 def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
