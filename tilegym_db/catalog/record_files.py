@@ -95,6 +95,20 @@ class SolutionFiles:
         return cls(record, path, sources)
 
 
+def write_sources(folder: Path, sources: Mapping[str, bytes]) -> None:
+    """Write sources into a folder, with shared code beside the others; existing files are replaced."""
+    for name, content in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def write_solution(folder: Path, record: Solution, sources: Mapping[str, bytes]) -> SolutionFiles:
+    """Write a Solution into a scratch folder, so that a worker can read it. A catalog is changed by ``writers`` only."""
+    write_sources(folder, sources)
+    (folder / RECORD_NAME).write_text(record.to_json(indent=2) + "\n", encoding="utf-8")
+    return SolutionFiles.read(folder)
+
+
 def stock_of(solutions: Iterable[SolutionFiles]) -> SolutionFiles | None:
     """Return the stock code with the fewest constraints, which is the fallback of all calls; None without stock code.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.catalog.record_files import write_solution
 from tilegym_db.interchange.adapt import REFERENCE, AdaptedSolution
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
@@ -131,18 +132,9 @@ class Confined:
         return Failure(reply.failed_as, f"'{op}' raised: {reply.summary}", reply.error)
 
 
-def _written(folder: Path, record: Solution, sources: Mapping[str, bytes]) -> SolutionFiles:
-    folder.mkdir(parents=True)
-    for path, content in sources.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    (folder / "solution.json").write_text(record.to_json(indent=2) + "\n")
-    return SolutionFiles.read(folder)
-
-
 def prepare_solution(adapted: AdaptedSolution, folder: Path) -> SolutionFiles:
     """Write an adapted Solution into a folder that a worker can read."""
-    return _written(folder, adapted.record, adapted.sources)
+    return write_solution(folder, adapted.record, adapted.sources)
 
 
 def prepare_oracle(definition: Definition, folder: Path, *, lifted: bool) -> tuple[SolutionFiles, Definition]:
@@ -167,7 +159,7 @@ def prepare_oracle(definition: Definition, folder: Path, *, lifted: bool) -> tup
         name: spec.model_copy(update={"dtype": "float64"}) if lifted and spec.dtype in FLOAT_DTYPES else spec
         for name, spec in definition.outputs.items()
     }
-    return _written(folder, record, sources), definition.model_copy(update={"outputs": outputs, "in_place": {}})
+    return write_solution(folder, record, sources), definition.model_copy(update={"outputs": outputs, "in_place": {}})
 
 
 def _lifting(definition: Definition) -> str:

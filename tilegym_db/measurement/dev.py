@@ -20,7 +20,7 @@ from tilegym_db.backends.aot import CompilerProcess
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.catalog.record_files import RECORD_NAME, library_file, record_path
+from tilegym_db.catalog.record_files import library_file, record_path, write_solution
 from tilegym_db.catalog.writers import check_call
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError
 from tilegym_db.files import decode, read_bytes
@@ -269,7 +269,7 @@ class DevSession:
         self._rounds += 1
         folder = self._scratch / str(self._rounds) / definition.op_type / definition.name / record.name
         try:
-            files = _written(folder, record, sources)
+            files = write_solution(folder, record, sources)
             report = self._compile(report, definition, files, workload)
             report = report if report.problem is not None else self._check(report, definition, files, workload)
         finally:
@@ -413,15 +413,6 @@ def _language_in(file: Path) -> str:
         return language_of(decode(read_bytes(file, "source"), file))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # RecordError is a ValueError
         return "python"
-
-
-def _written(folder: Path, record: Solution, sources: Sources) -> SolutionFiles:
-    """Write a draft into a scratch folder, with its shared code beside it, so that a worker can read it."""
-    for name, content in sources.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    (folder / RECORD_NAME).write_text(record.to_json(indent=2) + "\n")
-    return SolutionFiles.read(folder)
 
 
 def _with_own_paths(report: DevReport, folder: Path, own: Path) -> DevReport:

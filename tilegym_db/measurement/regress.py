@@ -24,6 +24,7 @@ from tilegym_db.catalog.record_files import (
     family_names,
     file_of,
     solution_of_family,
+    write_sources,
 )
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, did_you_mean
 from tilegym_db.measurement.devices.devices import DevicesLike, parse_devices
@@ -287,8 +288,7 @@ def _write_solution(
 ) -> None:
     """Write a Solution under another name. Its digest covers definition, spec and sources, so it stays the same."""
     folder = _folder(root, definition, name)
-    for path, content in sources.items():
-        _write(folder / path, content)
+    write_sources(folder, sources)
     _write(folder / "solution.json", record.model_copy(update={"name": name}).to_json().encode())
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.catalog.record_files import write_sources
 from tilegym_db.errors import SolutionError
 from tilegym_db.records import Definition
 from tilegym_db.records.solution import Config
@@ -138,9 +139,7 @@ def _write_returned(entry: Callable[..., Any], inputs: int, *args: Any) -> None:
 
 def _private_copy(solution: SolutionFiles) -> SolutionFiles:
     folder = _session_folder() / solution.digest / solution.folder.name
-    for name, content in solution.sources.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+    write_sources(folder, solution.sources)
     return replace(solution, path=folder / solution.path.name)
 
 
