@@ -10,8 +10,8 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.entries import Candidate
-from tilegym_db.published.servable import Asked, why_not_served, why_not_trusted, why_unconfined
-from tilegym_db.records.call import Call
+from tilegym_db.published.servable import why_not_served, why_not_trusted, why_unconfined
+from tilegym_db.records.call import Call, Request
 
 CATALOG = Catalog((shipped_root(),))
 NORM = CATALOG.definition("rms_norm")
@@ -28,7 +28,7 @@ def code(
     candidate: Candidate = GOOD, *, stock: Candidate | None = None, exact: bool = False, **asked: Any
 ) -> str | None:
     files = CATALOG.solutions.get(candidate.solution)
-    question = replace(Asked(NORM, CALL, "sm_90"), **asked)
+    question = replace(Request(NORM, CALL, "h200", "sm_90"), **asked)
     refusal = why_not_served(candidate, files, question, is_exact=exact, scalar_ranges={}, stock=stock)
     return None if refusal is None else refusal.code
 
@@ -64,7 +64,7 @@ def test_refusal_has_the_code_of_its_cause(changes: dict[str, Any], expected: st
 
 def test_call_decides_too() -> None:
     assert code(unavailable={"triton": "not here"}) == "language_unavailable"
-    assert code(target="sm_70") == "unsupported"
+    assert code(sm="sm_70") == "unsupported"
     assert code(replace(GOOD, envelope_cases=0), exact=True) is None
     assert code(call=replace(CALL, scalars={"eps": float("nan")})) == "scalar_outside"
 

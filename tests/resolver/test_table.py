@@ -76,6 +76,8 @@ def test_a_table_is_read_again_when_it_changes(shop: Any) -> None:
         (packed(b"[]\n"), "trace_file_damaged"),
         (packed(b'{"status": "PASSED", "performance": {}}\n'), "trace_file_damaged"),
         (packed(b'{"status": "PASSED", "performance": []}\n'), "trace_file_damaged"),
+        (packed(b'{"status": "PASSED", "performance": {}, "dtypes": [1]}\n'), "trace_file_damaged"),
+        (packed(b'{"status": "PASSED", "performance": {}, "scalars": 1}\n'), "trace_file_damaged"),
         (packed(b"{}\n")[:-9], "trace_file_damaged"),
     ],
 )

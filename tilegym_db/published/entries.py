@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilegym_db.published.checked import shipped_keys, source_key
-from tilegym_db.published.trace_file import damaged, read_lines
+from tilegym_db.published.trace_file import damaged
 from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config
@@ -87,25 +87,29 @@ def dtypes_key(dtypes: Mapping[str, str]) -> DtypesKey:
     return tuple(sorted(dtypes.items()))
 
 
-def entries_of(content: bytes, path: Path, origin: str) -> MeasuredEntries:
+def entries_of(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> MeasuredEntries:
     """Return the passes of a trace file. Entries are built when their dtype binding is first used; errors name ``path``.
 
     Args:
-        content: the bytes of the file (:mod:`tilegym_db.published.trace_file`).
+        traces: the lines of the file (:func:`tilegym_db.published.trace_file.read_lines`).
         path: the file.
         origin: of the folder: ``shipped``, ``local`` or ``foreign``.
 
     Raises:
-        RecordError: not such a file, or damaged.
+        RecordError: a line does not have the form of a trace.
     """
-    grouped: dict[DtypesKey, list[dict[str, Any]]] = {}
+    grouped: dict[DtypesKey, list[Mapping[str, Any]]] = {}
     scalars: list[Mapping[str, Scalar]] = []
-    for trace in read_lines(content, path):
-        if trace.get("status") == "PASSED" and "performance" in trace:
-            grouped.setdefault(dtypes_key(trace.get("dtypes", {})), []).append(trace)
-            scalars.append(trace.get("scalars", {}))
-    by_dtypes = {key: partial(_entries, traces, path, origin) for key, traces in grouped.items()}
-    return MeasuredEntries(by_dtypes, scalar_hull(scalars))
+    try:
+        for trace in traces:
+            if trace.get("status") == "PASSED" and "performance" in trace:
+                grouped.setdefault(dtypes_key(trace.get("dtypes", {})), []).append(trace)
+                scalars.append(trace.get("scalars", {}))
+        hull = scalar_hull(scalars)
+    except (TypeError, AttributeError) as error:
+        raise damaged(path, error) from None
+    by_dtypes = {key: partial(_entries, found, path, origin) for key, found in grouped.items()}
+    return MeasuredEntries(by_dtypes, hull)
 
 
 def scalar_hull(points: Iterable[Mapping[str, Scalar]]) -> dict[str, tuple[float, float]]:

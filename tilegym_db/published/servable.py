@@ -1,6 +1,6 @@
 """Answers in one place whether a measured kernel may serve a call. Pure: no I/O, no torch, and every no has a reason.
 
-Three questions are asked in this order:
+Three questions are request in this order:
 
 1. :func:`why_not_trusted`: does the measurement count, and for which users? ``publish`` and awards ask only this.
 2. :func:`why_not_for_call`: was the kernel verified for such a call?
@@ -12,12 +12,11 @@ Three questions are asked in this order:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.entries import Candidate
-from tilegym_db.records.call import Call, is_code_selecting
+from tilegym_db.records.call import Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import why_not_timed
@@ -47,25 +46,13 @@ class Refusal(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The call that a kernel is to serve, and what this process can run."""
-
-    definition: Definition
-    call: Call
-    target: str
-    """Compile target such as ``sm_90``."""
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Language -> the reason why this process cannot run it."""
-
-
 # ---- all three ------------------------------------------------------------------------------------
 
 
 def why_not_served(
     candidate: Candidate,
     files: SolutionFiles | None,
-    asked: Asked,
+    request: Request,
     *,
     is_exact: bool,
     scalar_ranges: Mapping[str, tuple[float, float]],
@@ -76,7 +63,7 @@ def why_not_served(
     Args:
         candidate: the kernel's measurement at a point.
         files: the catalog's Solution of that name; None if the catalog has none.
-        asked: the call.
+        request: the call and what this process can run.
         is_exact: True if the call has the sizes of the point; otherwise the point is the nearest one.
         scalar_ranges: scalar -> verified range, for candidates that state none.
         stock: the stock code at the same point, if it was measured.
@@ -87,9 +74,9 @@ def why_not_served(
     return (
         why_not_current(candidate, files)
         or why_not_trusted(candidate, audience="this user")
-        or why_not_for_call(candidate, files, asked, is_exact=is_exact)
-        or why_not_faster(candidate, asked.definition, stock)
-        or why_outside_scalars(asked.definition, asked.call.scalars, ranges)
+        or why_not_for_call(candidate, files, request, is_exact=is_exact)
+        or why_not_faster(candidate, request.definition, stock)
+        or why_outside_scalars(request.definition, request.call.scalars, ranges)
     )
 
 
@@ -157,14 +144,14 @@ def why_unconfined(level: int, *, is_shipped: bool, origin: str = "local", audie
 # ---- the call -------------------------------------------------------------------------------------
 
 
-def why_not_for_call(candidate: Candidate, files: SolutionFiles, asked: Asked, *, is_exact: bool) -> Refusal | None:
+def why_not_for_call(candidate: Candidate, files: SolutionFiles, request: Request, *, is_exact: bool) -> Refusal | None:
     """Return why a kernel does not fit a call or this process, or None if it does."""
-    call, language = asked.call, files.record.spec.language
-    unsupported = files.record.unsupported(call.axes, call.dtypes, call.layouts, target=asked.target)
+    call, language = request.call, files.record.spec.language
+    unsupported = files.record.unsupported(call.axes, call.dtypes, call.layouts, target=request.sm)
     if unsupported is not None:
         return Refusal("unsupported", unsupported)
-    if language in asked.unavailable:
-        return Refusal("language_unavailable", asked.unavailable[language])
+    if language in request.unavailable:
+        return Refusal("language_unavailable", request.unavailable[language])
     if not is_exact and not candidate.envelope_cases:
         return Refusal(
             "shape_unverified", "it was verified at the measured shape only, without fuzz cases that cover others"

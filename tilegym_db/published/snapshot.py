@@ -214,6 +214,20 @@ class _Sorter:
             self._sources[path] = source
             self.add(path, origin, count, trusted=trusted)
 
+    def write_apart(
+        self,
+        lines: Sequence[bytes],
+        is_foreign: Sequence[bool],
+        origin: Origin,
+        source: Path,
+        *,
+        trusted: bool | None = None,
+    ) -> None:
+        """Write the foreign lines apart from the others, with blank lines in their places to keep the line numbers."""
+        marked = list(zip(lines, is_foreign, strict=True))
+        self.write((b"\n" if foreign else line for line, foreign in marked), origin, source)
+        self.write((line if foreign else b"\n" for line, foreign in marked), "foreign", source, trusted=trusted)
+
     def batches(self) -> tuple[Batch, ...]:
         # Trusted origins come first: later batches find their ids taken.
         order = sorted(self._files, key=lambda key: (("shipped", "local", "foreign").index(key[0]), not key[1]))
@@ -248,10 +262,8 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
         if all(signed) or not any(signed):
             sorter.add(path, "local" if signed and all(signed) else "foreign", len(signed))
         else:
-            own = (line if _is_own(line, home) else b"\n" for line in _whole_lines(path))
-            others = (b"\n" if _is_own(line, home) else line for line in _whole_lines(path))
-            sorter.write(own, "local", path)
-            sorter.write(others, "foreign", path)
+            lines = list(_whole_lines(path))
+            sorter.write_apart(lines, [not _is_own(line, home) for line in lines], "local", path)
     return Sorted(sorter.batches(), rejected=tuple(rejected))
 
 
@@ -287,10 +299,7 @@ def _add_file(sorter: _Sorter, path: Path, snapshot: Snapshot) -> list[str]:
         return [str(error)]
     # This installation published these without measuring them, because the user had trusted them.
     borrowed = [snapshot.origin == "local" and _is_foreign(line) for line in lines]
-    own = (b"\n" if is_borrowed else line for line, is_borrowed in zip(lines, borrowed, strict=True))
-    others = (line if is_borrowed else b"\n" for line, is_borrowed in zip(lines, borrowed, strict=True))
-    sorter.write(own, snapshot.origin, path)
-    sorter.write(others, "foreign", path, trusted=True)
+    sorter.write_apart(lines, borrowed, snapshot.origin, path, trusted=True)
     return []
 
 

@@ -9,11 +9,10 @@ shared data set (:mod:`tilegym_db.published.shared_tables`) add to it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
@@ -76,10 +75,6 @@ class ResolverTable:
     def definitions(self) -> tuple[str, ...]:
         """Return the Definitions that have a trace file."""
         return tuple(sorted(self._loaders))
-
-    def loader_of(self, definition: str) -> Callable[[], MeasuredEntries]:
-        """Return the loader of the entries of one of :attr:`definitions`."""
-        return self._loaders[definition]
 
     def scalar_hull(self, definition: str) -> Mapping[str, tuple[float, float]]:
         """Return scalar -> the smallest and largest verified number among the points of a Definition."""
@@ -231,40 +226,37 @@ def _cached_with_shared(
     folder: Path | None, trust: bool, _stamps: tuple[tuple[int, int], ...], shared: tuple[Path, ...]
 ) -> ResolverTable:
     """Return the published table of a folder, extended by the team's tables, which never change."""
-    base = None if folder is None else read_folder(folder, trust=trust)
-    own = {} if folder is None else _trace_files(_snapshot_of(folder, trust))
-    snapshots = [open_snapshot(path, home()) for path in shared]
-    sets = [_trace_files(snapshot) for snapshot in snapshots]
-    loaders = {name: base.loader_of(name) for name in base.definitions} if base is not None else {}
-    for name in {name for one in sets for name in one}:
-        added = [one[name] for one in sets if name in one]
-        loaders[name] = partial(merged_entries, loaders.get(name), own.get(name), added)
+    published = None if folder is None else _snapshot_of(folder, trust)
+    own = {} if published is None else _trace_files(published)
+    team = [open_snapshot(path, home()) for path in shared]
+    theirs = [_trace_files(snapshot) for snapshot in team]
+    loaders = {name: file.entries for name, file in own.items()}
+    for name in {name for files in theirs for name in files}:
+        added = [files[name] for files in theirs if name in files]
+        loaders[name] = partial(merged_entries, own.get(name), added)
 
     def peaks() -> GpuPeaks | None:
-        found = base.load_peaks() if base is not None else None
-        return found or next(filter(None, map(_peaks_of_team, snapshots)), None)
+        found = None if published is None else _peaks_of(published)
+        return found or next(filter(None, map(_peaks_of_team, team)), None)
 
-    tables: list[ResolverTable | Snapshot] = [*([base] if base is not None else []), *snapshots]
-    date = max(table.published for table in tables)
-    sources = ", ".join(str(path) for path in (folder, *shared) if path is not None)
-    return ResolverTable(tables[0].gpu, tables[0].sm, date, loaders, sources, peaks)
+    snapshots = [*([published] if published is not None else []), *team]
+    date = max(snapshot.published for snapshot in snapshots)
+    sources = ", ".join(str(snapshot.folder) for snapshot in snapshots)
+    return ResolverTable(snapshots[0].gpu, snapshots[0].sm, date, loaders, sources, peaks)
 
 
 def read_folder(folder: Path, *, trust: bool = False) -> ResolverTable:
     """Return the table of one published folder (``traces/<gpu>``); arguments and errors as for :func:`load_table`."""
-    return _table_of_files(_snapshot_of(folder, trust))
+    snapshot = _snapshot_of(folder, trust)
+    loaders = {name: file.entries for name, file in _trace_files(snapshot).items()}
+    return ResolverTable(
+        snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), lambda: _peaks_of(snapshot)
+    )
 
 
 def _snapshot_of(folder: Path, trust: bool) -> Snapshot:
     snapshot = open_snapshot(folder, home())
     return replace(snapshot, files={}) if trust and snapshot.origin == "foreign" else snapshot
-
-
-def _table_of_files(snapshot: Snapshot) -> ResolverTable:
-    loaders = {name: file.entries for name, file in _trace_files(snapshot).items()}
-    return ResolverTable(
-        snapshot.gpu, snapshot.sm, snapshot.published, loaders, str(snapshot.folder), lambda: _peaks_of(snapshot)
-    )
 
 
 def _trace_files(snapshot: Snapshot) -> dict[str, TraceFile]:
@@ -301,53 +293,53 @@ class TraceFile:
     snapshot: Snapshot
     path: Path
 
-    def content(self) -> bytes:
-        """Return its bytes.
+    def traces(self) -> list[dict[str, Any]]:
+        """Read the object of every line.
 
         Raises:
-            RecordError: it differs from its lock.
+            RecordError: the file differs from its lock, or is damaged.
         """
-        return self.snapshot.read(self.path, "trace file")
+        return read_lines(self.snapshot.read(self.path, "trace file"), self.path)
 
     def entries(self) -> MeasuredEntries:
-        """Return its entries, with the origin of the folder; raises as :meth:`content`, and for an invalid file."""
-        return entries_of(self.content(), self.path, self.snapshot.origin)
+        """Return its entries, with the origin of the folder; raises as :meth:`traces`."""
+        return self.entries_of(self.traces())
+
+    def entries_of(self, traces: Sequence[dict[str, Any]]) -> MeasuredEntries:
+        """Return the entries of its traces, which :meth:`traces` read."""
+        return entries_of(traces, self.path, self.snapshot.origin)
 
 
-def merged_entries(
-    published: Callable[[], MeasuredEntries] | None, own: TraceFile | None, shared: Sequence[TraceFile]
-) -> MeasuredEntries:
+def merged_entries(own: TraceFile | None, shared: Sequence[TraceFile]) -> MeasuredEntries:
     """Return the entries of one Definition from the published table and those of a team.
 
     A team's file that differs from its lock is left out with a warning. For a file of the published table this is an
     error.
 
     Args:
-        published: entries of the published table, if it has the Definition.
-        own: the file of these entries.
+        own: the file of the published table, if it has the Definition.
         shared: files of the tables that may serve, newest first.
     """
-    first = [published()] if published is not None else []
-    files = [read_lines(own.content(), own.path)] if own is not None else []
-    added = []
-    for file in shared:
+    groups: list[MeasuredEntries] = []
+    traces: list[dict[str, Any]] = []
+    for file in [own, *shared] if own is not None else shared:
         try:
-            measured, traces = file.entries(), read_lines(file.content(), file.path)
+            found = file.traces()
+            groups.append(file.entries_of(found))
         except RecordError as error:
+            if file is own:
+                raise
             _log.warning("a table of a team is passed over: %s", error)
             continue
-        added.append(measured)
-        files.append(traces)
-    lost = revoked_passes(itertools.chain.from_iterable(files))
-    groups = first + added
+        traces += found
+    lost = revoked_passes(traces)
     keys = dict.fromkeys(key for measured in groups for key in measured.by_dtypes)
     by_dtypes = {key: partial(_joined, groups, key, lost) for key in keys}
     return MeasuredEntries(by_dtypes, groups[0].scalars if groups else {})
 
 
-def revoked_passes(traces: Iterable[dict[str, Any]]) -> frozenset[str]:
+def revoked_passes(traces: Sequence[dict[str, Any]]) -> frozenset[str]:
     """Return the ids of passes revoked by a later failure of the same source, as in the view ``revocations``."""
-    traces = list(traces)
     failures = [trace for trace in traces if _revokes(trace)]
     return frozenset(
         trace["trace_id"]

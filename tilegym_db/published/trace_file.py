@@ -34,7 +34,7 @@ EXTRA_KEYS = ("provides", "origin")
 DIGEST_DIGITS = 8
 ERRORS = ("rel_fro", "worst_row_rel", "max_abs")
 MAX_BYTES = 256 * MiB
-"""Most bytes that a file may unpack to; the largest today has 0.6 MB."""
+"""Maximum number of bytes that a file may unpack to; the largest today has 0.6 MB."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _TIMES = ("latency_us", "ci_low_us", "ci_high_us", "host_us", "wall_us", "profiled_us")
@@ -150,13 +150,10 @@ def read_traces(content: bytes, source: str | Path) -> list[Trace]:
     Raises:
         RecordError: as :func:`read_lines`, or a line is not a valid trace.
     """
-    records = read_lines(content, source)
-    return [Trace.from_parsed(without_extra(record), source) for record in records]
-
-
-def without_extra(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line that belong to the Trace."""
-    return {name: value for name, value in record.items() if name not in EXTRA_KEYS}
+    return [
+        Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
+        for line in read_lines(content, source)
+    ]
 
 
 def damaged(source: str | Path, error: Exception) -> RecordError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.records.base import canonical_json
@@ -76,6 +76,27 @@ class Call:
     def cost(self, definition: Definition) -> tuple[float, float]:
         """Return the floating-point operations and the bytes of the bound call, 0 and 0 if the Definition states no cost."""
         return definition.cost_of(self.axes, self.dtypes)
+
+
+Mode = Literal["inference", "training"]
+MODES: tuple[Mode, ...] = ("inference", "training")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to serve. :func:`~tilegym_db.resolver.request.make_request` builds and checks it."""
+
+    definition: Definition
+    call: Call
+    """The call, bound: const axes and single dtypes are filled in."""
+    gpu: str
+    sm: str
+    """The device's ``sm_XX``, or ``cpu``."""
+    mode: Mode = "inference"
+    serving: str | None = None
+    """The solution that serves this call site now; it wins a tie inside noise."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Language -> reason if it cannot run in this process, because its toolchain is not installed."""
 
 
 def bind_call(definition: Definition, values: Sequence[Any]) -> Call:

@@ -2,8 +2,9 @@
 
 from tilegym_db.published.entries import Candidate, Entry
 from tilegym_db.published.table import ResolverTable, load_table
+from tilegym_db.records.call import Request
 from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, not_in_compiled_code
-from tilegym_db.resolver.request import Request, make_request
+from tilegym_db.resolver.request import make_request
 from tilegym_db.resolver.resolve import (
     Resolved,
     call_site,

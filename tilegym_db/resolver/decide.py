@@ -15,14 +15,13 @@ from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.entries import Candidate, Entry
-from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, Asked, first_done, why_not_served
+from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, first_done, why_not_served
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
-from tilegym_db.records.call import is_code_selecting
+from tilegym_db.records.call import Request, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config
 from tilegym_db.records.trace import PROCESS_NOISE_US
-from tilegym_db.resolver.request import Request
 
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``. Most of its time is the launch, which fusing it with its neighbours saves."""
@@ -138,11 +137,10 @@ def _sort_out(
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
     stock = first_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
-    asked = Asked(request.definition, request.call, request.sm, request.unavailable)
     ranges = table.scalar_hull(request.definition.name)
     for candidate in point.entry.candidates:
         files = solutions.get(candidate.solution)
-        refusal = why_not_served(candidate, files, asked, is_exact=point.exact, scalar_ranges=ranges, stock=stock)
+        refusal = why_not_served(candidate, files, request, is_exact=point.exact, scalar_ranges=ranges, stock=stock)
         if refusal is None:
             eligible.append(candidate)
         else:

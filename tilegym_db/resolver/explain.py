@@ -11,11 +11,11 @@ from tilegym_db.paths import home
 from tilegym_db.published.entries import Candidate
 from tilegym_db.published.shared_tables import serving, tables_in
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Request
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, same_gpu
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import Decision, Evidence, Rejection, not_in_compiled_code
-from tilegym_db.resolver.request import Request
 from tilegym_db.resolver.resolve import ask, decide_request
 
 _MEASURED = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Definition
-from tilegym_db.records.call import Call, is_code_selecting
+from tilegym_db.records.call import MODES, Call, Request, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
-
-Mode = Literal["inference", "training"]
-MODES: tuple[Mode, ...] = ("inference", "training")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call to serve. :func:`make_request` builds and checks it."""
-
-    definition: Definition
-    call: Call
-    """The call, bound: const axes and single dtypes are filled in."""
-    gpu: str
-    sm: str
-    """The device's ``sm_XX``, or ``cpu``."""
-    mode: Mode = "inference"
-    serving: str | None = None
-    """The solution that serves this call site now; it wins a tie inside noise."""
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Language -> reason if it cannot run in this process, because its toolchain is not installed."""
 
 
 def make_request(

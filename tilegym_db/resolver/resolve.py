@@ -14,7 +14,7 @@ from tilegym_db.published.servable import why_outside_scalars
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
-from tilegym_db.records.call import Call, bind_call
+from tilegym_db.records.call import Call, Mode, Request, bind_call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import parse_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
@@ -35,7 +35,7 @@ from tilegym_db.resolver.decide import (
     selecting_scalars,
 )
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
-from tilegym_db.resolver.request import Mode, Request, compile_target, make_request
+from tilegym_db.resolver.request import compile_target, make_request
 
 if TYPE_CHECKING:
     import torch
