@@ -325,10 +325,10 @@ def audit_long_run(runner: Runner, pool: BufferPool, performance: Performance, s
     pool.prepare(slots, poison=True)
     watch = _InputWatch(pool, slots)
     watch.start()
-    failure = runner.handle.repeat_calls(slots, long_run_calls(performance, seed))
+    made = runner.handle.repeat_calls(slots, long_run_calls(performance, seed))
     watch.stop()
-    if failure is not None:
-        return failure
+    if isinstance(made, Failure):
+        return made
     if watch.changed:
         reason = f"its input {watch.changed} held other contents while it was called, if only for a moment"
         return Failure("REJECTED", reason, gate="borrowed input")

@@ -8,6 +8,7 @@ Standard output and error belong to the Solution and go to a log.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
@@ -27,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.protocol import KernelUse, sum_uses
+from tilegym_db.sandbox.situation import Described, Situation, changed_property, described, in_threads
 
 RECOMPILE_LIMIT = 64
 """Maximum number of graphs that torch.compile keeps for one function. Its default of 8 is less than the shapes, strides,
@@ -44,6 +46,7 @@ class Worker:
         self.returns = False
         self.release: Callable[[], None] | None = None
         self.slots: list[dict[str, Any]] = []
+        self.described: list[dict[str, Described]] = []
         self.order: list[str] = []
         self.outputs: list[str] = []
         self.in_place: dict[str, str] = {}
@@ -102,17 +105,23 @@ class Worker:
         from tilegym_db.sandbox.shared_buffers import attach, tensor_of_its_own
 
         self.detach({})
-        memory, plan, self.release = attach(request["buffers"], request["descriptors"][0])
+        memory, plans, self.release = attach(request["buffers"], request["descriptors"][0])
         self.config = request["config"]
-        for index in range(request["buffers"]["slots"]):
-            slot = memory[index * plan.size : (index + 1) * plan.size]
-            tensors = {tensor.name: tensor_of_its_own(slot, tensor) for tensor in plan.tensors}
-            self.slots.append({**request["scalars"], **tensors})
+        scalars = request["scalars"]
+        for number, (start, plan) in enumerate(plans):
+            slot, made = memory[start : start + plan.size], dict[tuple[Any, ...], Any]()
+            for tensor in plan.tensors:  # two names of the same memory are one object
+                key = tensor.offset, tensor.shape, tensor.strides, tensor.dtype
+                made[key] = made[key] if key in made else tensor_of_its_own(slot, tensor)
+            tensors = {name: made[t.offset, t.shape, t.strides, t.dtype] for t in plan.tensors for name in [t.name]}
+            own_scalars = scalars[number] if isinstance(scalars, list) else scalars
+            self.slots.append({**own_scalars, **tensors})
+        self.described = [self._described(slot) for slot in self.slots]
         return {}
 
     def detach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget the buffers."""
-        self.slots = []
+        self.slots, self.described = [], []
         if self.release is not None:
             self.release()
             self.release = None
@@ -120,38 +129,54 @@ class Worker:
         return {}
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution once on one slot and wait for it; copy a returned value to the slot's outputs.
+        """Call the Solution once on one slot in a situation, and wait for it; copy a returned value to the slot's outputs.
 
-        ``as_in_model`` calls it as a model does, in inference mode and on PyTorch's own allocations. They start with the
-        contents of the slot, and their contents are copied back afterwards. ``without_gradients`` calls it as models generate.
+        If the situation has tensors in PyTorch's own memory, they start with the contents of the slot, and their contents are
+        copied back afterwards.
         """
-        import torch
+        slot, situation = self.slots[request["slot"]], Situation(**request["situation"])
 
-        slot = self.slots[request["slot"]]
-        if not request.get("as_in_model"):
-            with torch.no_grad() if request.get("without_gradients") else contextlib.nullcontext():
-                mismatch = self._copy_returned(slot, self._bound(slot)())
-        else:
-            with torch.inference_mode():
-                own = {name: _copied(value) for name, value in slot.items()}
-                mismatch = self._copy_returned(own, self._bound(own)())
-                self._synchronize()
-                for name, value in own.items():
-                    if isinstance(value, torch.Tensor):
-                        slot[name].copy_(value)
+        def call() -> dict[str, str] | None:
+            given = situation.arguments(slot, self.timer.occupy)
+            before = self._described(given)
+            mismatch = self._copy_returned(given, self._bound(given)()) or self._changed(before, given)
+            if situation.own_memory:
+                for name, value in slot.items():
+                    if hasattr(value, "copy_"):
+                        value.copy_(given[name].detach())
+            return mismatch
+
+        mismatch = situation.run(self.device, call)
         self._synchronize()
         return {"mismatch": mismatch} if mismatch else {}
 
     def repeat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call the Solution repeatedly on the listed slots, as a model that has run for a while does."""
-        import torch
+        """Call the Solution on the listed slots in turn, ``count`` times in all or until ``seconds`` have passed.
 
-        calls = [self._bound(self.slots[index]) for index in request["slots"]]
-        with torch.inference_mode():
-            for number in range(request["count"]):
-                calls[number % len(calls)]()
+        With several ``threads``, each takes some of the slots. Returned values are copied to the outputs of their slots. The
+        answer has the number of calls, and how much memory is in use after them.
+        """
+        order, threads, count = request["slots"], request["threads"], request["count"]
+        deadline = time.monotonic() + request["seconds"]
+
+        def calls(own: list[int]) -> int:  # the part of one thread
+            if self.device != "cpu":
+                torch.cuda.set_device(self.device)  # of this thread
+            bound = [(self.slots[index], self._bound(self.slots[index])) for index in own]
+            with torch.inference_mode():
+                for number in range(count * len(own) // len(order)):
+                    slot, call = bound[number % len(bound)]
+                    self._copy_returned(slot, call())
+                    if time.monotonic() > deadline:
+                        return number + 1
+            return count * len(own) // len(order)
+
+        parts = [part for part in (order[start::threads] for start in range(threads)) if part]
+        made = calls(order) if threads == 1 else sum(in_threads([functools.partial(calls, part) for part in parts]))
         self._synchronize()
-        return {}
+        changed = [self._changed(self.described[index], self.slots[index]) for index in dict.fromkeys(order)]
+        mismatch = next((found for found in changed if found), None)
+        return {"calls": made, "memory": self._memory(), **({"mismatch": mismatch} if mismatch else {})}
 
     def scalars(self, request: dict[str, Any]) -> dict[str, Any]:
         """Replace the scalar arguments of later calls on these slots."""
@@ -215,6 +240,25 @@ class Worker:
 
     def _copy_returned(self, slot: dict[str, Any], returned: Any) -> dict[str, str] | None:
         return copy_returned(returned, slot, self.outputs) if self.returns else None
+
+    def _described(self, slot: Mapping[str, Any]) -> dict[str, Described]:
+        written = {*self.outputs, *self.in_place}
+        tensors = {name: value for name, value in slot.items() if isinstance(value, torch.Tensor)}
+        return {name: described(value, written=name in written) for name, value in tensors.items()}
+
+    def _changed(self, before: Mapping[str, Described], slot: Mapping[str, Any]) -> dict[str, str] | None:
+        """Return the kind of a mismatch and a sentence if a call has changed more of a tensor than the contents of an output."""
+        written = {*self.outputs, *self.in_place}
+        for name, known in before.items():
+            what = changed_property(known, slot[name], written=name in written)
+            if what is not None:
+                return {"kind": "argument", "what": f"{name}: {what}"}
+        return None
+
+    def _memory(self) -> dict[str, int]:
+        """Return the bytes of live tensors on the device, and the number of Python's blocks of memory."""
+        on_device = torch.cuda.memory_allocated(self.device) if self.device != "cpu" else 0
+        return {"device_bytes": on_device, "blocks": sys.getallocatedblocks()}
 
     def _give_back_memory(self) -> None:
         if self.device != "cpu":

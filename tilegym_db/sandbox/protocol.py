@@ -132,12 +132,12 @@ class Reply:
         return (self.error.strip().splitlines() or ["no message"])[-1][:MAX_SUMMARY]
 
     @property
-    def mismatch(self) -> tuple[bool, str] | None:
-        """The mismatch of a returned value: True for its dtype or False for its shape or kind, and a description."""
+    def mismatch(self) -> tuple[str, str] | None:
+        """The mismatch of a returned value or an argument: ``dtype``, ``shape`` or ``argument``, and a description."""
         found = self.content.get("mismatch")
         if not isinstance(found, dict):
             return None
-        return found.get("kind") == "dtype", storable(found.get("what"))[:MAX_SUMMARY]
+        return str(found.get("kind")), storable(found.get("what"))[:MAX_SUMMARY]
 
     @property
     def failed_as(self) -> Status:

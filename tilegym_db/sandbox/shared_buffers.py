@@ -12,7 +12,7 @@ import fcntl
 import functools
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,13 +125,14 @@ def fill_with_garbage(memory: torch.Tensor) -> None:
 class SharedBuffers:
     """A shared allocation with ``slots`` equal slots. Close it when its workers have detached."""
 
-    def __init__(self, plan: SlotPlan, slots: int, device: str) -> None:
+    def __init__(self, plan: SlotPlan, slots: int, device: str, calls: Sequence[SlotPlan] = ()) -> None:
         """Allocate.
 
         Args:
             plan: the layout of each slot.
             slots: how many.
             device: ``cpu`` or ``cuda:<n>``.
+            calls: plans of several calls in the one slot, whose tensors may share memory; the worker gets these as its slots.
 
         Raises:
             StoreError: there is not that much memory.
@@ -139,6 +140,7 @@ class SharedBuffers:
         self.plan = plan
         self.slots = slots
         self.device = device
+        self.calls = tuple(calls)
         size = plan.size * slots
         self.memory: torch.Tensor
         self.descriptor: int
@@ -166,7 +168,7 @@ class SharedBuffers:
             "device": self.device,
             "size": self.memory.numel(),
             "slots": self.slots,
-            "plan": self.plan.to_message(),
+            "plans": [plan.to_message() for plan in self.calls or (self.plan,)],
         }
 
     def close(self) -> None:
@@ -182,14 +184,22 @@ class SharedBuffers:
         self.close()
 
 
-def attach(message: Mapping[str, Any], descriptor: int) -> tuple[torch.Tensor, SlotPlan, Callable[[], None]]:
-    """Attach in the worker and close the descriptor; return all bytes, the slot plan and a function that detaches."""
-    plan = SlotPlan.from_message(message["plan"])
+def attach(
+    message: Mapping[str, Any], descriptor: int
+) -> tuple[torch.Tensor, list[tuple[int, SlotPlan]], Callable[[], None]]:
+    """Attach in the worker and close the descriptor.
+
+    Returns:
+        All bytes, the start and the plan of each call's tensors, and a function that detaches.
+    """
+    plans = [SlotPlan.from_message(plan) for plan in message["plans"]]
+    starts = [number * plans[0].size for number in range(message["slots"])]
+    placed = [(0, plan) for plan in plans] if len(plans) > 1 else [(start, plans[0]) for start in starts]
     try:
         if message["device"] == "cpu":
-            return _map_host_memory(descriptor, message["size"]), plan, lambda: None
+            return _map_host_memory(descriptor, message["size"]), placed, lambda: None
         memory, release = import_memory(descriptor, message["size"], message["device"])
-        return memory, plan, release
+        return memory, placed, release
     finally:
         os.close(descriptor)
 

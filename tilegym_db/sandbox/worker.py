@@ -26,7 +26,7 @@ from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.confine import Sandbox, choices, find_sandbox
 from tilegym_db.sandbox.fork_server import SUPERVISOR_CHANNEL
 from tilegym_db.sandbox.limits import Confinement, ResourceBounds, WorkerSpec, available_processors
-from tilegym_db.sandbox.processes import descendants, kill_descendants, processor_us, queued_us
+from tilegym_db.sandbox.processes import descendants, kill_descendants, memory_bytes, processor_us, queued_us
 from tilegym_db.sandbox.protocol import Reply, storable
 from tilegym_db.sandbox.supervisor_process import (
     ForkServerLost,
@@ -141,6 +141,10 @@ class WorkerProcess:
         """
         running = descendants(self._supervisor.pid)
         return processor_us(running), queued_us([*running, os.getpid()])
+
+    def memory_bytes(self) -> int:
+        """Return the memory in use by the worker and its living processes."""
+        return memory_bytes(descendants(self._supervisor.pid))
 
     @property
     def sandbox_level(self) -> int:

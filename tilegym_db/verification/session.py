@@ -28,14 +28,12 @@ from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.sequences import check_sequences
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
 from tilegym_db.verification.worker_handle import WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
 # Verifies the workload's exact shape with every content set, early if helpers are busy with fuzz cases.
-
-IN_MODEL_CALL = 3
-"""Index of the call on a workload's first contents that is made as in a model; screens make fewer calls."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def check_own_shape(handle: WorkerHandle, contents: WorkloadContents) -> ShapeRe
             if failure is not None:
                 break
             calls = handle.policy.calls if number == 0 else 2
-            outcome = handle.verify_slot(buffers, expected, calls, in_model=IN_MODEL_CALL)
+            outcome = handle.verify_slot(buffers, expected, calls)
             if isinstance(outcome, Failure):
                 failure = outcome
             else:
@@ -407,7 +405,18 @@ class Verification:
                 help_given.result()
         finally:
             self._helpers = []
-        return conclude_fuzz(fuzz, proving, queue.failures)
+        outcome = conclude_fuzz(fuzz, proving, queue.failures)
+        return outcome if isinstance(outcome, Failure) or not in_turn else self._with_sequences(outcome, cases, cache)
+
+    def _with_sequences(self, fuzz: FuzzOutcome, cases: Sequence[Case], cache: ExpectedCache) -> FuzzOutcome | Failure:
+        """Check sequences of calls too, of kernels only: a baseline never serves a model, and an interpreter is too slow."""
+        if self.handle.solution.record.spec.role != "kernel" or self.handle.interpret:
+            return fuzz
+        judged = self.handle.load() or check_sequences(self.handle, cases, cases[0].seed, cache)
+        if isinstance(judged, Failure):
+            return judged
+        fuzz.passed += judged
+        return fuzz
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
         """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -20,7 +19,9 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.records.trace import Correctness, Status
+from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
+from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
@@ -54,15 +55,15 @@ def verify_slot(
     expected: OracleCase,
     *,
     calls: int = 2,
-    in_model: int | None = None,
+    situations: Sequence[Situation] = (),
     draws: int = 0,
     timeout_s: float,
 ) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
     """Call the Solution on one slot repeatedly and check the results by every gate.
 
     The first two calls find different poison in the outputs. A deterministic Solution must give the same bytes each time; the
-    results of another must all pass and lie close together. The call numbered ``in_model`` is made as in a model. For random
-    draws, more calls with other random numbers follow until there are ``draws`` draws.
+    results of another must all pass and lie close together. Each call after the first is made in the next of ``situations``, if
+    there is one. For random draws, more calls with other random numbers follow until there are ``draws`` draws.
 
     Returns:
         The comparison and the (contiguous) value of every output, or the failure.
@@ -75,11 +76,18 @@ def verify_slot(
         return judged
     for number in range(1, calls):
         poison = None if number == 1 else POISON_NAN
-        alike = number == in_model
-        again = one_call(worker, buffers, index, definition, expected, poison, timeout_s, as_in_model=alike)
+        situation = situations[number - 1] if number <= len(situations) else PLAIN
+        again = one_call(worker, buffers, index, definition, expected, poison, timeout_s, situation)
         failure = (
             again if isinstance(again, Failure) else _check_repeat(definition, solution, expected, first, again, number)
         )
+        if failure is not None and situation != PLAIN:
+            plain = one_call(worker, buffers, index, definition, expected, poison, timeout_s)
+            if (
+                isinstance(plain, Failure)
+                or _check_repeat(definition, solution, expected, first, plain, number) is None
+            ):
+                failure = in_situation(failure, situation)
         if failure is not None:
             return failure
     failure = judge_draws(
@@ -100,11 +108,12 @@ def call_again(
     solution: Solution,
     expected: OracleCase,
     first: Mapping[str, torch.Tensor],
+    situation: Situation,
     *,
     timeout_s: float,
 ) -> Failure | None:
-    """Check that a call gives the same bytes as before, after a call on other inputs of its shape and without gradients."""
-    again = one_call(worker, buffers, 0, definition, expected, None, timeout_s, without_gradients=True)
+    """Check that a call gives the same bytes as before, after a call on other inputs of its shape and in another situation."""
+    again = one_call(worker, buffers, 0, definition, expected, None, timeout_s, situation)
     if isinstance(again, Failure):
         return again
     if not solution.spec.deterministic:
@@ -115,7 +124,9 @@ def call_again(
                 f"{name}: other bytes than before, after a call on other inputs of the same shape, at {expected.case}"
             )
             return incorrect(
-                "in turn", f"{what}; something is kept from call to call, or gradients are asked for", expected.case
+                "in turn",
+                f"{what}; something is kept from call to call, or asked about the call ({situation})",
+                expected.case,
             )
     return None
 
@@ -170,21 +181,21 @@ def one_call(
     expected: OracleCase,
     poison: int | None,
     timeout_s: float,
-    **mode: bool,
+    situation: Situation = PLAIN,
 ) -> dict[str, torch.Tensor] | Failure:
-    """Fill a slot, make one call on it, and return the outputs without comparing them."""
+    """Fill a slot, make one call on it in a situation, and return the outputs without comparing them."""
     fill_slot(buffers, index, definition, expected, poison)
     before = buffers.slot(index).clone()
     buffers.settle()
-    failure = _call(worker, index, expected.case, timeout_s, mode)
+    failure = _call(worker, index, expected.case, timeout_s, situation)
     if failure is None:
         failure = check_memory(buffers, index, before, definition, expected.case)
     return read_outputs(buffers, index, definition) if failure is None else failure
 
 
-def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode: Mapping[str, Any]) -> Failure | None:
+def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, situation: Situation) -> Failure | None:
     try:
-        reply = worker.request("call", slot=index, timeout_s=timeout_s, **mode)
+        reply = worker.request("call", slot=index, timeout_s=timeout_s, situation=vars(situation))
     except WorkerTimeout as error:
         return Failure("TIMEOUT", f"the call did not return within {timeout_s:g} s at {case}", str(error), case=case)
     except WorkerDied as error:
@@ -192,10 +203,25 @@ def _call(worker: WorkerProcess, index: int, case: Case, timeout_s: float, mode:
     if not reply.ok:
         reason = f"raised at {case}: {reply.summary}"
         return Failure(reply.failed_as, reason, reply.error, case=case, no_memory=reply.no_memory)
-    if reply.mismatch is not None:
-        dtype, what = reply.mismatch
-        return Failure("INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape", case=case)
-    return None
+    return mismatch_failure(reply, case)
+
+
+def mismatch_failure(reply: Reply, case: Case) -> Failure | None:
+    """Return the failure of a call whose returned value, or what it left of its arguments, has another form than it must."""
+    if reply.mismatch is None:
+        return None
+    kind, what = reply.mismatch
+    if kind == "argument":
+        return incorrect("arguments", f"{what} at {case}; a call may only write its outputs", case)
+    return Failure(
+        "INCORRECT_DTYPE" if kind == "dtype" else "INCORRECT_SHAPE", f"{what} at {case}", gate="shape", case=case
+    )
+
+
+def in_situation(failure: Failure, situation: Situation) -> Failure:
+    """Return the failure of a call that does what it must in a plain call, and not in this situation."""
+    what = f"only in the situation that it was called in ({situation}): {failure.reason}"
+    return replace(failure, reason=what, gate=failure.gate if failure.gate == "arguments" else "situation")
 
 
 def check_memory(

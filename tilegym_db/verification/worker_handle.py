@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
 from tilegym_db.sandbox.interpreters import INTERPRETERS
 from tilegym_db.sandbox.protocol import Reply, load_request
 from tilegym_db.sandbox.shared_buffers import SharedBuffers
+from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.cases import MAX_ROWS
 from tilegym_db.verification.expected import OracleCase
@@ -250,7 +252,7 @@ class WorkerHandle:
             self.order("detach", self.limits.call_s)
 
     def verify_slot(
-        self, buffers: SharedBuffers, expected: OracleCase, calls: int, in_model: int | None = None
+        self, buffers: SharedBuffers, expected: OracleCase, calls: int
     ) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
         """Check every gate on the first slot of attached memory; see :func:`tilegym_db.verification.verifier.verify_slot`."""
         assert self.worker is not None
@@ -262,13 +264,22 @@ class WorkerHandle:
             self.solution.record,
             expected,
             calls=calls,
-            in_model=in_model,
+            situations=[self.situation(expected.case, number) for number in range(1, calls)],
             draws=self.policy.draws,
             timeout_s=self.limits.first_call_s,  # a new shape may have to compile
         )
         if isinstance(outcome, Failure):
             self._note_spoilt(outcome.log)
         return outcome
+
+    def situation(self, case: Case, number: int) -> Situation:
+        """Return the situation of a call on a case; a tier that makes no calls in turn has plain calls."""
+        if not self.policy.in_turn:
+            return PLAIN
+        definition, on_gpu = self.definition, self.device != CPU
+        read_only = [name for name in definition.tensor_inputs if name not in definition.in_place]
+        by_torch = self.solution.record.spec.language == "python"
+        return Situation.drawn(case.seed * 31 + number, read_only, multiplies_by_torch=by_torch, on_gpu=on_gpu)
 
     def one_call(self, buffers: SharedBuffers, expected: OracleCase) -> dict[str, torch.Tensor] | Failure:
         """Return the outputs of one call on the first slot of attached memory without comparing them."""
@@ -279,15 +290,14 @@ class WorkerHandle:
     def call_in_turn(
         self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]
     ) -> Failure | None:
-        """Call on ``other`` at the same addresses, then on ``expected`` again.
+        """Call on ``other`` at the same addresses, then on ``expected`` again, in other situations.
 
-        The calls on ``other`` are also made as in a model, if the alignment is that of a model. ``first`` has the outputs of the
-        earlier calls on ``expected``.
+        ``first`` has the outputs of the earlier calls on ``expected``.
         """
         assert self.worker is not None
         failure = self.order("scalars", self.limits.call_s, scalars=other.case.call.scalars)
         if failure is None:
-            found = self.verify_slot(buffers, other, calls=1 if other.case.offset else 2, in_model=1)
+            found = self.verify_slot(buffers, other, calls=2)
             failure = found if isinstance(found, Failure) else None
         failure = failure or self.order("scalars", self.limits.call_s, scalars=expected.case.call.scalars)
         return failure or call_again(
@@ -297,6 +307,7 @@ class WorkerHandle:
             self.solution.record,
             expected,
             first,
+            self.situation(expected.case, 0),
             timeout_s=self.limits.first_call_s,
         )
 
@@ -311,9 +322,18 @@ class WorkerHandle:
         what = "; ".join(map(str, found))[:600]
         return Failure("REJECTED", f"it changes its process: {what}", gate="state") if found else None
 
-    def repeat_calls(self, slots: Sequence[int], count: int) -> Failure | None:
-        """Make ``count`` more calls on these slots, as in a process that has run for a while."""
-        return self.order("repeat", self.limits.call_s, slots=list(slots), count=count)
+    def memory_bytes(self) -> int:
+        """Return the memory in use by the worker's processes."""
+        return 0 if self.worker is None else self.worker.memory_bytes()
+
+    def repeat_calls(
+        self, slots: Sequence[int], count: int, *, threads: int = 1, seconds: float = math.inf
+    ) -> Reply | Failure:
+        """Make ``count`` calls on these slots in turn, or as many as fit in ``seconds``; see the worker's ``repeat``."""
+        limit = min(seconds, 1e6)
+        return self.ask(
+            "repeat", self.limits.first_call_s, slots=list(slots), count=count, threads=threads, seconds=limit
+        )
 
     def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
         """Send a request whose answer only says that it is done."""
