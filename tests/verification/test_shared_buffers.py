@@ -74,7 +74,7 @@ def test_two_slots_and_two_tensors_of_one_slot_share_no_byte(operator):
 
 def test_what_one_side_writes_the_other_side_reads(operator):
     with SharedBuffers(plan_slot(operator(), case()), 2, "cpu") as buffers:
-        memory, plan, _ = attach(buffers.to_message(), os.dup(buffers.descriptor))
+        memory, [(_, plan), _], _ = attach(buffers.to_message(), os.dup(buffers.descriptor))
         tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
         assert torch.equal(buffers.tensor(1, "out"), torch.full((4, 8), 7.0))
 
@@ -106,7 +106,7 @@ def test_too_little_memory_is_an_error_and_not_a_later_crash(operator, monkeypat
 @pytest.mark.gpu
 def test_device_memory_is_shared_by_descriptor_beyond_its_owner(operator):
     buffers = SharedBuffers(plan_slot(operator(), case()), 2, "cuda:0")
-    memory, plan, release = attach(buffers.to_message(), os.dup(buffers.descriptor))
+    memory, [(_, plan), *_], release = attach(buffers.to_message(), os.dup(buffers.descriptor))
     tensor_view(memory[plan.size :], plan.outputs[0]).fill_(7)
     buffers.settle()
     assert torch.equal(buffers.tensor(1, "out").cpu(), torch.full((4, 8), 7.0))

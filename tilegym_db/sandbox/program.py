@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import importlib
 import os
@@ -257,6 +258,7 @@ class Worker:
 
     def _memory(self) -> dict[str, int]:
         """Return the bytes of live tensors on the device, and the number of Python's blocks of memory."""
+        gc.collect()
         on_device = torch.cuda.memory_allocated(self.device) if self.device != "cpu" else 0
         return {"device_bytes": on_device, "blocks": sys.getallocatedblocks()}
 
@@ -463,9 +465,24 @@ def traces_of_calls() -> Snapshot:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["CUDA's random state"] = _digest(torch.cuda.get_rng_state().numpy().tobytes())
+    found |= _compiler_settings()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy's random state"] = _digest(repr(numpy.random.get_state()).encode())
+    return found
+
+
+def _compiler_settings() -> Snapshot:
+    """Return the plain-valued settings and the hooks of the imported compilers, which other kernels of the process share."""
+    found: Snapshot = {}
+    knobs: Any = sys.modules.get("triton.knobs")
+    for group in ("compilation", "runtime", "language") if knobs is not None else ():
+        settings = getattr(knobs, group)
+        for name, value in settings.knobs.items():
+            found[f"triton.knobs.{group}.{name}"] = str(value)
+        for name in (name for name in dir(settings) if name.endswith("hook")):
+            hook = getattr(settings, name)
+            found[f"triton.knobs.{group}.{name}"] = str(len(getattr(hook, "calls", (hook,) if hook else ())))
     return found
 
 
