@@ -7,18 +7,21 @@
     PYTHONPATH=tests CUDA_VISIBLE_DEVICES=3 python benchmarks/mutation_score.py --device cuda:0 --kernels --most 6 --jobs 24 \
         --deadline 300 --part 1/2 --out part-1.jsonl     # beside one with 0/2 on another GPU
     PYTHONPATH=tests python benchmarks/mutation_score.py --merge part-0.jsonl part-1.jsonl
+    PYTHONPATH=tests python benchmarks/mutation_score.py --held-out --references --most 24
 
 Sources are the reference and each Solution in Triton, which runs in the interpreter on a CPU; ``--most`` mutants of each, drawn
 over all kinds. A mutant that no call gets to is not counted, nor is one that ``equivalent_mutants.toml`` explains.
 ``--seconds`` gives up a source that takes longer, and says so; what was judged until then counts. ``--deadline`` ends the whole
 run: sources come in a random order then, and what is still being judged is ended and not counted. ``--part`` takes one of
 several equal parts of the sources, for a process on each GPU; ``--out`` has every verdict as it comes, ``--merge`` adds such
-files up, and ``--skip`` leaves out the sources that they name.
+files up, and ``--skip`` leaves out the sources that they name. ``--held-out`` makes the mutants of ``exploits/held_out.py``,
+which the generators were not written for: each goes through the cases and sequences of one promotion, and counts if it passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -30,11 +33,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
 import torch
-from exploits.mutant_judge import REFERENCE, Judge, Target, UnfitSourceError, targets_of
+from exploits.held_out import CONTROL, held_out_mutants
+from exploits.mutant_judge import REFERENCE, WHOLE, Judge, Target, UnfitSourceError, targets_of
 from exploits.mutants import KINDS, REWRITES, Mutant, mutants_of
 
 from tilegym_db.catalog import Catalog
@@ -156,6 +161,8 @@ def score_target(
     folder: Path,
     seconds: float,
     deadline: Deadline,
+    *,
+    held_out: bool = False,
 ) -> None:
     """Bring every chosen mutant of one source to a verdict, as far as the seconds go."""
     if deadline.passed:
@@ -171,18 +178,27 @@ def score_target(
             return
         if unfit is not None:
             raise UnfitSourceError(unfit)
-        made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
-        mutants = chosen(made, most, zlib.crc32(target.source.encode()) ^ SEED)
+        seed = zlib.crc32(target.source.encode()) ^ SEED
+        if held_out:
+            endless = held_out_mutants(target.source, target.entry, target.plain_inputs, seed)
+            mutants = list(islice(endless, most)) if target.plain_inputs else []
+        else:
+            made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
+            mutants = chosen(made, most, seed)
         for number, mutant in enumerate(mutants):
             if time.monotonic() - start > seconds:
                 print(f"{target.definition.name}/{target.name}: given up after {number} of {len(mutants)}", flush=True)
                 break
-            failure = judge.verdict(mutant)
+            failure = judge.judge(mutant.source, WHOLE) if held_out else judge.verdict(mutant)
             if deadline.passed:
                 print(f"{target.definition.name}/{target.name}: {number} of {len(mutants)} by the deadline", flush=True)
                 break
+            if failure is not None and mutant.kind == CONTROL:
+                raise UnfitSourceError(failure)
             if failure is not None:
                 score.add(target, mutant, "error" if failure.status in _BY_ERROR else "gate")
+            elif held_out:
+                score.add(target, mutant, "equivalent" if mutant.kind == CONTROL else "survived")
             elif (reason := reason_why_equivalent(target, mutant)) is not None:
                 score.add(target, mutant, "equivalent", reason)
             else:
@@ -224,6 +240,7 @@ def run(
     part: tuple[int, int] = (0, 1),
     skipped: frozenset[tuple[str, str]] = frozenset(),
     out: TextIO | None = None,
+    held_out: bool = False,
 ) -> Score:
     """Return the score of these Definitions, or of all; with a deadline, sources come in a random order.
 
@@ -237,7 +254,10 @@ def run(
     targets = targets[part[0] :: part[1]]
     with scratch_folder() as scratch, ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [
-            pool.submit(score_target, catalog, target, device, most, kinds, score, scratch / str(number), seconds, end)
+            pool.submit(
+                functools.partial(score_target, held_out=held_out),
+                *(catalog, target, device, most, kinds, score, scratch / str(number), seconds, end),
+            )
             for number, target in enumerate(targets)
         ]
         for task in running:
@@ -266,6 +286,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="mutants of one source")
     parser.add_argument("--total", type=int, help="mutants of all sources together, in place of --most")
     parser.add_argument("--places", action="store_true", help="only mistakes at one place of a source")
+    parser.add_argument("--held-out", action="store_true", help="mutants that the generators were not written for")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--references", action="store_true", help="references alone, no kernels")
     which.add_argument("--kernels", action="store_true", help="kernels alone, no references")
@@ -306,6 +327,7 @@ def run_as(options: argparse.Namespace) -> Score:
         "part": options.part,
         "skipped": skipped,
         "out": out,
+        "held_out": options.held_out,
     }
     return run(catalog, options.names, options.device, most, options.jobs, kinds, **which_ones, **limits)
 

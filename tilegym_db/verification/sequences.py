@@ -101,7 +101,7 @@ class SequenceMemory:
         )
 
     def play(
-        self, order: Sequence[int], judged: Iterable[int], how: str, *, threads: int = 1, seconds: float = math.inf
+        self, order: Sequence[int], judged: Iterable[int], how: str = "", *, threads: int = 1, seconds: float = math.inf
     ) -> int | Failure:
         """Fill the steps of ``order``, call each once, and judge those in ``judged`` that time was left for.
 
@@ -277,8 +277,10 @@ def _rounds(
     failure = memory.play(second, second, "at the addresses of calls of a smaller size") if second else None
     if isinstance(failure, Failure):
         return failure
+    failure = memory.play(first, ())
     memory.replace_first_inputs(first, drawn, cache)
-    failure = memory.play(first, first, "with other first inputs and the same last ones")
+    if not isinstance(failure, Failure):
+        failure = memory.play(first, first, "with other first inputs and the same last ones")
     if isinstance(failure, Failure):
         return failure
     failure = memory.play([*alone, *first], first, "called by two threads", threads=2)
