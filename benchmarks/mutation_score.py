@@ -180,7 +180,8 @@ def score_target(
             raise UnfitSourceError(unfit)
         seed = zlib.crc32(target.source.encode()) ^ SEED
         if held_out:
-            endless = held_out_mutants(target.source, target.entry, target.plain_inputs, seed)
+            specials = target.definition.special_values
+            endless = held_out_mutants(target.source, target.entry, target.plain_inputs, specials, seed)
             mutants = list(islice(endless, most)) if target.plain_inputs else []
         else:
             made = (mutant for mutant in mutants_of(target.source, target.entry) if mutant.kind in kinds)
