@@ -15,6 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.found import FunctionOverrides, ModuleGroup, OwnCode, PartCall
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
@@ -63,6 +64,11 @@ class Handle:
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
         self._undo: Callable[[], None] | None = None
+        self._decoding: Decoding | None = None
+
+    def decode_in_graphs(self, model: Module) -> None:
+        """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
+        self._decoding = Decoding.of(model)
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
         """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""
@@ -96,7 +102,10 @@ class Handle:
         """
         if profile is not None:
             self.profile(profile)
-        return PatchReport(tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised)
+        decoding = None if self._decoding is None else self._decoding.report()
+        return PatchReport(
+            tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised, decoding
+        )
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:
@@ -128,6 +137,8 @@ class Handle:
             UsageError: other code changed the class of a module after the patch. These modules run their original code but
                 keep their class; all others are restored.
         """
+        if self._decoding is not None:
+            self._decoding.remove()
         for _, site in self.sites:
             site.close()
             while site.shadows:

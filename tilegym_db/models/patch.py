@@ -42,6 +42,7 @@ class PatchOptions:
     quantise: str | None = None
     catalog: Catalog | None = None
     trust: bool = False
+    graphs: bool = True
 
 
 def patch(
@@ -54,6 +55,7 @@ def patch(
     quantise: str | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
+    graphs: bool = True,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -79,12 +81,13 @@ def patch(
             (:attr:`PatchReport.quantised`); ``fp8-reference`` does so on any device, slowly. See docs/how-to/serve-a-model.md.
         catalog: the records; by default the shipped ones and the user's overlay.
         trust: also use published traces that neither came with the package nor were published by this installation.
+        graphs: run the decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
             unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs)
     handle = patch_what_fits(model, options)
     if not handle.report().sites:
         raise UsageError(
@@ -147,6 +150,8 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
                 for part in found
             }
             handle.leave(lambda site: never.get((site.kind, site.module_class, site.definition), ""))
+        if options.graphs and not options.dry_run:
+            handle.decode_in_graphs(model)
     except BaseException:
         handle.unpatch()
         raise

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import UsageError
+from tilegym_db.models.decoding import DecodingReport
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.proof import Proof
 from tilegym_db.models.quantise_proof import QuantisationReport
@@ -58,11 +59,13 @@ class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
+    ``decoding`` reports the CUDA graphs of ``generate``; it is None for a model without them.
     """
 
     sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
     quantised: QuantisationReport | None = None
+    decoding: DecodingReport | None = None
 
     @property
     def kernel_calls(self) -> int:
@@ -91,7 +94,8 @@ class PatchReport:
         """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
-        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised}
+        decoding = {} if self.decoding is None else {"decoding": asdict(self.decoding)}
+        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised, **decoding}
 
     def table(self) -> Table:
         """Return a table for a terminal: one row per call site and kind of call."""

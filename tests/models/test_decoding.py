@@ -1,0 +1,230 @@
+"""``generate`` of a patched model with its steps in graphs gives what stock ``generate`` gives, or runs stock and says why.
+
+Without a GPU a graph is a forward that runs again on the same inputs: all but the capture itself is then tried.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TINY = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96,
+}  # fmt: skip
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**TINY),
+    "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=None),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**TINY),
+}
+
+
+def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+    """Return the forward as a graph would: on copies of its inputs, with the same outputs object for every replay."""
+    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != "past_key_values"})
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    cache, outputs = inputs["past_key_values"], transformers.modeling_outputs.CausalLMOutputWithPast()
+
+    def replay() -> None:
+        found = model(**torch.utils._pytree.tree_unflatten(kept, structure), past_key_values=cache)
+        outputs["logits"], outputs["past_key_values"] = found.logits, cache
+
+    return CapturedForward(replay, [leaf for leaf in kept if isinstance(leaf, torch.Tensor)], outputs)
+
+
+def made(name: str = "llama") -> Any:
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    return model.to(DEVICE).eval()
+
+
+@pytest.fixture
+def model() -> Any:
+    return made()
+
+
+def in_graphs(model: Any) -> Decoding:
+    decoding = Decoding(model, captured if ON_GPU else eager)
+    decoding.install()
+    return decoding
+
+
+def prompt(batch: int = 1, length: int = 7, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 96, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def stock_and_graphs(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Decoding]:
+    torch.manual_seed(3)
+    stock = model.generate(ids, **options)
+    decoding = in_graphs(model)
+    torch.manual_seed(3)
+    model.generate(ids, **options)  # the first generation captures
+    torch.manual_seed(3)
+    return stock, model.generate(ids, **options), decoding
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_those_of_stock(name):
+    stock, found, decoding = stock_and_graphs(made(name), prompt(2), max_new_tokens=24, do_sample=False)
+    assert torch.equal(stock, found)
+    assert decoding.report().replayed > 20
+    assert not decoding.report().stock
+
+
+def padded() -> dict[str, Any]:
+    ids = prompt(3, 9)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((4, 0, 7)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    return {"inputs": ids, "attention_mask": mask, "do_sample": False}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "left padding": padded(),
+    "sampling": {"inputs": prompt(2), "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "several sequences a prompt": {"inputs": prompt(2), "do_sample": True, "num_return_sequences": 3},
+    "a processor": {"inputs": prompt(1), "do_sample": False, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "an early stop": {"inputs": prompt(4, seed=1), "do_sample": True, "eos_token_id": list(range(60, 97))},
+    "a longer cache than a bucket": {"inputs": prompt(1, BUCKET + 3), "do_sample": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_generate_offers_stays_as_it_is(name, model):
+    options = dict(OPTIONS[name])
+    ids = options.pop("inputs")
+    stock, found, decoding = stock_and_graphs(model, ids, max_new_tokens=20, **options)
+    assert torch.equal(stock, found)
+    assert decoding.report().captured == 1
+
+
+STOCK: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 2},
+    "no cache": {"use_cache": False},
+    "few tokens": {"max_new_tokens": 3},
+    "a cache of the caller": {"past_key_values": "dynamic"},
+    "a static cache": {"cache_implementation": "static", "disable_compile": True},
+    "the cache is returned": {"return_dict_in_generate": True},
+    "hidden states": {"return_dict_in_generate": True, "output_hidden_states": True},
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_what_is_not_understood_runs_stock_with_a_reason(name, model):
+    decoding, options = in_graphs(model), dict(STOCK[name])
+    if options.get("past_key_values"):
+        options["past_key_values"] = transformers.DynamicCache(config=model.config)
+    model.generate(prompt(), **{"max_new_tokens": 12, "do_sample": False, **options})
+    report = decoding.report()
+    assert report.replayed == 0
+    assert len(report.stock) == 1
+
+
+def test_hooks_on_a_module_are_called_for_every_token(model):
+    decoding, calls = in_graphs(model), []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    hook.remove()
+    assert len(calls) == 12
+    assert decoding.report().replayed == 0
+
+
+def test_other_weights_are_never_answered_from_an_old_graph(model):
+    decoding, other = in_graphs(model), made()
+    ids, options = prompt(), {"max_new_tokens": 12, "do_sample": False}
+    model.generate(ids, **options)
+    with torch.no_grad():  # in place
+        for parameter in (*model.parameters(), *other.parameters()):
+            parameter.mul_(0.5)
+    assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+    for one in (model, other):  # replaced
+        torch.manual_seed(9)
+        one.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 96, bias=False).to(DEVICE)
+    assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+    assert decoding.report().captured == 2
+
+
+def test_a_shorter_prompt_after_a_longer_one_sees_nothing_of_it(model):
+    stock = made()
+    in_graphs(model)
+    for length, seed in ((60, 1), (4, 2), (33, 3)):
+        ids = prompt(2, length, seed)
+        options = {"max_new_tokens": 16, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+
+
+@pytest.mark.skipif(ON_GPU, reason="two threads of one process would capture at the same time")
+def test_two_threads_get_their_own_tokens(model):
+    stock, decoding, found = made(), in_graphs(model), {}
+    options = {"max_new_tokens": 20, "do_sample": False}
+
+    def generate(seed: int) -> None:
+        found[seed] = model.generate(prompt(1, 8, seed), **options)
+
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[seed], stock.generate(prompt(1, 8, seed), **options)) for seed in range(4))
+    assert decoding.report().replayed > 0
+
+
+def test_an_error_in_the_middle_gives_the_cache_back(model):
+    decoding = in_graphs(model)
+
+    class Interrupts(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] > 15:
+                raise KeyboardInterrupt
+            return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            prompt(),
+            max_new_tokens=30,
+            do_sample=False,
+            logits_processor=transformers.LogitsProcessorList([Interrupts()]),
+        )
+    model.generate(prompt(), max_new_tokens=30, do_sample=False)
+    assert not decoding.report().stock
+
+
+def test_a_forward_that_cannot_be_captured_runs_stock_with_a_reason(model):
+    def fails(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    stock = model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    decoding = Decoding(model, fails)
+    decoding.install()
+    for _ in range(2):
+        assert torch.equal(stock, model.generate(prompt(), max_new_tokens=12, do_sample=False))
+    assert any("cannot be captured" in reason for reason in decoding.report().stock)
+
+
+def test_removing_gives_the_class_back_and_frees_the_caches(model):
+    before = type(model)
+    decoding = in_graphs(model)
+    model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    assert decoding.report().cache_bytes > 0
+    decoding.remove()
+    assert type(model) is before
+    assert decoding.report().cache_bytes == 0
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 4000, 5000, 40_000])
+def test_a_bucket_is_at_most_a_sixteenth_longer(length):
+    assert length <= bucket_of(length) <= max(length * 17 // 16 + 1, length + BUCKET)

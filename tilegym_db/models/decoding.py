@@ -1,0 +1,408 @@
+"""Decoding steps of ``generate`` in CUDA graphs: what the host does for each launch is then done once, at capture.
+
+``generate`` itself stays stock, with its sampling, processors, stopping criteria and streamers. The prompt and the first new
+token run as before, with the cache that transformers makes. Then their keys and values are copied to a cache of fixed size, and
+each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilegym_db.models.call_site import has_hooks, subclass
+
+MIN_NEW_TOKENS = 8
+"""Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
+BUCKET = 256
+"""Lengths of caches are multiples of this, up to a sixteenth of their size more: a graph reads the whole cache in each step."""
+MAX_CACHES = 4
+"""Maximum number of caches, each with its graphs; the least recently used one is dropped."""
+MEMORY_SHARE = 0.25
+"""Maximum share of the free memory of a GPU for one cache."""
+_CACHE = "past_key_values"
+
+
+@dataclass(frozen=True)
+class DecodingReport:
+    """What graphs did for ``generate``.
+
+    Attributes:
+        captured: graphs captured, each for one batch size, length of cache and form of inputs.
+        replayed: forwards of the model that were replays.
+        cache_bytes: memory of the caches of fixed size that exist now.
+        stock: reason -> generations that ran without graphs, or steps if it names a step.
+    """
+
+    captured: int
+    replayed: int
+    cache_bytes: int
+    stock: Mapping[str, int]
+
+
+def bucket_of(length: int) -> int:
+    """Return the size of the cache for a length: at most a sixteenth larger, or one bucket."""
+    step = max(BUCKET, 1 << max(0, length.bit_length() - 5))
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class CapturedForward:
+    """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them."""
+
+    replay: Callable[[], Any]
+    inputs: list[torch.Tensor]
+    outputs: Any
+
+
+Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
+"""(model, inputs by name) -> its forward, captured."""
+
+
+@dataclass
+class _Cache:
+    """A cache of fixed size with its graphs. One generation uses it at a time."""
+
+    static: Any
+    graphs: dict[Any, CapturedForward | None] = field(default_factory=dict)
+    """Form of the inputs -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
+    failed: str = ""
+    in_use: bool = False
+
+    @property
+    def bytes(self) -> int:
+        layers = [layer for layer in self.static.layers if layer.is_initialized]
+        return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+
+    def fill_from(self, dynamic: Any) -> None:
+        """Copy the keys and values of the tokens so far, and clear what an earlier generation left behind them."""
+        for layer, found in zip(self.static.layers, dynamic.layers, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(found.keys, found.values)
+            length = found.keys.shape[-2]
+            for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
+                kept[..., :length, :].copy_(given)
+                kept[..., length:, :].zero_()  # masked, but 0 * NaN is NaN
+            layer.cumulative_length.fill_(length)
+
+
+class Decoding:
+    """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
+
+    def __init__(self, model: Any, capture: Capture | None = None) -> None:
+        """Capture nothing yet. ``capture`` makes a graph of a forward; by default a CUDA graph."""
+        self._model = weakref.ref(model)
+        self._capture = capture or captured
+        self._caches: OrderedDict[Any, _Cache] = OrderedDict()
+        self._weights: Any = None
+        self._lock = threading.Lock()
+        self._here = threading.local()
+        self._stock: Counter[str] = Counter()
+        self._captured = self._replayed = 0
+        self._ours: type | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Decoding | None:
+        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+        methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+        if not all(callable(getattr(model, name, None)) for name in methods):
+            return None
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return None
+        decoding = cls(model)
+        decoding.install()
+        return decoding
+
+    def install(self) -> None:
+        """Give the model a class whose generation asks for graphs."""
+        model = self._model()
+        assert model is not None
+        base = type(model)
+        self._ours = subclass(base, base.forward)
+        for name, method in _methods(base, self).items():
+            setattr(self._ours, name, method)
+        model.__class__ = self._ours
+
+    def remove(self) -> None:
+        """Give the model its class back, and free graphs and caches. Safe to call twice."""
+        model, ours = self._model(), self._ours
+        if model is not None and ours is not None and type(model) is ours:
+            model.__class__ = ours.__mro__[1]
+        self._caches.clear()
+
+    def report(self) -> DecodingReport:
+        """Return what the graphs have done so far."""
+        cache_bytes = sum(cache.bytes for cache in self._caches.values())
+        return DecodingReport(self._captured, self._replayed, cache_bytes, dict(self._stock))
+
+    @property
+    def generations(self) -> list[_Generation]:
+        """The generations of this thread, the innermost last: a criterion of one may start another."""
+        found: list[_Generation] = self._here.__dict__.setdefault("generations", [])
+        return found
+
+    def count(self, reason: str) -> None:
+        """Count a generation or a step that runs stock."""
+        self._stock[reason] += 1
+
+    # -- caches -------------------------------------------------------------------------------------------------------
+
+    def lease(self, batch: int, length: int) -> _Cache | str:
+        """Return a cache for one generation until :meth:`give_back`, or the reason for none."""
+        model = self._model()
+        assert model is not None
+        with self._lock:
+            weights = _state_of(model)
+            if weights != self._weights:  # graphs would read weights that the model does not have any more
+                self._caches, self._weights = OrderedDict(), weights
+            key = batch, bucket_of(length), torch.is_inference_mode_enabled()
+            cache = self._caches.pop(key, None)
+            if cache is None:
+                made = _new_cache(model, batch, bucket_of(length))
+                if isinstance(made, str):
+                    return made
+                cache = _Cache(made)
+            self._caches[key] = cache
+            while len(self._caches) > MAX_CACHES:
+                self._caches.popitem(last=False)
+            if cache.failed:
+                return cache.failed
+            if cache.in_use:
+                return "another thread generates with the same batch size and length"
+            cache.in_use = True
+            return cache
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, cache: _Cache, inputs: dict[str, Any]) -> Any:
+        """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
+        model = self._model()
+        assert model is not None
+        tensors, form = _split(inputs)
+        if cache.failed or form not in cache.graphs:
+            cache.graphs.setdefault(form, None)
+            return model(**inputs)
+        graph = cache.graphs[form]
+        if graph is None:
+            try:
+                graph = cache.graphs[form] = self._capture(model, inputs)
+                self._captured += 1
+            except Exception as error:  # a model may do anything in its forward, such as waiting for the device
+                cache.failed = f"its forward cannot be captured: {_first_line(error)}"
+                self.count(cache.failed)
+                return model(**inputs)
+        for kept, given in zip(graph.inputs, tensors, strict=True):
+            kept.copy_(given)
+        graph.replay()
+        self._replayed += 1
+        return graph.outputs
+
+
+@dataclass
+class _Generation:
+    """One call of ``generate``: what it may use, and how far it is."""
+
+    decoding: Decoding
+    cache: _Cache | None = None
+    batch: int = 0
+    length: int = 0
+    may_use_graphs: bool = False
+
+    def step(self, *_: Any, **inputs: Any) -> Any:
+        """Run the forward of one new token."""
+        model = self.decoding._model()
+        assert model is not None
+        given = inputs.get(_CACHE)
+        if self.cache is not None and given is self.cache.static:
+            return self.decoding.step(self.cache, inputs)
+        outputs = model(**inputs)
+        if self.may_use_graphs and self.cache is None:
+            self.may_use_graphs = False
+            leased = _why_not_outputs(outputs) or self.decoding.lease(self.batch, self.length)
+            if isinstance(leased, str):
+                self.decoding.count(leased)
+            else:
+                self.cache = leased
+                leased.fill_from(outputs[_CACHE])
+                outputs[_CACHE] = leased.static
+        return outputs
+
+    def close(self) -> None:
+        """Give the cache back."""
+        if self.cache is not None:
+            self.cache.in_use = False
+
+
+def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
+    """Return the methods of transformers' generation that ask for graphs, and otherwise do what they did."""
+    stock: Any = base
+
+    @functools.wraps(stock.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = _Generation(decoding)
+        decoding.generations.append(generation)
+        try:
+            return stock.generate(self, *args, **kwargs)
+        finally:
+            decoding.generations.remove(generation)
+            generation.close()
+
+    @functools.wraps(stock._prepare_cache_for_generation)
+    def prepare(
+        self: Any, config: Any, kwargs: dict[str, Any], mode: Any, batch_size: int, length: int, *rest: Any
+    ) -> Any:
+        given = kwargs.get(_CACHE)
+        prepared = stock._prepare_cache_for_generation(self, config, kwargs, mode, batch_size, length, *rest)
+        if decoding.generations:
+            generation = decoding.generations[-1]
+            reason = why_stock(self, config, kwargs, mode, length) if given is None else "the caller gives a cache"
+            generation.may_use_graphs = not reason
+            generation.batch = batch_size * max(config.num_return_sequences or 1, 1)
+            generation.length = length + 1
+            if reason:
+                decoding.count(reason)
+        return prepared
+
+    @functools.wraps(stock._valid_auto_compile_criteria)
+    def may_compile(self: Any, *args: Any, **kwargs: Any) -> bool:
+        ours = bool(decoding.generations) and decoding.generations[-1].may_use_graphs
+        return ours or bool(stock._valid_auto_compile_criteria(self, *args, **kwargs))
+
+    @functools.wraps(stock.get_compiled_call)
+    def compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        if decoding.generations and decoding.generations[-1].may_use_graphs:
+            return decoding.generations[-1].step
+        found: Callable[..., Any] = stock.get_compiled_call(self, *args, **kwargs)
+        return found
+
+    return {
+        "generate": generate,
+        "_prepare_cache_for_generation": prepare,
+        "_valid_auto_compile_criteria": may_compile,
+        "get_compiled_call": compiled_call,
+    }
+
+
+# ---- decisions ------------------------------------------------------------------------------------
+
+
+def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any, length: int) -> str:
+    """Return the reason for a generation to run without graphs; empty if it may use them.
+
+    Args:
+        model: of transformers.
+        config: of this generation, as transformers prepared it.
+        kwargs: arguments of the model, with the cache that transformers made.
+        mode: of generation.
+        length: tokens that the cache must hold at most.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    prompt = next(
+        (value.shape[1] for name in ("attention_mask", "inputs_embeds") if (value := kwargs.get(name)) is not None), 0
+    )
+    cache = kwargs.get(_CACHE)
+    if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
+        return f"{getattr(mode, 'value', mode)} is left to transformers"
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder model"
+    if model.training:
+        return "the model is in training mode"
+    if (
+        cache is None
+        or type(cache) is not DynamicCache
+        or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    ):
+        return "its cache is not one of plain keys and values"
+    if config.return_dict_in_generate:
+        return "the caller wants the cache back (return_dict_in_generate)"
+    if config.output_attentions or config.output_hidden_states:
+        return "the caller wants attentions or hidden states"
+    if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
+        return "the attention is neither sdpa nor eager"
+    if prompt and length - prompt < MIN_NEW_TOKENS:
+        return f"fewer than {MIN_NEW_TOKENS} new tokens"
+    if any(has_hooks(module) for module in model.modules()):
+        return "modules have hooks"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model is spread over devices"
+    return ""
+
+
+def _new_cache(model: Any, batch: int, length: int) -> Any:
+    """Return an empty cache of fixed size, or the reason for none."""
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    config = model.config.get_text_config(decoder=True)
+    try:
+        cache: Any = StaticCache(config=config, max_cache_len=length)
+    except (KeyError, NotImplementedError, TypeError) as error:
+        return f"transformers has no cache of fixed size for it: {_first_line(error)}"
+    if any(type(layer) is not StaticLayer for layer in cache.layers):
+        return "a layer keeps more than plain keys and values, or a window of them"
+    if any(not isinstance(layer.cumulative_length, torch.Tensor) for layer in cache.layers):
+        return "this version of transformers counts the tokens of a cache on the host"
+    needed = _bytes_of_cache(config, batch, length) * next(model.parameters()).element_size()
+    free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else needed
+    if model.device.type == "cuda" and needed > MEMORY_SHARE * free:
+        return f"a cache of fixed size would take {needed >> 20} MiB of {free >> 20} MiB free; lower max_new_tokens"
+    return cache
+
+
+def _bytes_of_cache(config: Any, batch: int, length: int) -> int:
+    """Return about how many numbers the cache of a batch has."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = max(own, getattr(config, "qk_head_dim", None) or 0)
+    return int(2 * config.num_hidden_layers * batch * heads * size * length)
+
+
+def _why_not_outputs(outputs: Any) -> str:
+    if {*outputs} != {"logits", _CACHE}:
+        return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', _CACHE}))}"
+    return ""
+
+
+def _state_of(model: Any) -> Any:
+    """Return what a graph has read of a model at capture: addresses of weights and buffers, and classes of modules."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [tensor.data_ptr() for tensor in tensors], [type(module) for module in model.modules()]
+
+
+# ---- capture --------------------------------------------------------------------------------------
+
+
+def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors of the inputs, and what else decides the course of a forward, as a key."""
+    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != _CACHE})
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return tensors, (str(structure), others)
+
+
+def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+    """Capture a forward; its inputs are copies, which a replay reads again."""
+    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != _CACHE})
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    given = torch.utils._pytree.tree_unflatten(kept, structure)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = model(**given, **{_CACHE: inputs[_CACHE]})
+    return CapturedForward(graph.replay, [leaf for leaf in kept if isinstance(leaf, torch.Tensor)], outputs)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
