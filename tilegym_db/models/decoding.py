@@ -226,7 +226,10 @@ class _Generation:
         outputs = model(**inputs)
         if self.may_use_graphs and self.cache is None:
             self.may_use_graphs = False
-            leased = _why_not_outputs(outputs) or self.decoding.lease(self.batch, self.length)
+            leased: _Cache | str = _why_not_outputs(outputs)
+            if not leased and self.length - int(outputs[_CACHE].get_seq_length()) < MIN_NEW_TOKENS:
+                leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
+            leased = leased or self.decoding.lease(self.batch, self.length)
             if isinstance(leased, str):
                 self.decoding.count(leased)
             else:
@@ -263,7 +266,7 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
         prepared = stock._prepare_cache_for_generation(self, config, kwargs, mode, batch_size, length, *rest)
         if decoding.generations:
             generation = decoding.generations[-1]
-            reason = why_stock(self, config, kwargs, mode, length) if given is None else "the caller gives a cache"
+            reason = why_stock(self, config, kwargs, mode) if given is None else "the caller gives a cache"
             generation.may_use_graphs = not reason
             generation.batch = batch_size * max(config.num_return_sequences or 1, 1)
             generation.length = length + 1
@@ -294,7 +297,7 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
 # ---- decisions ------------------------------------------------------------------------------------
 
 
-def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any, length: int) -> str:
+def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> str:
     """Return the reason for a generation to run without graphs; empty if it may use them.
 
     Args:
@@ -302,14 +305,10 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any, len
         config: of this generation, as transformers prepared it.
         kwargs: arguments of the model, with the cache that transformers made.
         mode: of generation.
-        length: tokens that the cache must hold at most.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    prompt = next(
-        (value.shape[1] for name in ("attention_mask", "inputs_embeds") if (value := kwargs.get(name)) is not None), 0
-    )
     cache = kwargs.get(_CACHE)
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
         return f"{getattr(mode, 'value', mode)} is left to transformers"
@@ -329,8 +328,6 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any, len
         return "the caller wants attentions or hidden states"
     if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
         return "the attention is neither sdpa nor eager"
-    if prompt and length - prompt < MIN_NEW_TOKENS:
-        return f"fewer than {MIN_NEW_TOKENS} new tokens"
     if any(has_hooks(module) for module in model.modules()):
         return "modules have hooks"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -393,13 +390,16 @@ def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
     return tensors, (str(structure), others)
 
 
+_capturing = threading.Lock()
+
+
 def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     """Capture a forward; its inputs are copies, which a replay reads again."""
     leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != _CACHE})
     kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     given = torch.utils._pytree.tree_unflatten(kept, structure)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = model(**given, **{_CACHE: inputs[_CACHE]})
     return CapturedForward(graph.replay, [leaf for leaf in kept if isinstance(leaf, torch.Tensor)], outputs)
 
