@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.groups import SETTINGS, CommandGroup
+from tilegym_db.errors import UsageError
 
 COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
@@ -137,8 +138,6 @@ class CommandTable(CommandGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve a command as a group does, but answer an old name with the new one."""
-        from tilegym_db.errors import UsageError
-
         if args and args[0] in OLD_NAMES:
             new = OLD_NAMES[args[0]]
             command = " ".join(["tilegym-db", new, *map(shlex.quote, args[1:])])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.output import note, print_json, print_table
+from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +108,6 @@ def select_jobs(
         UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
     """
     from tilegym_db.backends.compile_jobs import CompileJob
-    from tilegym_db.errors import UsageError
     from tilegym_db.records import TILE_LANGUAGES
     from tilegym_db.records.solution import normalise_language
 
@@ -136,8 +136,6 @@ def select_jobs(
 
 def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
     """Return the Solutions of some Definitions or Solutions, sorted by name; all of them without names."""
-    from tilegym_db.errors import NotFoundError, did_you_mean
-
     chosen: dict[str, SolutionFiles] = {}
     for name in names or tuple(catalog.definitions):
         if name in catalog.definitions:

@@ -26,6 +26,7 @@ from tilegym_db.cli.kit.options import (
     parse_tunables,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
+from tilegym_db.errors import RecordError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -240,7 +241,6 @@ def _check_values(
     definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar], layouts: Mapping[str, str]
 ) -> None:
     from tilegym_db.catalog.writers import check_layouts, check_scalar_values
-    from tilegym_db.errors import RecordError, UsageError
 
     try:
         check_scalar_values(definition, scalars)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.output import print_table, table_width
+from tilegym_db.errors import NotFoundError
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -338,7 +339,6 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
 
 def publish_here(machine: Machine, folder: Path) -> None:
     """Publish the verified kernels for the resolver of this demo."""
-    from tilegym_db.errors import NotFoundError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.publish import publish
 

@@ -25,6 +25,7 @@ from tilegym_db.cli.kit.options import (
     Sequences,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
+from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
     from tilegym_db.loop.fit import FitReport
@@ -78,8 +79,6 @@ def fit_command(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    from tilegym_db.errors import UsageError
-
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,11}", word) for word in words):
         raise UsageError(
@@ -107,7 +106,6 @@ def content_of(report: FitReport) -> dict[str, Any]:
 
 def print_report(report: FitReport, *, wide: bool = False) -> None:
     """Print what was measured, the share of each piece and what serves it, then the model's timings."""
-
     counts = {} if report.measured is None else report.measured.counts
     done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
     note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")

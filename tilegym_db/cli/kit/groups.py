@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from tilegym_db.errors import UsageError, did_you_mean
+
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -19,8 +21,6 @@ class CommandGroup(TyperGroup):
         Raises:
             UsageError: there is no such command, or an option of the group stands before the command and would be lost.
         """
-        from tilegym_db.errors import UsageError, did_you_mean
-
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             raise UsageError(

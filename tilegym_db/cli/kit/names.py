@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilegym_db.errors import NotFoundError, did_you_mean
+
 
 def refuse_unknown_names(names: Sequence[str]) -> None:
     """Raise for a name that is not a Definition or a Solution.
@@ -14,7 +16,6 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
         RecordError: the record of a name is broken.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import NotFoundError, did_you_mean
 
     if not names:
         return

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from tilegym_db.errors import MissingPackageError, NotFoundError, TilegymDBError, ToolchainError, UsageError
+
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition
@@ -38,8 +40,6 @@ def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, s
     Raises:
         NotFoundError: the family or status does not exist; the message lists the known ones.
     """
-    from tilegym_db.errors import NotFoundError
-
     families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
     if op_type is not None and op_type not in families:
         raise NotFoundError(
@@ -75,8 +75,6 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     Raises:
         UsageError: a part is not ``name=value``, or a name is given twice.
     """
-    from tilegym_db.errors import UsageError
-
     found: dict[str, str] = {}
     for part in (part.strip() for text in texts or () for part in _parts(text)):
         key, separator, value = (piece.strip() for piece in part.partition("="))
@@ -100,8 +98,6 @@ def parse_axes(option: str, texts: Sequence[str] | None) -> dict[str, int]:
 def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]:
     """Parse scalars by :func:`parse_pairs`; NaN and infinity are refused."""
     import math
-
-    from tilegym_db.errors import UsageError
 
     scalars = {name: parse_scalar(text) for name, text in parse_pairs(option, texts).items()}
     for name, value in scalars.items():
@@ -144,8 +140,6 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _size(option: str, axis: str, text: str) -> int:
-    from tilegym_db.errors import UsageError
-
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
         raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
@@ -237,7 +231,6 @@ def _definitions() -> list[str]:
 
 def _solutions() -> list[str]:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import TilegymDBError
 
     try:
         return list(Catalog.default().solutions)
@@ -349,7 +342,6 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
         UsageError: the Definition belongs to another family.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import UsageError
 
     if op_type is None:
         return
@@ -424,7 +416,6 @@ def needing_program(name: str) -> Iterator[None]:
     Raises:
         MissingPackageError: the program is not installed; the message has the fix.
     """
-    from tilegym_db.errors import MissingPackageError, ToolchainError
     from tilegym_db.measurement.instruments.requests import find_program
 
     try:
