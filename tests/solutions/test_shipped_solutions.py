@@ -8,17 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from shipped_records import CATALOG
 
 from tilegym_db.backends.aot import compile_solution
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.journal import read_journal
 
-CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)
 TRITON = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "triton"]
 CUTILE = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "cutile"]
