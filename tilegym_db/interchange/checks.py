@@ -52,7 +52,6 @@ class Rules:
     input_kinds: frozenset[str] = frozenset({"random", "safetensors", "scalar"})
     statuses: tuple[str, ...] = STATUSES
     languages_key: str = "language"
-    sources_inline: bool = True
     destination_passing_default: bool = True
     binding_default: str | None = "tvm-ffi"
 

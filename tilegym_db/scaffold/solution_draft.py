@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import getpass
-import json
 import textwrap
 from collections.abc import Mapping
 
@@ -185,11 +184,6 @@ def _tile_kernel(definition: Definition, language: str) -> str:
         template = template.replace(f"<{key}>", value)
     compile(template, KERNEL_FILE, "exec")  # a template that does not parse is a bug of this package
     return template
-
-
-def spelled_record(record: Solution) -> str:
-    """Return ``solution.json`` as text."""
-    return json.dumps(record.to_dict(), indent=2) + "\n"
 
 
 # ---- kernels --------------------------------------------------------------------------------------
