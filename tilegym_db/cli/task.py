@@ -169,8 +169,7 @@ def status(
     form: Form = TABLE,
 ) -> None:
     """List the tasks, or the attempts at one of them with the reasons for refusals."""
-    from tilegym_db.loop.status import attempts_of, tasks_table
-    from tilegym_db.loop.tasks import find_task
+    from tilegym_db.loop.tasks import attempts_of, find_task, tasks_table
 
     rows: list[dict[str, Any]] = tasks_table() if task is None else attempts_of(find_task(task))
     if not form.is_table:

@@ -26,10 +26,9 @@ from tilegym_db.files import regular_files, write_atomically, write_folder, writ
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece
 from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
 from tilegym_db.loop.prompt import prompt_of
-from tilegym_db.loop.status import discarded, last_attempt, verdicts
 from tilegym_db.loop.submission_catalog import withdraw
 from tilegym_db.loop.submit import submit
-from tilegym_db.loop.tasks import create_task
+from tilegym_db.loop.tasks import create_task, discarded, last_attempt, verdicts
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, trace_files
 from tilegym_db.published.trace_file import read_lines

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError
-from tilegym_db.loop.status import attempts_at
+from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS

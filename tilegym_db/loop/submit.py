@@ -21,8 +21,8 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, UsageError
 from tilegym_db.files import hold_lock, read_bytes
-from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
+from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.measurement.awards import BASELINES, record_awards
 from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.machine import select_machine
