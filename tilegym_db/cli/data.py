@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import MachineGpu, path_given, regular_files
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean

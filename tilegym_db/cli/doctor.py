@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import (
     TABLE,
     AsArrow,
@@ -23,7 +24,6 @@ from tilegym_db.cli.kit.formats import (
     write_json,
     write_records,
 )
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
 from tilegym_db.errors import TilegymDBError, broken_package
 

@@ -10,6 +10,8 @@ import typer
 from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
+    Dtypes,
+    Scalars,
     Trust,
     complete_definition,
     complete_gpu,
@@ -34,11 +36,11 @@ def command(
         typer.Argument(help="The definition that is called.", metavar="NAME", autocompletion=complete_definition),
     ],
     axes: Axes = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")] = None,
+    dtype: Dtypes = None,
     gpu: Annotated[
         str, typer.Option(help="A GPU such as h200 or cpu; auto is this machine's.", autocompletion=complete_gpu)
     ] = "auto",
-    scalar: Annotated[list[str] | None, typer.Option(help="Scalars: eps=1e-5.", metavar="S=VALUE,...")] = None,
+    scalar: Scalars = None,
     layout: Annotated[
         list[str] | None, typer.Option(help="Layouts: x=row_contiguous (absent: contiguous).", metavar="X=CLASS,...")
     ] = None,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
     ConfigFile,
     Gpus,

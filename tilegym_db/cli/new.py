@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, file_name
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_table
 from tilegym_db.errors import ConflictError, RecordError, UsageError
 

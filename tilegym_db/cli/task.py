@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import TABLE, AsJson, Form, with_form, write_records
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
     ConfigFile,
     Layers,

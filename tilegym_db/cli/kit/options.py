@@ -293,6 +293,12 @@ AllowUnsandboxed = Annotated[
     bool, typer.Option(help="Verify even if workers cannot be confined; such traces are never published.")
 ]
 
+# One kernel.
+Implements = Annotated[
+    str | None,
+    typer.Option("--definition", "-d", help="The operator it implements.", autocompletion=complete_definition),
+]
+
 # One call of an operator.
 SolutionToRun = Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")]
