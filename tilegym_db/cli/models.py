@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,6 +180,7 @@ def bench_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
+    from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 
     options = ModelBenchOptions(
@@ -190,8 +189,8 @@ def bench_command(
         with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
         experts=tuple(experts or ()),
     )  # fmt: skip
-    with rounds_on_stderr() as observer:
-        run, handle = model_bench(config, select_machine(gpu), options, observer)
+    with Progress() as progress:
+        run, handle = model_bench(config, select_machine(gpu), options, progress.round_done)
     _report(run, handle, as_json=as_json, wide=wide)
 
 
@@ -312,21 +311,6 @@ def _ratio(estimate: Estimate) -> tuple[str, str | None]:
     if estimate.ci_low is None:
         return f"{estimate.median:.3f}x", None
     return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"
-
-
-# ---- Progress bar ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr if it is a terminal; yield a callback for (rounds done, total rounds)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("generating", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # ---- Verify ---------------------------------------------------------------------------------------
