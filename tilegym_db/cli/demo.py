@@ -228,28 +228,28 @@ def foresee(tokens: int) -> None:
     print_table(("definition", "call", "runs", "us", "speedup"), rows)
 
 
-def build_config(layers: int = 2) -> Any:
-    """Return the config of Llama-3.2-1B with a few layers and a small vocabulary."""
+def build_config() -> Any:
+    """Return the config of Llama-3.2-1B with two layers and a small vocabulary."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=4096,
         hidden_size=HIDDEN,
         intermediate_size=8192,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=64,
     )
 
 
-def build_llama(layers: int = 2) -> Any:
+def build_llama() -> Any:
     """Build a Llama of :func:`build_config` with random weights."""
     import torch
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(build_config(layers))
+    model: Any = LlamaForCausalLM(build_config())
     return model.eval()
 
 

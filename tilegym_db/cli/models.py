@@ -203,7 +203,7 @@ def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None
         print_run(run, wide=wide)
         note(handle.report().text(160 if wide else table_width()))
     note(f"stored in {path}")
-    if handle.report().failures or handle.report().failed_proofs:
+    if handle.report().problems:
         raise typer.Exit(1)
 
 

@@ -46,7 +46,6 @@ def create_task(
     min_speedup: float = MIN_SPEEDUP,
     objective: Literal["latency", "coverage"] = "latency",
     model: str = "",
-    catalog: Catalog | None = None,
     home: Path | None = None,
 ) -> Task:
     """Create a task, or return the existing one with the same content.
@@ -60,14 +59,13 @@ def create_task(
         min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: the reason for the task.
         model: digest of the model's config, for the objective ``coverage``.
-        catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
 
     Raises:
         NotFoundError: the Definition does not exist.
         UsageError: the language or GPU is unknown, no workload or too many match, or the bar is out of range.
     """
-    catalog, home = catalog or Catalog.default(), home or default_home()
+    catalog, home = Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
     operator = catalog.definition(definition)
     with open_store(home, read_only=True, catalog=catalog) as store:
@@ -139,13 +137,13 @@ def unverifiable(language: str, gpu: str) -> str:
     )
 
 
-def find_task(prefix: str, home: Path | None = None) -> Task:
+def find_task(prefix: str) -> Task:
     """Return the task whose id begins with a prefix.
 
     Raises:
         NotFoundError: no task or several tasks match.
     """
-    found = {task.id: task for task in journaled(Task, home) if task.id.startswith(prefix)} if prefix else {}
+    found = {task.id: task for task in journaled(Task) if task.id.startswith(prefix)} if prefix else {}
     if not found:
         raise NotFoundError(f"no task begins with '{prefix}'. Try: tilegym-db task status", code="task_unknown")
     if len(found) > 1:
@@ -263,15 +261,15 @@ def _limits(store: Store, gpu: str) -> dict[str, float]:
 SHOWN = ("id", "definition", "language", "gpu", "objective", "workloads", "attempts", "status")
 
 
-def tasks_table(home: Path | None = None) -> list[dict[str, Any]]:
+def tasks_table() -> list[dict[str, Any]]:
     """Return one row per task, oldest first."""
-    with open_store(home, read_only=True) as store:
+    with open_store(read_only=True) as store:
         return [{name: row[name] for name in SHOWN} for row in task_rows(store)]
 
 
-def attempts_of(task: Task, home: Path | None = None) -> list[dict[str, Any]]:
+def attempts_of(task: Task) -> list[dict[str, Any]]:
     """Return one row per attempt at a task, with the steps passed and the reason for the refusal."""
-    own = sorted(attempts_at(task, home or default_home()), key=lambda one: one.number)
+    own = sorted(attempts_at(task, default_home()), key=lambda one: one.number)
     return [
         {
             "attempt": one.number,
