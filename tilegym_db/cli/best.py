@@ -60,7 +60,7 @@ def best_command(
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
-    sizes, spoken = parse_axes("--axes", axes), None if language is None else normalise_language(language)
+    sizes, spoken = parse_axes(axes), None if language is None else normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
     check_op_type(op_type, name)

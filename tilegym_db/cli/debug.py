@@ -139,7 +139,7 @@ def profile_command(
     refuse_absent_gpu(gpu)
     from tilegym_db.measurement.instruments.profile import profile
 
-    tunables = parse_tunables("--config", config)
+    tunables = parse_tunables(config)
     with needing_program("ncu"):
         found, path = profile(name, workload=workload, config=tunables, gpu=gpu)
     if as_json:
@@ -205,7 +205,7 @@ def reproduce_command(
 
     catalog = with_candidates()
     definition = catalog.definition(catalog.solution(name).record.definition)
-    sizes, values = parse_axes("--axes", axes), parse_scalars("--scalar", scalar)
+    sizes, values = parse_axes(axes), parse_scalars(scalar)
     places = parse_pairs("--layout", layout)
     _check_values(definition, sizes, values, places)
     from tilegym_db.measurement.reproduce import reproduce  # loads PyTorch, which takes seconds
@@ -216,7 +216,7 @@ def reproduce_command(
         dtypes=parse_pairs("--dtype", dtype),
         scalars=values,
         layouts=places,
-        config=parse_tunables("--config", config),
+        config=parse_tunables(config),
         contents=distribution,
         seed=seed,
         offset=offset,

@@ -68,7 +68,7 @@ def command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    sizes, dtypes = parse_axes("--axes", axes), parse_pairs("--dtype", dtype)
+    sizes, dtypes = parse_axes(axes), parse_pairs("--dtype", dtype)
     from tilegym_db.catalog import Catalog
 
     catalog = Catalog.default()

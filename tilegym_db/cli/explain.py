@@ -53,10 +53,10 @@ def command(
 
     explanation = explain(
         name,
-        axes=parse_axes("--axes", axes),
+        axes=parse_axes(axes),
         dtypes=parse_pairs("--dtype", dtype),
         layouts=parse_pairs("--layout", layout),
-        scalars=parse_scalars("--scalar", scalar),
+        scalars=parse_scalars(scalar),
         gpu=gpu,
         mode=mode,
         trust=trust,

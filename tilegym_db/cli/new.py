@@ -174,8 +174,8 @@ def new_workload(
         model=tag,
         tokens=parse_counts(tokens),
         batch=batch,
-        axes=parse_axes("--axes", axes),
-        scalars=parse_scalars("--scalar", scalar),
+        axes=parse_axes(axes),
+        scalars=parse_scalars(scalar),
     )
     if not as_json:
         print_mapping(found)

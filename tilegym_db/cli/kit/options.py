@@ -86,31 +86,29 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def parse_axes(option: str, texts: Sequence[str] | None) -> dict[str, int]:
+def parse_axes(texts: Sequence[str] | None) -> dict[str, int]:
     """Parse sizes by :func:`parse_pairs`.
 
     Raises:
         UsageError: a size is not a whole number or does not fit into 64 bits.
     """
-    return {axis: _size(option, axis, text) for axis, text in parse_pairs(option, texts).items()}
+    return {axis: _size(axis, text) for axis, text in parse_pairs("--axes", texts).items()}
 
 
-def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]:
+def parse_scalars(texts: Sequence[str] | None) -> dict[str, Scalar]:
     """Parse scalars by :func:`parse_pairs`; NaN and infinity are refused."""
-    import math
-
-    scalars = {name: parse_scalar(text) for name, text in parse_pairs(option, texts).items()}
+    scalars = {name: parse_scalar(text) for name, text in parse_pairs("--scalar", texts).items()}
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{option}: {name} must be a finite number, not {value}.", code="number_not_finite")
+            raise UsageError(f"--scalar: {name} must be a finite number, not {value}.", code="number_not_finite")
         if isinstance(value, int) and not -MAX_SIZE <= value <= MAX_SIZE:
-            raise UsageError(f"{option}: {name} does not fit in 64 bits.", code="number_too_large")
+            raise UsageError(f"--scalar: {name} does not fit in 64 bits.", code="number_too_large")
     return scalars
 
 
-def parse_tunables(option: str, texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
+def parse_tunables(texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
     """Parse the values of a config by :func:`parse_pairs`, as JSON or else as text."""
-    return {name: _tunable(text) for name, text in parse_pairs(option, texts).items()}
+    return {name: _tunable(text) for name, text in parse_pairs("--config", texts).items()}
 
 
 def parse_scalar(text: str) -> Scalar:
@@ -139,12 +137,12 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _size(option: str, axis: str, text: str) -> int:
+def _size(axis: str, text: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
-        raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
+        raise UsageError(f"--axes: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
     if len(digits) > 19 or abs(int(text)) > MAX_SIZE:
-        raise UsageError(f"{option}: {axis} does not fit in 64 bits.", code="number_too_large")
+        raise UsageError(f"--axes: {axis} does not fit in 64 bits.", code="number_too_large")
     return int(text)
 
 
