@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -210,7 +211,7 @@ def name_of(value: Any) -> str:
 def record_digests(root: Path) -> dict[str, str]:
     """Digest by key: of Definitions with their Workloads and forward, Solutions with their Definition, traces, and cheats."""
     found = {}
-    catalog = Catalog((root,), False)
+    catalog = CATALOG if CATALOG.roots == (root,) else Catalog((root,), False)
     for name, record in catalog.definitions.items():
         paths = [catalog.definition_paths[one] for one in {name, record.backward_of or name}]
         paths.append(root / "workloads" / record.op_type / f"{name}.jsonl")

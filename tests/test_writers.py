@@ -12,8 +12,8 @@ from writing import BY_TIME, WRITERS, Place
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.writers import read_lock
-from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submit import folder_digest
+from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.records.loop import Attempt
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store.connection import open_store

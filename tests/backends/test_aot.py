@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from tilegym_db.backends.aot import compile_many, compile_solution
+from tilegym_db.backends.aot import compile_many
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import SolutionError
@@ -278,7 +278,7 @@ def test_cutile_compiles_although_an_old_toolkit_is_named(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda-12"))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda-12"))
 
-    result = compile_solution(definition, write_solution("cutile"), workload(), "sm_90")
+    (result,) = compile_many([CompileJob(definition, write_solution("cutile"), workload(), "sm_90")])
 
     assert result.status == "compiled", result.log
 
@@ -308,7 +308,7 @@ def test_missing_toolchain_is_a_result_with_the_extra_to_install(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cuda.tile" else find_spec(name))
 
-    result = compile_solution(definition, write_solution("cutile"), workload(), "sm_90")
+    (result,) = compile_many([CompileJob(definition, write_solution("cutile"), workload(), "sm_90")])
 
     assert result.status == "toolchain-missing"
     assert "'cuda-tile'" in result.log
@@ -327,7 +327,7 @@ def test_a_toolchain_that_does_not_import_is_reported_as_such(
     (tmp_path / "site" / "triton" / "__init__.py").write_text("raise OSError('libtriton.so: wrong ELF class')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
-    result = compile_solution(definition, write_solution("triton"), workload(), "sm_90")
+    (result,) = compile_many([CompileJob(definition, write_solution("triton"), workload(), "sm_90")])
 
     assert result.status == "toolchain-missing"
     assert "Fix: pip install --force-reinstall 'tilegym-db[triton]'" in result.log

@@ -29,7 +29,7 @@ WRITERS = sorted({*every_command()} - {*READERS, *NO_RECORDS})
 
 @pytest.mark.parametrize("texts", [["M=4,N=8"], ["M=4", "N=8"], [" M = 4 ,N=8"]])
 def test_sizes_are_spelled_in_one_way_everywhere(texts):
-    assert parse_axes("--axes", texts) == {"M": 4, "N": 8}
+    assert parse_axes(texts) == {"M": 4, "N": 8}
 
 
 def test_a_comma_within_brackets_is_part_of_a_value():
@@ -53,7 +53,7 @@ def test_a_comma_within_brackets_is_part_of_a_value():
 )
 def test_what_is_no_size_is_refused(text, code):
     with raises(UsageError, code, "--axes"):
-        parse_axes("--axes", [text])
+        parse_axes([text])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_no_size_is_refused(text, code):
 )
 def test_a_scalar_that_no_kernel_can_be_given_is_refused(text, code):
     with raises(UsageError, code, "--scalar: eps"):
-        parse_scalars("--scalar", [text])
+        parse_scalars([text])
 
 
 def test_every_view_of_a_store_is_public_or_internal(cli, row_scale):

@@ -7,14 +7,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.case import Case
 from tilegym_db.verification.inputs import draw_inputs
 
-CATALOG = Catalog((shipped_root(),))
 SEED = 1729
 
 

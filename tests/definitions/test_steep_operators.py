@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
@@ -18,7 +17,6 @@ from tilegym_db.verification.gates import EXACTLY
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 
-CATALOG = Catalog((shipped_root(),))
 SEED = 41
 
 # -- codes of activations that were computed first ---------------------------------------------------------------------

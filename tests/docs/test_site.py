@@ -10,15 +10,12 @@ import pytest
 from docs_site.latency_picture import latency_picture, series_of
 from docs_site.links import broken_links
 from docs_site.staging import as_page_of_docs, as_pattern_page
+from shipped_records import CATALOG
 
 import tilegym_db
-from tilegym_db.catalog import Catalog
 from tilegym_db.cli.commands import COMMANDS
-from tilegym_db.paths import shipped_root
 from tilegym_db.sandbox.scan import RULES
 from tilegym_db.store.connection import open_store
-
-CATALOG = Catalog((shipped_root(),))
 
 
 @pytest.fixture(scope="module")

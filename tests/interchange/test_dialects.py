@@ -164,7 +164,7 @@ def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: P
 
 
 def test_each_dialect_is_recognised_by_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:
-    told = [recognise(item.root).name for item in (tree, dumps, problems)]
+    told = [recognise(item.root).DIALECT for item in (tree, dumps, problems)]
     assert told == ["flashinfer-trace", "fi-trace", "sol-execbench"]
 
 

@@ -18,9 +18,9 @@ from tilegym_db.loop import auto as trial_module
 from tilegym_db.loop.auto import Trial, auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece
 from tilegym_db.loop.model_state import coverage_of
-from tilegym_db.loop.status import discarded
 from tilegym_db.loop.submission_catalog import candidate_root, enter, leave
 from tilegym_db.loop.submit import submit
+from tilegym_db.loop.tasks import discarded
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.trace_file import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task

@@ -16,8 +16,8 @@ from raising import raises
 from tilegym_db.errors import HardwareError, RecordError, StoreError
 from tilegym_db.files import hold_lock
 from tilegym_db.loop import submit as submit_module
-from tilegym_db.loop.status import tasks_table
 from tilegym_db.loop.submit import submit
+from tilegym_db.loop.tasks import tasks_table
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records.loop import Attempt, Task
 from tilegym_db.store import loop

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from raising import raises
+from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
@@ -77,7 +78,7 @@ def test_large_shape_verifies_one_other_spread_by_the_seed() -> None:
     assert sorted(chosen) == sorted((name,) for name in CONTENT_SETS[1:])
 
 
-@pytest.mark.parametrize("name", [name for name, item in Catalog.default().definitions.items() if draws_spread(item)])
+@pytest.mark.parametrize("name", [name for name, item in CATALOG.definitions.items() if draws_spread(item)])
 def test_ids_or_lengths_are_verified_on_another_spread(name: str) -> None:
     definition = Catalog.default().definition(name)
     workload = Catalog.default().workloads_for(name)[0]

@@ -20,13 +20,13 @@ import pytest
 import torch
 import transformers
 from published_tables import write_table
+from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import is_code_selecting
 
-SHIPPED = Catalog((shipped_root(),))
 SERVED = [record for record in SHIPPED.definitions.values() if record.serving is not None and record.serving.part]
 OPS = tuple(sorted({record.name for record in SERVED} | {one.serving.after for one in SERVED if one.serving.after}))  # type: ignore[union-attr]
 """What models are served with, as the Definitions say, and what comes before them."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import CorruptedCacheException, HTTPError
+from shipped_records import CATALOG as SHIPPED
 from transformers.integrations import finegrained_fp8 as fp8
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -23,14 +24,12 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
 from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
-from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
 OTHER_BITS = "the results of its probe are not the bits of {}"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 LAYERS = 14
 """Seven linear layers in each of two decoder layers."""
-SHIPPED = Catalog((shipped_root(),))
 
 
 def reference(name: str) -> Callable[..., Any]:

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
-from tilegym_db import Catalog
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.parts.norm import norm_forward
 from tilegym_db.models.parts.rope import rope_function
-from tilegym_db.paths import shipped_root
 from tilegym_db.resolver.hot_path import allocate_of
 
-DEFINITIONS = Catalog((shipped_root(),)).definitions
+DEFINITIONS = CATALOG.definitions
 KEPT = (["weight", "eps"], ["weight"])
 
 WIDE = torch.arange(2 * 6 * 8, dtype=torch.float32).reshape(2, 6, 8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_pairs
@@ -17,14 +18,11 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rot
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 
-from tilegym_db import Catalog
 from tilegym_db.models.found import DefinitionMatch, KnownCode, ModuleGroup
 from tilegym_db.models.parts import mlp, norm, rope
 from tilegym_db.models.probe import Probe, matching_definitions
-from tilegym_db.paths import shipped_root
 
 CPU = torch.device("cpu")
-CATALOG = Catalog((shipped_root(),))
 NORMS, GATES, ROPES = (
     [definition.name for definition in KnownCode(CATALOG).definitions(part)] for part in ("norm", "mlp", "rope")
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb as multiply_complex
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave as pairs_to_halves
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb as rotate_tail
@@ -17,9 +18,7 @@ from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import rope
 from tilegym_db.models.probe import matching_definitions
-from tilegym_db.paths import shipped_root
 
-CATALOG = Catalog((shipped_root(),))
 FUNCTIONS = {
     "rope_half_tables": rotate_by_half_tables,
     "rope_pairs": rotate_pairs,

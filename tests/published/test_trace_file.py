@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.published import trace_file
@@ -20,7 +20,7 @@ from tilegym_db.published.input_files import definition_of, shipped_traces
 from tilegym_db.published.trace_file import packed, read_lines, read_traces, rounded, trace_lines, unpacked
 from tilegym_db.records import Trace
 
-FILES = shipped_traces(Catalog((shipped_root(),)))
+FILES = shipped_traces(CATALOG)
 NORM = shipped_root() / "traces/h200/norm/rms_norm.jsonl.gz"
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shipped_records import CATALOG as SHIPPED
 
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.record_files import family_places, file_of
 from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import TilegymDBError
@@ -32,7 +33,6 @@ from tilegym_db.store.tuning import TuningStep
 
 EXAMPLES = 400
 LIMIT_S = 5.0
-SHIPPED = Catalog((shipped_root(),))
 DEFINITION = SHIPPED.definition("fused_add_rms_norm")
 SOLUTION = next(files for files in SHIPPED.solutions_for("fused_add_rms_norm") if files.record.spec.tunables)
 

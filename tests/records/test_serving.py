@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from raising import raises
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 
-CATALOG = Catalog((shipped_root(),))
 SERVED = [record for record in CATALOG.definitions.values() if record.serving is not None]
 
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.resolver.hot_path import allocate_of
 
-CATALOG = Catalog((shipped_root(),))
 DEFINITIONS = list(CATALOG.definitions.values())
 SERVED = [record for record in DEFINITIONS if record.serving is not None]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from docs_site import function_page
 from raising import raises
+from shipped_records import CATALOG
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_db
@@ -18,13 +19,11 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NoSolutionError, NotFoundError, UsageError
 from tilegym_db.ops.function import CatalogOperator, define, operator_function
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 
-CATALOG = Catalog((shipped_root(),))
 Shop = Any
 X, WEIGHT = torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0, 3.0])
 

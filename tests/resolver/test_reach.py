@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from shipped_records import CATALOG as SHIPPED
 
-from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, decide, load_table, make_request
 from tilegym_db.resolver.decide import axes_beyond
 
-SHIPPED = Catalog((shipped_root(),))
 HEADS: dict[str, Any] = {
     "axes": {name: {"type": "var"} for name in ("B", "Hq", "Hkv", "D")},
     "inputs": {

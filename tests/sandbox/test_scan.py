@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from docs_site.reference_pages import reference_pages
+from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
@@ -727,7 +728,7 @@ def test_a_language_is_imported_by_its_own_solutions_only() -> None:
 
 
 @pytest.mark.records("name")
-@pytest.mark.parametrize("name", sorted(Catalog((shipped_root(),)).solutions))
+@pytest.mark.parametrize("name", sorted(CATALOG.solutions))
 def test_nothing_in_the_shipped_solutions_is_refused(name: str) -> None:
     shipped = Catalog((shipped_root(),)).solution(name)
     assert hard(scan_sources(shipped.record, shipped.sources)) == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from shipped_records import CATALOG
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Solution
@@ -11,7 +12,7 @@ from tilegym_db.records.solution import signature_problem
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
 from tilegym_db.scaffold import draft_solution, stock_solution_files
 
-DEFINITIONS = sorted(Catalog.default().definitions)
+DEFINITIONS = sorted(CATALOG.definitions)
 
 
 @pytest.mark.records("name")

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
 from tilegym_db.resolver.loader import load_verified
 
-CATALOG = Catalog.default()
 PREFILL = ("attention_prefill_aten_cudnn", "attention_prefill_aten_efficient", "attention_prefill_aten_flash")
 DECODE = ("attention_decode_aten_flash",)
 BYTES_AT_ONCE = 16

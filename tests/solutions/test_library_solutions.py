@@ -8,9 +8,9 @@ from typing import Any
 import library_stand_ins
 import pytest
 import torch
+from shipped_records import CATALOG
 
 from tilegym_db.backends import load
-from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.plan import Options
 from tilegym_db.measurement.run_setup import RunSetup
 from tilegym_db.records import Definition
@@ -21,7 +21,6 @@ from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.verifier import Failure, judge, judge_draws, same_bytes
 
-CATALOG = Catalog.default()
 LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_liger")))
 CASES, DRAWS = 6, 1024
 

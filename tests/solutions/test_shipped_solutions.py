@@ -8,17 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+from shipped_records import CATALOG
 
-from tilegym_db.backends.aot import compile_solution
+from tilegym_db.backends.aot import compile_many
 from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.published.input_files import shipped_traces
 from tilegym_db.records import TILE_LANGUAGES, Trace, Workload
 from tilegym_db.store.journal import read_journal
 
-CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language in TILE_LANGUAGES)
 TRITON = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "triton"]
 CUTILE = [name for name in KERNELS if CATALOG.solutions[name].record.spec.language == "cutile"]
@@ -157,7 +157,8 @@ def test_a_kernel_that_lets_triton_fuse_such_a_product_is_found(
     workloads = choose_workloads(definition, careless, CATALOG.workloads_for(definition.name), None)
     workload = next(item for item in workloads if item.dtypes == {"T": dtype})
 
-    (ptx,) = ptx_of(compile_solution(definition, careless, workload, "sm_90"))
+    (compiled,) = compile_many([CompileJob(definition, careless, workload, "sm_90")])
+    (ptx,) = ptx_of(compiled)
 
     assert {line.split()[0].removesuffix("x2") for line in sums_of_unrounded_products(ptx)} == {fused}
 

@@ -14,6 +14,7 @@ import pytest
 import tilelang
 import tilelang.language as T
 import torch
+from shipped_records import CATALOG
 from tvm.target import Target
 
 from tilegym_db.backends.load import load_entry
@@ -80,7 +81,7 @@ KERNELS = {
     ),
 }
 """Every kernel with a pipeline: the Solution, the factory and its arguments at a size of production."""
-TILELANG = [files for files in Catalog.default().solutions.values() if files.record.spec.language == "tilelang"]
+TILELANG = [files for files in CATALOG.solutions.values() if files.record.spec.language == "tilelang"]
 
 
 def generated(factory: Any, arguments: tuple[Any, ...]) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.tilelang_interpreter import interpreting
-from tilegym_db.catalog import Catalog, SolutionFiles
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.protocol import Reply
@@ -25,7 +26,6 @@ from tilegym_db.verification.self_test import tiny_workloads
 from tilegym_db.verification.verifier import Failure, verify_slot
 from tilegym_db.verification.worker_handle import INTERPRETER
 
-CATALOG = Catalog.default()
 KERNELS = sorted(name for name, files in CATALOG.solutions.items() if files.record.spec.language == "tilelang")
 SEED = 20_261_123
 

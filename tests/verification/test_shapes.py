@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import layout_class
@@ -19,7 +18,6 @@ from tilegym_db.verification.expected import make_oracle_case
 
 ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
 PADDED = {"x": "row_contiguous", "out": "row_contiguous"}
-CATALOG = Catalog((shipped_root(),))
 
 
 def solution(*constraints: str, **spec: Any) -> Solution:

@@ -4,16 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
-from tilegym_db.catalog import Catalog
-from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.verification.gates import check_output
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, oracle, run_lifted, run_reference, sliced
 
-CATALOG = Catalog((shipped_root(),))
 SLICED = [name for name, record in CATALOG.definitions.items() if record.independent_axes]
 TINY_BYTES = 20_000
 

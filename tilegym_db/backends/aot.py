@@ -18,43 +18,20 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tilegym_db.backends.compile_jobs import DEFAULT_TIMEOUT_S, CompileJob, CompileResult
+from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
 from tilegym_db.backends.toolchains import TOOLCHAINS, toolchain_status
-from tilegym_db.catalog import SolutionFiles
-from tilegym_db.records import Definition, Workload
-from tilegym_db.records.solution import Tunable
 from tilegym_db.records.trace import clip_log
 
 JOBS_WORTH_A_WORKER = 4
 MAX_WORKERS = 16  # a worker with PyTorch and a compiler takes almost a gigabyte
 
 OnResult = Callable[[CompileJob, CompileResult], None]
-
-
-def compile_solution(
-    definition: Definition,
-    solution: SolutionFiles,
-    workload: Workload,
-    target: str,
-    *,
-    config: Mapping[str, Tunable] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> CompileResult:
-    """Compile the kernels that one Solution launches for one Workload.
-
-    Args:
-        target: a name of ``records.hardware.TARGETS``, such as ``sm_90``.
-        config: keyword arguments of ``run``; the source's defaults where None.
-        timeout_s: seconds after which the job is given up; the import of the language does not count.
-    """
-    (result,) = compile_many([CompileJob(definition, solution, workload, target, config or {}, timeout_s)], processes=1)
-    return result
 
 
 def compile_many(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.kit.options import complete_definition, complete_language, regular_file, solution_place
+from tilegym_db.cli.kit.options import Implements, complete_language, regular_file, solution_place
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
 
@@ -60,10 +60,7 @@ def add_solution_command(
             callback=solution_place,
         ),
     ],
-    definition: Annotated[
-        str | None,
-        typer.Option("--definition", "-d", help="The operator it implements.", autocompletion=complete_definition),
-    ] = None,
+    definition: Implements = None,
     language: Annotated[
         str | None,
         typer.Option("--language", "-l", help="python, triton, tilelang or cutile.", autocompletion=complete_language),

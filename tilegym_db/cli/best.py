@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import (
-    AsArrow,
-    AsCsv,
-    AsJson,
-    AsParquet,
-    Form,
-    OutputFile,
-    Wide,
-    chosen_form,
-    write_records,
-)
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
     DefinitionName,
@@ -38,16 +28,17 @@ from tilegym_db.cli.kit.output import (
     spelled_call,
     spelled_map,
 )
+from tilegym_db.errors import NoSolutionError, UsageError
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.database import Store
 
 
 MAX_ROWS = 1 << 31
 
 
+@with_form
 def best_command(
     name: DefinitionName = None,
     rank: Annotated[
@@ -58,12 +49,7 @@ def best_command(
     axes: Axes = None,
     language: Language = None,
     limit: Annotated[int | None, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.")] = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
     trust: Trust = False,
     spark: Spark = None,
 ) -> None:
@@ -71,12 +57,10 @@ def best_command(
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import parse_axes
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
-    from tilegym_db.errors import UsageError
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
-    sizes, spoken = parse_axes("--axes", axes), None if language is None else normalise_language(language)
+    sizes, spoken = parse_axes(axes), None if language is None else normalise_language(language)
     if name is not None:
         Catalog.default().definition(name)
     check_op_type(op_type, name)
@@ -100,7 +84,7 @@ def best_command(
     if not form.is_table:
         write_records(form, rows)
         return
-    print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=wide, least=BEST_DROPPED_FIRST)
+    print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=form.wide, least=BEST_DROPPED_FIRST)
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
     note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
     if unverified:
@@ -111,8 +95,6 @@ def none_verified(
     name: str | None, op_type: str | None, where: str, measured: Sequence[str], unverified: str | None
 ) -> NoSolutionError:
     """Return the error if no verified solution matches. ``where`` describes the filter."""
-    from tilegym_db.errors import NoSolutionError
-
     what = name or (f"op_type {op_type}" if op_type else "any definition")
     return NoSolutionError(
         f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
@@ -247,16 +229,12 @@ def print_leaderboard(
 SolutionName = Annotated[str, typer.Argument(help="A solution.", autocompletion=complete_solution)]
 
 
+@with_form
 def compare_command(
     a: SolutionName,
     b: SolutionName,
     gpu: Gpu = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
     trust: Trust = False,
 ) -> None:
     """Compare two solutions of one operator at every size at which both are verified. Exit status 3 without such a size."""
@@ -264,7 +242,6 @@ def compare_command(
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.store.queries.fastest import rows_of_both, winner
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     refuse_what_cannot_be_compared(Catalog.default(), a, b)
     chosen = chosen_gpu(gpu)
     with open_reader(trust=trust) as store:
@@ -277,7 +254,7 @@ def compare_command(
     if not form.is_table:
         write_records(form, rows)
         return
-    print_table(COMPARE_COLUMNS, [cells(row) for row in rows], wide=wide, least=COMPARE_DROPPED_FIRST)
+    print_table(COMPARE_COLUMNS, [cells(row) for row in rows], wide=form.wide, least=COMPARE_DROPPED_FIRST)
     for text in summary(rows, a, b):
         note(text)
 
@@ -315,8 +292,6 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
         NotFoundError: a solution does not exist.
         UsageError: the solutions cannot be compared.
     """
-    from tilegym_db.errors import UsageError
-
     definitions = [catalog.solution(name).record.definition for name in (a, b)]
     if a == b:
         raise UsageError(f"'{a}' is given twice: compare takes two solutions.", code="solution_repeated")
@@ -330,7 +305,6 @@ def refuse_what_cannot_be_compared(catalog: Catalog, a: str, b: str) -> None:
 
 def nothing_in_common(store: Store, a: str, b: str, gpu: str | None) -> Exception:
     """Return the error if no size has a verified trace of both solutions."""
-    from tilegym_db.errors import NoSolutionError
     from tilegym_db.store.queries import measured_gpus
 
     where = f" on {gpu}" if gpu else ""

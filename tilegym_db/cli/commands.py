@@ -1,4 +1,4 @@
-"""The table of commands with their help panels, and the Typer group that loads and lists them."""
+"""The table of commands with their help panels, and the Typer groups that load and list them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import shlex
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tilegym_db.cli.kit.groups import SETTINGS, CommandGroup
+from tilegym_db.errors import UsageError, did_you_mean
 
 COMMANDS: dict[str, dict[str, str]] = {
     "Look": {
@@ -91,6 +92,60 @@ OLD_NAMES = {
 
 # ---- Typer group --------------------------------------------------------------------------------------
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class CommandGroup(TyperGroup):
+    """A group that suggests names for an unknown one, and whose help has the first paragraph of each command in full."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Resolve a command like Typer, but suggest the nearest names for an unknown one.
+
+        Raises:
+            UsageError: there is no such command, or an option of the group stands before the command and would be lost.
+        """
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            raise UsageError(
+                f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: {ctx.command_path} --help",
+                code="command_unknown",
+            )
+        given = [item.opts[-1] for item in self.params if _is_given(ctx, item.name)]
+        if args and given:
+            raise UsageError(
+                f"'{args[0]}' does not get {given[0]}, which stands before it. Try: {ctx.command_path} {args[0]} --help",
+                code="option_misplaced",
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section of the commands, in the order of the source."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(command)) for name, command in self.commands.items()])
+
+
+def _is_given(ctx: Any, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _summary(command: Any) -> str:
+    return " ".join((command.help or "").partition("\n\n")[0].split())
+
+
+def command_group(summary: str, *, runs_alone: bool = False) -> typer.Typer:
+    """Return a group of commands. With ``runs_alone`` its callback is a command too, as ``doctor`` is."""
+    return typer.Typer(
+        cls=CommandGroup,
+        no_args_is_help=not runs_alone,
+        invoke_without_command=runs_alone,
+        rich_markup_mode=None,
+        add_completion=False,
+        context_settings=SETTINGS,
+        help=summary,
+    )
+
+
 EPILOG = (
     "Exit status: 0 ok, 1 a finding or a failure, 2 wrong usage or a missing package, 3 no verified solution, "
     "4 an invalid measurement, 130 interrupted."
@@ -137,8 +192,6 @@ class CommandTable(CommandGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve a command as a group does, but answer an old name with the new one."""
-        from tilegym_db.errors import UsageError
-
         if args and args[0] in OLD_NAMES:
             new = OLD_NAMES[args[0]]
             command = " ".join(["tilegym-db", new, *map(shlex.quote, args[1:])])

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.kit.names import refuse_unknown_names
 from tilegym_db.cli.kit.output import note, print_json, print_table
+from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +109,6 @@ def select_jobs(
         UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
     """
     from tilegym_db.backends.compile_jobs import CompileJob
-    from tilegym_db.errors import UsageError
     from tilegym_db.records import TILE_LANGUAGES
     from tilegym_db.records.solution import normalise_language
 
@@ -136,20 +137,13 @@ def select_jobs(
 
 def named_solutions(catalog: Catalog, names: Sequence[str]) -> list[SolutionFiles]:
     """Return the Solutions of some Definitions or Solutions, sorted by name; all of them without names."""
-    from tilegym_db.errors import NotFoundError, did_you_mean
-
+    refuse_unknown_names(names, catalog)
     chosen: dict[str, SolutionFiles] = {}
     for name in names or tuple(catalog.definitions):
         if name in catalog.definitions:
             chosen.update((item.name, item) for item in catalog.solutions_for(name))
-        elif name in catalog.solutions:
-            chosen[name] = catalog.solution(name)
         else:
-            catalog.refuse_broken(name)
-            hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
-            raise NotFoundError(
-                f"'{name}' is not a definition or a solution.{hint} Try: tilegym-db list", code="name_unknown"
-            )
+            chosen[name] = catalog.solution(name)
     return [item for _, item in sorted(chosen.items())]
 
 

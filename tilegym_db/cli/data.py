@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import MachineGpu, path_given, regular_files
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
+from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from tilegym_db.interchange.flashinfer_export import Export
@@ -176,7 +177,6 @@ def export_command(
 
     Offsets, ids and related inputs are drawn here with a seed per workload, and written as safetensors.
     """
-    from tilegym_db.errors import UsageError
     from tilegym_db.interchange.writing import refuse_taken
 
     if form not in FORMATS:
@@ -223,7 +223,6 @@ def _print_export(export: Export, folder: Path, as_json: bool) -> None:
 
 def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | str:
     """Return the maximum bytes of all blobs and of one blob, or the reason that there are no blobs."""
-    from tilegym_db.errors import UsageError
     from tilegym_db.interchange.export_blobs import MAX_BLOB_MIB, MAX_TOTAL_MIB, MIB
 
     if total == "none":
@@ -247,8 +246,6 @@ def _blob_limits(total: str | None, largest: str | None) -> tuple[int, int] | st
 
 
 def _mib(option: str, text: str | None, default: float, other: str = "") -> float:
-    from tilegym_db.errors import UsageError
-
     try:
         value = default if text is None else float(text)
     except ValueError:
@@ -289,7 +286,6 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
 
 
 def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) -> None:
-    from tilegym_db.errors import UsageError
     from tilegym_db.interchange.flashinfer_trace import DIALECT
     from tilegym_db.interchange.writing import imported_files, write_tree
     from tilegym_db.paths import home
@@ -309,7 +305,6 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
 
 
 def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
-    from tilegym_db.errors import UsageError
     from tilegym_db.interchange.drafts import STILL_TO_WRITE, draft_of
     from tilegym_db.interchange.writing import write_tree
     from tilegym_db.paths import home
@@ -409,8 +404,6 @@ VERIFIED = ("verified", "verified us")
 
 
 def _checked_names(found: DataSet, names: list[str]) -> list[str]:
-    from tilegym_db.errors import NotFoundError, did_you_mean
-
     known = {item.name for item in found.records if item.kind in ("definition", "solution")}
     for name in names:
         if name not in known:
@@ -519,7 +512,6 @@ def ingest_command(
 
     Exit status 1 if a line is not a valid trace; the others are still ingested.
     """
-    from tilegym_db.errors import UsageError
     from tilegym_db.store import connection
     from tilegym_db.store.connection import open_store
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
     Axes,
     Dtypes,
@@ -26,6 +26,7 @@ from tilegym_db.cli.kit.options import (
     parse_tunables,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
+from tilegym_db.errors import RecordError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,7 +139,7 @@ def profile_command(
     refuse_absent_gpu(gpu)
     from tilegym_db.measurement.instruments.profile import profile
 
-    tunables = parse_tunables("--config", config)
+    tunables = parse_tunables(config)
     with needing_program("ncu"):
         found, path = profile(name, workload=workload, config=tunables, gpu=gpu)
     if as_json:
@@ -204,7 +205,7 @@ def reproduce_command(
 
     catalog = with_candidates()
     definition = catalog.definition(catalog.solution(name).record.definition)
-    sizes, values = parse_axes("--axes", axes), parse_scalars("--scalar", scalar)
+    sizes, values = parse_axes(axes), parse_scalars(scalar)
     places = parse_pairs("--layout", layout)
     _check_values(definition, sizes, values, places)
     from tilegym_db.measurement.reproduce import reproduce  # loads PyTorch, which takes seconds
@@ -215,7 +216,7 @@ def reproduce_command(
         dtypes=parse_pairs("--dtype", dtype),
         scalars=values,
         layouts=places,
-        config=parse_tunables("--config", config),
+        config=parse_tunables(config),
         contents=distribution,
         seed=seed,
         offset=offset,
@@ -240,7 +241,6 @@ def _check_values(
     definition: Definition, axes: Mapping[str, int], scalars: Mapping[str, Scalar], layouts: Mapping[str, str]
 ) -> None:
     from tilegym_db.catalog.writers import check_layouts, check_scalar_values
-    from tilegym_db.errors import RecordError, UsageError
 
     try:
         check_scalar_values(definition, scalars)

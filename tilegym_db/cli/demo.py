@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.output import print_table, table_width
+from tilegym_db.errors import NotFoundError
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -227,28 +228,28 @@ def foresee(tokens: int) -> None:
     print_table(("definition", "call", "runs", "us", "speedup"), rows)
 
 
-def build_config(layers: int = 2) -> Any:
-    """Return the config of Llama-3.2-1B with a few layers and a small vocabulary."""
+def build_config() -> Any:
+    """Return the config of Llama-3.2-1B with two layers and a small vocabulary."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=4096,
         hidden_size=HIDDEN,
         intermediate_size=8192,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=64,
     )
 
 
-def build_llama(layers: int = 2) -> Any:
+def build_llama() -> Any:
     """Build a Llama of :func:`build_config` with random weights."""
     import torch
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(build_config(layers))
+    model: Any = LlamaForCausalLM(build_config())
     return model.eval()
 
 
@@ -338,7 +339,6 @@ def add_demo_kernel(catalog: Path, tokens: int) -> None:
 
 def publish_here(machine: Machine, folder: Path) -> None:
     """Publish the verified kernels for the resolver of this demo."""
-    from tilegym_db.errors import NotFoundError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.publish import publish
 

@@ -13,8 +13,8 @@ from tilegym_db.cli.kit.formats import AsJson
 from tilegym_db.cli.kit.options import (
     Axes,
     Dtypes,
+    Implements,
     MachineGpu,
-    complete_definition,
     complete_language,
     complete_target,
     parse_axes,
@@ -38,10 +38,7 @@ def command(
             callback=regular_file,
         ),
     ],
-    definition: Annotated[
-        str | None,
-        typer.Option("--definition", "-d", help="The operator it implements.", autocompletion=complete_definition),
-    ] = None,
+    definition: Implements = None,
     language: Annotated[
         str | None,
         typer.Option("--language", "-l", help="Its language; default: from imports.", autocompletion=complete_language),
@@ -71,7 +68,7 @@ def command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    sizes, dtypes = parse_axes("--axes", axes), parse_pairs("--dtype", dtype)
+    sizes, dtypes = parse_axes(axes), parse_pairs("--dtype", dtype)
     from tilegym_db.catalog import Catalog
 
     catalog = Catalog.default()

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import (
+    TABLE,
     AsArrow,
     AsCsv,
     AsJson,
     AsParquet,
+    Form,
     OutputFile,
-    Wide,
     chosen_form,
+    with_form,
     write_json,
     write_records,
 )
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
+from tilegym_db.errors import TilegymDBError, broken_package
 
 if TYPE_CHECKING:
     from tilegym_db.published.installation import RejectedLine
@@ -224,25 +227,20 @@ def installed_versions() -> dict[str, str | None]:
 
 
 @app.callback()
+@with_form
 def command(
     context: typer.Context,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
 ) -> None:
     """Report what works here and how to fix what does not. Exit status 1 if anything is broken."""
     if context.invoked_subcommand is not None:
         return
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     found = [check for checks in CHECKS for check in _results(checks)]
     if not form.is_table:
         write_records(form, [dataclasses.asdict(check) for check in found])
     else:
         for check in found:
-            for line in check_lines(check, None if wide else table_width()):
+            for line in check_lines(check, None if form.wide else table_width()):
                 print_line(line)
         broken = sum(check.state == "problem" for check in found)
         note(f"{broken} problem{'' if broken == 1 else 's'}")
@@ -252,8 +250,6 @@ def command(
 
 def _results(checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     """Yield the results of one group of checks. A package that cannot be imported is a result, and ends only that group."""
-    from tilegym_db.errors import broken_package
-
     try:
         yield from checks()
     except Exception as error:
@@ -370,7 +366,6 @@ def check_libraries() -> Iterator[Check]:
 def check_catalog() -> Iterator[Check]:
     """Yield the state of the catalog and every broken record."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import TilegymDBError
 
     catalog = Catalog.default(warns=False)
     where = ", ".join(str(root) for root in catalog.roots)
@@ -388,7 +383,6 @@ def check_catalog() -> Iterator[Check]:
 
 def check_store() -> Iterator[Check]:
     """Yield the state of the database: it must open, accept writes and answer."""
-    from tilegym_db.errors import TilegymDBError
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.queries import count_traces, measured_gpus
 
@@ -436,7 +430,6 @@ def check_peaks() -> Iterator[Check]:
     """Yield the calibration of this GPU; nothing on a machine without one."""
     import importlib.util
 
-    from tilegym_db.errors import TilegymDBError
     from tilegym_db.measurement.machine import select_machine
     from tilegym_db.store.connection import open_store
     from tilegym_db.store.queries import read_peaks

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.kit.formats import (
-    AsArrow,
-    AsCsv,
-    AsJson,
-    AsParquet,
-    Form,
-    OutputFile,
-    Wide,
-    chosen_form,
-    write_json,
-    write_records,
-)
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
+    Dtypes,
+    Scalars,
     Trust,
     complete_definition,
     complete_gpu,
@@ -29,6 +20,7 @@ from tilegym_db.cli.kit.options import (
     parse_scalars,
 )
 from tilegym_db.cli.kit.output import note, print_table, spelled_map
+from tilegym_db.errors import StoreError
 
 if TYPE_CHECKING:
     from tilegym_db.resolver.explain import Explanation
@@ -37,39 +29,34 @@ if TYPE_CHECKING:
 NO_VERIFIED_SOLUTION = 3
 
 
+@with_form
 def command(
     name: Annotated[
         str,
         typer.Argument(help="The definition that is called.", metavar="NAME", autocompletion=complete_definition),
     ],
     axes: Axes = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")] = None,
+    dtype: Dtypes = None,
     gpu: Annotated[
         str, typer.Option(help="A GPU such as h200 or cpu; auto is this machine's.", autocompletion=complete_gpu)
     ] = "auto",
-    scalar: Annotated[list[str] | None, typer.Option(help="Scalars: eps=1e-5.", metavar="S=VALUE,...")] = None,
+    scalar: Scalars = None,
     layout: Annotated[
         list[str] | None, typer.Option(help="Layouts: x=row_contiguous (absent: contiguous).", metavar="X=CLASS,...")
     ] = None,
     mode: Annotated[str, typer.Option(help="inference or training.")] = "inference",
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
     trust: Trust = False,
 ) -> None:
     """Show which solution the resolver picks for a call, and why it rejects the others. Exit 3: stock code runs."""
     from tilegym_db.resolver.explain import explain
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     explanation = explain(
         name,
-        axes=parse_axes("--axes", axes),
+        axes=parse_axes(axes),
         dtypes=parse_pairs("--dtype", dtype),
         layouts=parse_pairs("--layout", layout),
-        scalars=parse_scalars("--scalar", scalar),
+        scalars=parse_scalars(scalar),
         gpu=gpu,
         mode=mode,
         trust=trust,
@@ -113,7 +100,6 @@ def _print(explanation: Explanation, wide: bool) -> None:
 def _note_next(definition: str, gpu: str) -> None:
     """Print how many passes await verification, and the next step on this machine."""
     from tilegym_db.cli.kit.reader import open_reader, unverified_note
-    from tilegym_db.errors import StoreError
     from tilegym_db.resolver.device import default_gpu
     from tilegym_db.resolver.explain import next_step
     from tilegym_db.store.queries import best_rows, count_unverified

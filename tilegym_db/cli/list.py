@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import (
-    AsArrow,
-    AsCsv,
-    AsJson,
-    AsParquet,
-    Form,
-    OutputFile,
-    Wide,
-    chosen_form,
-    write_records,
-)
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_records
 from tilegym_db.cli.kit.options import OpType, of_kind, select_definitions, status_of
 from tilegym_db.cli.kit.output import note, print_table
+from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +20,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.imported import DataSet, Kind, StoredRecord
 
 
+@with_form
 def command(
     solutions: Annotated[bool, typer.Option("--solutions", help="List solutions.")] = False,
     workloads: Annotated[bool, typer.Option("--workloads", help="List workloads.")] = False,
@@ -41,18 +33,11 @@ def command(
     origin: Annotated[
         str | None, typer.Option(help="List an imported data set instead, by its origin; 'all' lists every one.")
     ] = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
 ) -> None:
     """List definitions, or their solutions (--solutions) or workloads (--workloads)."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import UsageError
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     if solutions + workloads + awards > 1:
         raise UsageError(
             "--solutions, --workloads and --awards list different things; give one of them.", code="options_clash"
@@ -67,7 +52,7 @@ def command(
         write_records(form, rows)
     elif rows:
         cells = [tuple(_spelled(value) for value in row.values()) for row in rows]
-        print_table(list(rows[0]), cells, wide=wide, least=LEAST_OF_AWARDS if awards else LEAST)
+        print_table(list(rows[0]), cells, wide=form.wide, least=LEAST_OF_AWARDS if awards else LEAST)
         note(f"{len(rows)} listed. Look closer: tilegym-db show NAME")
     else:
         note("nothing matches.")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import (
     ConfigFile,
     Gpus,
@@ -25,6 +23,7 @@ from tilegym_db.cli.kit.options import (
     Sequences,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
+from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
     from tilegym_db.loop.fit import FitReport
@@ -78,8 +77,6 @@ def fit_command(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    from tilegym_db.errors import UsageError
-
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"0*[1-9][0-9]{0,11}", word) for word in words):
         raise UsageError(
@@ -107,7 +104,6 @@ def content_of(report: FitReport) -> dict[str, Any]:
 
 def print_report(report: FitReport, *, wide: bool = False) -> None:
     """Print what was measured, the share of each piece and what serves it, then the model's timings."""
-
     counts = {} if report.measured is None else report.measured.counts
     done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
     note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")
@@ -184,6 +180,7 @@ def bench_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
+    from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
 
     options = ModelBenchOptions(
@@ -192,8 +189,8 @@ def bench_command(
         with_static_cache=static_cache, with_compiled_prefill=compile_prefill, beside=tuple(beside or ()),
         experts=tuple(experts or ()),
     )  # fmt: skip
-    with rounds_on_stderr() as observer:
-        run, handle = model_bench(config, select_machine(gpu), options, observer)
+    with Progress() as progress:
+        run, handle = model_bench(config, select_machine(gpu), options, progress.round_done)
     _report(run, handle, as_json=as_json, wide=wide)
 
 
@@ -206,7 +203,7 @@ def _report(run: ModelRun, handle: Handle, *, as_json: bool, wide: bool) -> None
         print_run(run, wide=wide)
         note(handle.report().text(160 if wide else table_width()))
     note(f"stored in {path}")
-    if handle.report().failures or handle.report().failed_proofs:
+    if handle.report().problems:
         raise typer.Exit(1)
 
 
@@ -314,21 +311,6 @@ def _ratio(estimate: Estimate) -> tuple[str, str | None]:
     if estimate.ci_low is None:
         return f"{estimate.median:.3f}x", None
     return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"
-
-
-# ---- Progress bar ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def rounds_on_stderr() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr if it is a terminal; yield a callback for (rounds done, total rounds)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("generating", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # ---- Verify ---------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, file_name
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.output import note, print_json, print_table
+from tilegym_db.errors import ConflictError, RecordError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +40,6 @@ def new_definition(
 ) -> None:
     """Write the draft of an operator: a folder with its record, its reference and its self-test."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import ConflictError, UsageError
     from tilegym_db.scaffold import draft_definition
     from tilegym_db.scaffold.definition_draft import parse_tensors
 
@@ -91,7 +91,6 @@ def new_solution(
 ) -> None:
     """Write the draft of a kernel with the operator's signature, or add its stock code."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import UsageError
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.scaffold import draft_solution, stock_solution_files
     from tilegym_db.scaffold.solution_draft import login_name
@@ -159,7 +158,6 @@ def new_workload(
     """Write an operator's workloads at the sizes of a model, from its config, and list what could not be mapped."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import parse_axes, parse_scalars
-    from tilegym_db.errors import RecordError, UsageError
     from tilegym_db.scaffold import workloads_from_config
     from tilegym_db.scaffold.model_config import read_model_config
 
@@ -176,8 +174,8 @@ def new_workload(
         model=tag,
         tokens=parse_counts(tokens),
         batch=batch,
-        axes=parse_axes("--axes", axes),
-        scalars=parse_scalars("--scalar", scalar),
+        axes=parse_axes(axes),
+        scalars=parse_scalars(scalar),
     )
     if not as_json:
         print_mapping(found)
@@ -203,7 +201,6 @@ def check_name(name: str, option: str) -> None:
     Raises:
         UsageError: the text is empty or has invalid characters.
     """
-    from tilegym_db.errors import UsageError
     from tilegym_db.records.base import NAME_PATTERN
 
     if re.fullmatch(NAME_PATTERN, name) is None:
@@ -254,8 +251,6 @@ def mapping_of(found: MappedWorkloads) -> dict[str, object]:
 
 def parse_counts(text: str) -> list[int]:
     """Parse ``"1,512"`` to ``[1, 512]``; raise :class:`UsageError` for anything else."""
-    from tilegym_db.errors import UsageError
-
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
         raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.", code="tokens_invalid")
@@ -295,7 +290,6 @@ def write_new(folder: Path, files: Mapping[str, str]) -> None:
         ConflictError: the folder exists and is not empty.
         StoreError: the folder cannot be written.
     """
-    from tilegym_db.errors import ConflictError
     from tilegym_db.files import write_exclusively, write_folder
 
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
@@ -329,8 +323,6 @@ def _encoded(text: str) -> bytes:
     Raises:
         UsageError: the text has bytes that are not UTF-8.
     """
-    from tilegym_db.errors import UsageError
-
     try:
         return text.encode()
     except UnicodeEncodeError as error:

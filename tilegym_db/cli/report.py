@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import file_name
-from tilegym_db.cli.kit.groups import command_group
 from tilegym_db.cli.kit.options import Trust, path_given
 from tilegym_db.cli.kit.output import note, print_line
 

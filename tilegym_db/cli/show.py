@@ -7,18 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import (
-    AsArrow,
-    AsCsv,
-    AsJson,
-    AsParquet,
-    Form,
-    OutputFile,
-    Wide,
-    chosen_form,
-    write_json,
-    write_records,
-)
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write_records
 from tilegym_db.cli.kit.names import OTHER_NAMES
 from tilegym_db.cli.kit.options import complete_name
 from tilegym_db.cli.kit.output import (
@@ -33,6 +22,7 @@ from tilegym_db.cli.kit.output import (
     spelled_map,
     spelled_number,
 )
+from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog, SolutionFiles
@@ -43,6 +33,7 @@ TRACES_SHOWN = 40
 TRACE_ID_SHOWN = 8
 
 
+@with_form
 def command(
     name: Annotated[
         str,
@@ -50,12 +41,7 @@ def command(
             help="A definition, a solution, or a trace by its id or the start of it.", autocompletion=complete_name
         ),
     ],
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
     spark: Spark = None,
 ) -> None:
     """Show a definition with its reference and solutions, a solution with its source and traces, or one trace.
@@ -64,9 +50,7 @@ def command(
     and Arrow have only tables: a definition's solutions, a solution's traces, the trace.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import NotFoundError, did_you_mean
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     catalog = Catalog.default()
     if name in catalog.definitions:
         show_definition(catalog, catalog.definition(name), form, spark)
@@ -88,8 +72,6 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
     Raises:
         UsageError: the output is not a table, and the name stands for none or several Definitions.
     """
-    from tilegym_db.errors import UsageError
-
     other = OTHER_NAMES[name]
     said = other.said(name)
     if len(other.definitions) == 1:
@@ -266,7 +248,6 @@ def show_trace(trace_id: str, form: Form) -> bool:
         UsageError: several ids have this prefix.
     """
     from tilegym_db.cli.kit.reader import open_reader
-    from tilegym_db.errors import UsageError
     from tilegym_db.store.queries import find_traces
 
     if len(trace_id) < MIN_PREFIX:

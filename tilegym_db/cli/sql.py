@@ -7,23 +7,20 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
 from tilegym_db.cli.kit.output import note, print_table
+from tilegym_db.errors import QueryError
 from tilegym_db.store.asking import public_views
 
 
+@with_form
 def command(
     statement: Annotated[
         str,
         typer.Argument(help="One SELECT; '-' reads it from standard input.", autocompletion=complete_statement),
     ],
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
     source: Annotated[
         str | None,
         typer.Option("--from", help="Query a shared data set (a folder, or s3://bucket/folder) instead."),
@@ -37,7 +34,6 @@ def command(
     from tilegym_db.cli.kit.formats import write_arrow, write_rows
     from tilegym_db.store.sql import run_user_query
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     binary = form.kind in ("parquet", "arrow")
     text = read_statement() if statement == "-" else statement
     if source is None:
@@ -54,7 +50,7 @@ def command(
     if binary:
         write_arrow(form, lambda: result.table)
     elif form.is_table:
-        print_table(result.columns, result.rows, wide=wide)
+        print_table(result.columns, result.rows, wide=form.wide)
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)
@@ -74,7 +70,6 @@ def read_statement() -> str:
     Raises:
         QueryError: it has another encoding, or is too long.
     """
-    from tilegym_db.errors import QueryError
     from tilegym_db.store.asking import MAX_STATEMENT
 
     stream = getattr(sys.stdin, "buffer", None)

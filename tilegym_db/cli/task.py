@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import AsArrow, AsCsv, AsJson, AsParquet, OutputFile, Wide, chosen_form, write_records
-from tilegym_db.cli.kit.groups import command_group
+from tilegym_db.cli.commands import command_group
+from tilegym_db.cli.kit.formats import TABLE, AsJson, Form, with_form, write_records
 from tilegym_db.cli.kit.options import (
     ConfigFile,
     Layers,
@@ -24,6 +24,7 @@ from tilegym_db.cli.kit.options import (
     complete_language,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
+from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.machine import Machine
@@ -162,27 +163,21 @@ def _print_attempt(attempt: Attempt, gpu: str) -> None:
 
 
 @app.command("status")
+@with_form
 def status(
     task: Annotated[str | None, typer.Argument(help="A task's id, or how it begins; none lists all.")] = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    as_parquet: AsParquet = False,
-    as_arrow: AsArrow = False,
-    output: OutputFile = None,
-    wide: Wide = False,
+    form: Form = TABLE,
 ) -> None:
     """List the tasks, or the attempts at one of them with the reasons for refusals."""
-    from tilegym_db.loop.status import attempts_of, tasks_table
-    from tilegym_db.loop.tasks import find_task
+    from tilegym_db.loop.tasks import attempts_of, find_task, tasks_table
 
-    form = chosen_form(as_json, as_csv, as_parquet, as_arrow, output, wide)
     rows: list[dict[str, Any]] = tasks_table() if task is None else attempts_of(find_task(task))
     if not form.is_table:
         write_records(form, rows)
     elif rows:
-        shown = rows if task or wide else _with_short_ids(rows)
+        shown = rows if task or form.wide else _with_short_ids(rows)
         print_table(
-            [*rows[0]], [tuple(row.values()) for row in shown], wide=wide, prose=("reason",), least=("device_s",)
+            [*rows[0]], [tuple(row.values()) for row in shown], wide=form.wide, prose=("reason",), least=("device_s",)
         )
         if task is None:
             note(
@@ -291,8 +286,6 @@ def print_experiments(done: Sequence[Experiment], *, as_json: bool) -> None:
 
 def parse_duration(text: str) -> float:
     """Return the seconds of ``90s``, ``30m`` or ``2h``; raise :class:`UsageError` for other texts and above 30 days."""
-    from tilegym_db.errors import UsageError
-
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.strip())
     if match is None:
         raise UsageError(f"--budget {text!r} must read 90s, 30m or 2h.", code="budget_invalid")

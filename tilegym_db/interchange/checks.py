@@ -52,7 +52,6 @@ class Rules:
     input_kinds: frozenset[str] = frozenset({"random", "safetensors", "scalar"})
     statuses: tuple[str, ...] = STATUSES
     languages_key: str = "language"
-    sources_inline: bool = True
     destination_passing_default: bool = True
     binding_default: str | None = "tvm-ffi"
 
@@ -81,10 +80,10 @@ def check_texts(record: Mapping[str, Any], key: str, where: str = "") -> Iterato
         yield where + key, "must be a list of texts"
 
 
-def check_optional_text(record: Mapping[str, Any], key: str, where: str = "") -> Iterator[Problem]:
+def check_optional_text(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
     """Yield a problem unless an optional key has a text or null."""
     if not isinstance(record.get(key), str | None):
-        yield where + key, f"must be a text or null, not {record[key]!r:.80}"
+        yield key, f"must be a text or null, not {record[key]!r:.80}"
 
 
 def is_one_of(value: Any, allowed: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,19 @@ class Collection:
             self.refuse(path, [("", parsed)], line)
             return None
         return parsed
+
+    def read_valid(
+        self, path: str, file: Path, check: Callable[[Mapping[str, Any], Rules], list[Problem]]
+    ) -> tuple[dict[str, Any], str, tuple[int, int]] | None:
+        """Keep a file of one record and return the record, its digest and its span; None if it is refused."""
+        content = file.read_bytes()
+        parsed = self.parse(path, content)
+        problems = [] if parsed is None else check(parsed[0], self.rules)
+        if parsed is None or problems:
+            self.refuse(path, problems)
+            return None
+        self.carry(path, file, "records")
+        return *parsed, (0, len(content))
 
     def add(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.interchange.checks import Rules, check_definition, check_solution
+from tilegym_db.interchange.checks import Problem, Rules, check_definition, check_solution
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.flashinfer_trace import defaults_filled
 from tilegym_db.interchange.reading import walk
@@ -66,23 +66,20 @@ def read(root: Path) -> Collection:
             if not found.refuse_spelling(path, file, ".json"):
                 found.carry(path, file)
             continue
-        content = file.read_bytes()
-        parsed = found.parse(path, content)
-        if parsed is None:
+        valid = found.read_valid(path, file, _problems)
+        if valid is None:
             continue
-        record, digest = parsed
-        kind = "solution" if "spec" in record else "definition"
-        problems = (check_solution if kind == "solution" else check_definition)(record, RULES)
-        if problems:
-            found.refuse(path, problems)
-            continue
-        found.carry(path, file, "records")
-        if kind == "solution":
+        record, digest, span = valid
+        if "spec" in record:
             filled, unset = defaults_filled(record, RULES)
-            found.add("solution", filled, digest, path, (0, len(content)), unset=unset)
+            found.add("solution", filled, digest, path, span, unset=unset)
         else:
-            found.add("definition", record, digest, path, (0, len(content)), findings=dump_findings(record))
+            found.add("definition", record, digest, path, span, findings=dump_findings(record))
     return found
+
+
+def _problems(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
+    return (check_solution if "spec" in record else check_definition)(record, rules)
 
 
 def dump_findings(record: Mapping[str, Any]) -> list[str]:

@@ -45,35 +45,20 @@ def read(root: Path) -> Collection:
 
 
 def _definition(found: Collection, path: str, file: Path) -> None:
-    content = file.read_bytes()
-    parsed = found.parse(path, content)
-    if parsed is None:
-        return
-    record, digest = parsed
-    problems = check_definition(record, found.rules)
-    if problems:
-        found.refuse(path, problems)
-        return
-    found.carry(path, file, "records")
-    want = (record["op_type"], f"{record['name']}.json")
-    found.add("definition", record, digest, path, (0, len(content)), findings=_misplaced(path, want))
+    valid = found.read_valid(path, file, check_definition)
+    if valid is not None:
+        record, digest, span = valid
+        want = (record["op_type"], f"{record['name']}.json")
+        found.add("definition", record, digest, path, span, findings=_misplaced(path, want))
 
 
 def _solution(found: Collection, path: str, file: Path) -> None:
-    content = file.read_bytes()
-    parsed = found.parse(path, content)
-    if parsed is None:
-        return
-    record, digest = parsed
-    problems = check_solution(record, found.rules)
-    if problems:
-        found.refuse(path, problems)
-        return
-    found.carry(path, file, "records")
-    record, unset = defaults_filled(record, found.rules)
-    parts = PurePosixPath(path).parts
-    want = (record["author"], parts[2] if len(parts) > 2 else "", record["definition"], f"{record['name']}.json")
-    found.add("solution", record, digest, path, (0, len(content)), unset=unset, findings=_misplaced(path, want))
+    valid = found.read_valid(path, file, check_solution)
+    if valid is not None:
+        (record, unset), digest, span = defaults_filled(valid[0], found.rules), *valid[1:]
+        parts = PurePosixPath(path).parts
+        want = (record["author"], parts[2] if len(parts) > 2 else "", record["definition"], f"{record['name']}.json")
+        found.add("solution", record, digest, path, span, unset=unset, findings=_misplaced(path, want))
 
 
 def defaults_filled(record: Mapping[str, Any], rules: Rules) -> tuple[dict[str, Any], list[str]]:

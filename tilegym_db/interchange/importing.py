@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
-from tilegym_db.interchange.collecting import Collection
 from tilegym_db.paths import home as default_home
 from tilegym_db.store.imported import DataSet, add_data_set, check_addable, check_name, import_lock
 
-
-@dataclass(frozen=True)
-class Dialect:
-    """A dialect, with functions that detect and read its data sets."""
-
-    name: str
-    is_this: Callable[[Path], bool]
-    read: Callable[[Path], Collection]
-
-
-# Tried in this order: a FlashInfer-Trace tree may contain files of the others, but not the reverse.
-DIALECTS: dict[str, Dialect] = {
-    module.DIALECT: Dialect(module.DIALECT, module.is_this, module.read)
-    for module in (flashinfer_trace, tilegym_inventory, sol_execbench, fi_trace_dumps)
+DIALECTS: dict[str, Any] = {
+    module.DIALECT: module for module in (flashinfer_trace, tilegym_inventory, sol_execbench, fi_trace_dumps)
 }
+"""Modules with ``is_this(root) -> bool`` and ``read(root) -> Collection``, by dialect, in the order in which they are tried.
+
+A FlashInfer-Trace tree may contain files of the others, but not the reverse.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +29,8 @@ class ImportReport:
     changed: bool
 
 
-def recognise(path: Path) -> Dialect:
-    """Return the dialect of a data set.
+def recognise(path: Path) -> Any:
+    """Return the module of a data set's dialect.
 
     Raises:
         UsageError: the path does not exist, or its dialect is not recognised.
@@ -98,7 +89,7 @@ def import_data_set(
         raise RecordError(
             f"{error.filename or path}: cannot be read: {error.strerror}. Nothing was imported.", code="file_unreadable"
         ) from None
-    _refuse(path, found, chosen.name, strict)
+    _refuse(path, found, chosen.DIALECT, strict)
     if dry_run:
         check_addable(found, folder, replace=replace)
         return ImportReport(found, False)

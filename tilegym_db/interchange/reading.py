@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tilegym_db.records.base import canonical_json
 from tilegym_db.store.imported import Refusal
 
 MAX_RECORD_BYTES = 64 << 20
@@ -215,8 +214,3 @@ def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             return f"is not a safetensors file: its header cannot be read ({error})"
-
-
-def content_digest(value: Any) -> str:
-    """Return the sha256 of a value's canonical JSON, for values that were not read from a file."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()

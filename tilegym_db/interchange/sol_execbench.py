@@ -21,6 +21,7 @@ from tilegym_db.interchange.checks import (
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.flashinfer_trace import defaults_filled
 from tilegym_db.interchange.reading import split_lines, walk
+from tilegym_db.store.imported import Kind
 
 DIALECT = "sol-execbench"
 RULES = Rules(
@@ -117,12 +118,9 @@ def _definition(found: Collection, path: str, folder: Path) -> dict[str, Any] | 
     entry = record.get("custom_inputs_entrypoint")
     if entry is not None and not isinstance(entry, str):
         problems.append(("custom_inputs_entrypoint", "must be the name of a function"))
-    if not problems and (twin := found.first_of("definition", record["name"], digest, path)) is not None:
-        # The same definition often appears once per language.
-        if twin[1] == digest:
-            found.carry(path, file)
-            return record
-        problems.append(("name", f"'{record['name']}' is also in {twin[0]} with other content"))
+    if _is_twin(found, "definition", path, *parsed, problems):  # it often appears once per language
+        found.carry(path, file)
+        return record
     if problems:
         found.refuse(path, problems)
         return None
@@ -139,11 +137,9 @@ def _solution(found: Collection, path: str, file: Path) -> None:
         return
     record, digest = parsed
     problems = check_solution(record, RULES)
-    if not problems and (twin := found.first_of("solution", record["name"], digest, path)) is not None:
-        if twin[1] == digest:
-            found.carry(path, file)
-            return
-        problems.append(("name", f"'{record['name']}' is also in {twin[0]} with other content"))
+    if _is_twin(found, "solution", path, *parsed, problems):
+        found.carry(path, file)
+        return
     if problems:
         found.refuse(path, problems)
         return
@@ -152,6 +148,16 @@ def _solution(found: Collection, path: str, file: Path) -> None:
     spec.setdefault("language", (spec.get("languages") or [None])[0])
     found.carry(path, file, "records")
     found.add("solution", {**filled, "spec": spec}, digest, path, (0, len(content)), unset=unset)
+
+
+def _is_twin(
+    found: Collection, kind: Kind, path: str, record: Mapping[str, Any], digest: str, problems: list[Problem]
+) -> bool:
+    """Return True if another file has the same valid record; note other content under its name as a problem."""
+    twin = None if problems else found.first_of(kind, record["name"], digest, path)
+    if twin is not None and twin[1] != digest:
+        problems.append(("name", f"'{record['name']}' is also in {twin[0]} with other content"))
+    return twin is not None and twin[1] == digest
 
 
 def _lines(found: Collection, path: str, file: Path, definition: dict[str, Any] | None) -> None:

@@ -22,6 +22,7 @@ from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.catalog.reader import CatalogReader
+from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import write_atomically
 from tilegym_db.interchange import sol_execbench
@@ -33,7 +34,7 @@ from tilegym_db.interchange.adapt import (
     native_name,
     why_not_by_element,
 )
-from tilegym_db.interchange.drafts import base_of, blob_of, imported_tag, origin_tag
+from tilegym_db.interchange.drafts import WIDE_INTEGERS, base_of, blob_of, imported_tag, origin_tag
 from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.paths import scratch_folder
@@ -50,7 +51,6 @@ from tilegym_db.store.imported import DataSet, StoredRecord, import_lock
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.verifier import Failure
 
-RECORD_FILE = "solution.json"
 MAY_LACK_OUTPUTS = ("INCORRECT_SHAPE", "RUNTIME_ERROR")
 """Statuses of a call that may have returned fewer outputs than the Definition has.
 
@@ -277,7 +277,7 @@ def _prepared(adapted: AdaptedSolution, item: StoredRecord, folder: Path) -> Sol
         return prepare_solution(adapted, folder)
     except RecordError as error:
         # The error names the worker's copy. The user needs the path in the data set.
-        return f"{item.path}: {str(error).removeprefix(f'{folder / RECORD_FILE}: ')}"
+        return f"{item.path}: {str(error).removeprefix(f'{folder / RECORD_NAME}: ')}"
     except OSError as error:
         return f"{item.path}: its sources cannot be written side by side: {error.strerror or error}"
 
@@ -400,8 +400,6 @@ def summary(pairs: Sequence[ComparedPair]) -> dict[str, int]:
 # ---- Inputs of foreign Workloads ---------------------------------------------------------------------
 # Inputs are drawn as the foreign project draws them, or read from its tensor files.
 
-_WIDE_INTEGERS = frozenset({"int16", "int32", "int64", "uint32"})
-
 
 def draw_contents(
     found: DataSet, definition: Definition, workload: Mapping[str, Any], seed: int, device: str, base: str = ""
@@ -459,9 +457,8 @@ def _random(name: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int, de
     generator = torch.Generator(device).manual_seed(seed)
     if name == "bool":
         return torch.randint(0, 2, shape, generator=generator, device=device).to(torch.bool)
-    if name in _WIDE_INTEGERS:
-        low = 0 if name == "uint32" else -1024
-        return torch.randint(low, 1024, shape, generator=generator, device=device).to(dtype)
+    if name in WIDE_INTEGERS:
+        return torch.randint(WIDE_INTEGERS[name], 1024, shape, generator=generator, device=device).to(dtype)
     if not dtype.is_floating_point:
         low, high = (-128, 128) if dtype.is_signed else (0, 256)
         return torch.randint(low, high, shape, generator=generator, device=device).to(dtype)

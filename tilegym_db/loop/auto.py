@@ -26,10 +26,9 @@ from tilegym_db.files import regular_files, write_atomically, write_folder, writ
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece
 from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
 from tilegym_db.loop.prompt import prompt_of
-from tilegym_db.loop.status import discarded, last_attempt, verdicts
 from tilegym_db.loop.submission_catalog import withdraw
 from tilegym_db.loop.submit import submit
-from tilegym_db.loop.tasks import create_task
+from tilegym_db.loop.tasks import create_task, discarded, last_attempt, verdicts
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import LOCK_NAME, loop_folder, trace_files
 from tilegym_db.published.trace_file import read_lines
@@ -432,6 +431,7 @@ def _files_of(folder: Path) -> Mapping[str, bytes]:
 # ---- Author process -----------------------------------------------------------------------------------
 
 MAX_OUTPUT = 2000
+CHECKED_EVERY_S = 2.0
 
 
 def judge_digest(catalog: Catalog) -> str:
@@ -518,8 +518,7 @@ def wait_for_author(
     folder: Path,
     catalog: Catalog,
     limit_s: float,
-    is_submitted: Callable[[], bool] = lambda: False,
-    every_s: float = 2.0,
+    is_submitted: Callable[[], bool],
 ) -> str | None:
     """Show a person where the prompt is, and wait for a kernel; otherwise like :func:`run_author`.
 
@@ -529,7 +528,6 @@ def wait_for_author(
         catalog: the catalog that decides about the submission.
         limit_s: maximum wait in seconds.
         is_submitted: returns True once a kernel was submitted in another way.
-        every_s: seconds between checks.
 
     Raises:
         ConflictError: the package, definitions or workloads changed during the wait; the kernel is not judged.
@@ -543,7 +541,7 @@ def wait_for_author(
     while not (folder / "solution.json").is_file() and not is_submitted():
         if time.monotonic() > until:
             return "timeout"
-        time.sleep(every_s)
+        time.sleep(CHECKED_EVERY_S)
     if judge_digest(catalog) != before:
         raise ConflictError(
             "files that judge kernels changed during the wait, so the kernel is not judged. Restore them, and start again.",

@@ -179,7 +179,7 @@ def fit(
     report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer)
     if not report.interrupted:
         report.speedup, handle = time_instance(model, inputs, machine, rounds)
-        report.failed += _failed(handle)
+        report.failed += handle.report().problems
     return report
 
 
@@ -275,16 +275,10 @@ def _time(
         ingest(store)
     report.runs.append(found)
     report.new_runs += 1
-    report.failed += _failed(handle)
+    report.failed += handle.report().problems
 
 
 def _is_of(one: ModelRun, run: ModelBenchOptions, config: Any, machine: Machine) -> bool:
     found = (one.config_digest, one.gpu_name, one.dtype, one.batch, one.prompt_tokens, one.new_tokens, one.rounds)
     asked = (config_digest(config), machine.gpu_name, run.dtype, run.batch, run.prompt, run.new, run.rounds)
     return found == asked and one.proved and dict(one.libs) == machine.libs
-
-
-def _failed(handle: Any) -> list[str]:
-    """Return the kernels that failed the proof on the model's own calls or raised."""
-    report = handle.report()
-    return [f"{proof.kernel}: {proof.reason}" for proof in report.failed_proofs] + [str(one) for one in report.failures]

@@ -96,9 +96,7 @@ class ModelState:
             dtype=self.dtype, prompt=self.prompt, new=0, rounds=self.rounds, layers=self.layers, verify=True
         )
         run, handle = model_bench(self.path, self.machine, options)
-        report = handle.report()
-        failed = [f"{proof.kernel}: {proof.reason}" for proof in report.failed_proofs]
-        return run, failed + [f"{failure}" for failure in report.failures]
+        return run, handle.report().problems
 
 
 # ---- Decisions ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError
-from tilegym_db.loop.status import attempts_at
+from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.hardware import CPU, GPU_SLUGS
@@ -28,13 +28,13 @@ SHARED_MEMORY_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_1
 """Maximum shared memory per block, by target."""
 
 
-def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = None) -> str:
+def prompt_of(task: Task, home: Path | None = None) -> str:
     """Return the page of a task, from the records and the journaled attempts.
 
     Raises:
         ConflictError: the Definition or a pattern changed since the task was made.
     """
-    catalog, home = catalog or Catalog.default(), home or default_home()
+    catalog = Catalog.default()
     definition = catalog.definition(task.definition)
     if definition.digest != task.definition_digest:
         raise ConflictError(
@@ -49,7 +49,9 @@ def prompt_of(task: Task, catalog: Catalog | None = None, home: Path | None = No
                 f"Make a new one: tilegym-db task create {task.definition}",
                 code="pattern_changed",
             )
-    return prompt_text(task, definition, attempts_at(task, home), [patterns[item.id] for item in task.patterns])
+    return prompt_text(
+        task, definition, attempts_at(task, home or default_home()), [patterns[item.id] for item in task.patterns]
+    )
 
 
 def prompt_text(task: Task, definition: Definition, attempts: Sequence[Attempt], patterns: Sequence[Pattern]) -> str:

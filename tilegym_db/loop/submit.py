@@ -21,8 +21,8 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.errors import HardwareError, MissingPackageError, RecordError, UsageError
 from tilegym_db.files import hold_lock, read_bytes
-from tilegym_db.loop.status import attempts_at
 from tilegym_db.loop.submission_catalog import candidate_name, enter, leave, with_candidates
+from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.measurement.awards import BASELINES, record_awards
 from tilegym_db.measurement.benchmark import bench, verify
 from tilegym_db.measurement.machine import select_machine
@@ -101,7 +101,6 @@ def submit(
     folder: Path,
     *,
     gpu: str | None = None,
-    catalog: Catalog | None = None,
     home: Path | None = None,
     root: Path | None = None,
     observer: Observer | None = None,
@@ -112,7 +111,6 @@ def submit(
         task: the task that the submission is for.
         folder: has ``kernel.py`` and ``solution.json``. The kernel runs only in a confined worker.
         gpu: the GPU to measure on; it must be the task's, which is the default.
-        catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
         root: catalog root for a kernel that passes; by default that of ``add-solution``, from which no experiment removes it.
         observer: callbacks for the progress of the measurements.
@@ -127,7 +125,7 @@ def submit(
         StoreError: another process is judging a submission to this task.
         MissingPackageError: a compiler is missing in this environment.
     """
-    catalog, home = catalog or Catalog.default(), home or default_home()
+    catalog, home = Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
         raise HardwareError(
             f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: tilegym-db task create",

@@ -1,4 +1,4 @@
-"""Create tasks: select their workloads, the latencies to beat and the patterns that may help."""
+"""Create tasks and report their state: their workloads, the latencies to beat, patterns that may help, and the attempts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from tilegym_db.measurement.plan import fits_a_cpu
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import LANGUAGES, TILE_LANGUAGES, Definition, Workload, axes_key
 from tilegym_db.records.hardware import CPU, gpu_slug, one_gpu_meant, parse_gpu
-from tilegym_db.records.loop import MIN_SPEEDUP, MeasuredBy, Pattern, PatternReference, Task, TaskWorkload
+from tilegym_db.records.loop import (
+    MIN_SPEEDUP,
+    Attempt,
+    Experiment,
+    MeasuredBy,
+    Pattern,
+    PatternReference,
+    Task,
+    TaskWorkload,
+)
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop import append, journaled, loop_lock, read_patterns, verified_on
+from tilegym_db.store.loop import append, journaled, latest, loop_lock, read_patterns, task_rows, verified_on
 from tilegym_db.store.queries import read_peaks, traced_gpus
 
 MAX_WORKLOADS = 16
@@ -37,7 +46,6 @@ def create_task(
     min_speedup: float = MIN_SPEEDUP,
     objective: Literal["latency", "coverage"] = "latency",
     model: str = "",
-    catalog: Catalog | None = None,
     home: Path | None = None,
 ) -> Task:
     """Create a task, or return the existing one with the same content.
@@ -51,14 +59,13 @@ def create_task(
         min_speedup: bar over the best baseline, at least :data:`~tilegym_db.records.loop.MIN_SPEEDUP`.
         objective: the reason for the task.
         model: digest of the model's config, for the objective ``coverage``.
-        catalog: the records; the shipped ones and the user's overlay by default.
         home: folder of the store.
 
     Raises:
         NotFoundError: the Definition does not exist.
         UsageError: the language or GPU is unknown, no workload or too many match, or the bar is out of range.
     """
-    catalog, home = catalog or Catalog.default(), home or default_home()
+    catalog, home = Catalog.default(), home or default_home()
     _check_request(language, min_speedup)
     operator = catalog.definition(definition)
     with open_store(home, read_only=True, catalog=catalog) as store:
@@ -130,13 +137,13 @@ def unverifiable(language: str, gpu: str) -> str:
     )
 
 
-def find_task(prefix: str, home: Path | None = None) -> Task:
+def find_task(prefix: str) -> Task:
     """Return the task whose id begins with a prefix.
 
     Raises:
         NotFoundError: no task or several tasks match.
     """
-    found = {task.id: task for task in journaled(Task, home) if task.id.startswith(prefix)} if prefix else {}
+    found = {task.id: task for task in journaled(Task) if task.id.startswith(prefix)} if prefix else {}
     if not found:
         raise NotFoundError(f"no task begins with '{prefix}'. Try: tilegym-db task status", code="task_unknown")
     if len(found) > 1:
@@ -246,3 +253,60 @@ def _limits(store: Store, gpu: str) -> dict[str, float]:
         "launch_us": peaks.launch_us.value,
     }
     return limits | {f"{dtype}_flops_per_s": measured.value for dtype, measured in peaks.flops.items()}
+
+
+# ---- State --------------------------------------------------------------------------------------------
+# Tasks and attempts as table rows, and what became of earlier attempts.
+
+SHOWN = ("id", "definition", "language", "gpu", "objective", "workloads", "attempts", "status")
+
+
+def tasks_table() -> list[dict[str, Any]]:
+    """Return one row per task, oldest first."""
+    with open_store(read_only=True) as store:
+        return [{name: row[name] for name in SHOWN} for row in task_rows(store)]
+
+
+def attempts_of(task: Task) -> list[dict[str, Any]]:
+    """Return one row per attempt at a task, with the steps passed and the reason for the refusal."""
+    own = sorted(attempts_at(task, default_home()), key=lambda one: one.number)
+    return [
+        {
+            "attempt": one.number,
+            "solution": one.solution,
+            "passed": one.stage,
+            "verdict": one.verdict,
+            "gate": one.gate,
+            "reason": one.reason or ", ".join(one.promotions),
+            "wall_s": one.wall_s,
+            "device_s": one.device_s,
+        }
+        for one in own
+    ]
+
+
+def attempts_at(task: Task, home: Path) -> list[Attempt]:
+    """Return the newest state of each attempt at a task, in the order received."""
+    return [one for (owner, _), one in latest(journaled(Attempt, home)).items() if owner == task.id]
+
+
+def last_attempt(task: Task, home: Path) -> Attempt | None:
+    """Return the attempt with an award, else the newest."""
+    return max(attempts_at(task, home), key=lambda one: (one.verdict == "promoted", one.number), default=None)
+
+
+def verdicts(task: Task, home: Path) -> set[tuple[int, str]]:
+    """Return (number, verdict) of the attempts with a final verdict."""
+    return {(one.number, one.verdict) for one in attempts_at(task, home) if one.verdict != "pending"}
+
+
+def discarded(gpu: str, home: Path) -> set[str]:
+    """Return the digests of kernels that their newest experiment on a GPU discarded.
+
+    Those that ``task submit`` added are still in the catalog, but the trial of another kernel must not publish them.
+    """
+    decided: dict[str, str] = {}
+    for one in journaled(Experiment, home):
+        if one.gpu == gpu:
+            decided |= dict.fromkeys(one.changed.values(), one.decision)
+    return {digest for digest, decision in decided.items() if decision == "discard"}

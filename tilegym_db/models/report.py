@@ -90,6 +90,11 @@ class PatchReport:
         """The kernels that raised and have been in quarantine since."""
         return tuple(failure for site in self.sites for counts in site.all_counts for failure in counts.failures)
 
+    @property
+    def problems(self) -> list[str]:
+        """One line for each kernel that failed its proof or raised, with the reason."""
+        return [f"{proof.kernel}: {proof.reason}" for proof in self.failed_proofs] + [str(one) for one in self.failures]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}

@@ -412,16 +412,13 @@ class PointIndex:
         self._judged.add(dtypes)
         binding = dict(zip(self._dtype_names, dtypes, strict=True))
         for entry in self._table.believed_entries(self._definition, binding):
-            self._add(entry, self._sm, self._unavailable)
-            self._narrow(entry)
+            self._add(entry)
+            for candidate in entry.candidates:
+                for name, (low, high) in (candidate.scalar_ranges or {}).items():
+                    least, most = self._ranges.get(name, (low, high))
+                    self._ranges[name] = max(least, low), min(most, high)
 
-    def _narrow(self, entry: Entry) -> None:
-        for candidate in entry.candidates:
-            for name, (low, high) in (candidate.scalar_ranges or {}).items():
-                least, most = self._ranges.get(name, (low, high))
-                self._ranges[name] = max(least, low), min(most, high)
-
-    def _add(self, entry: Entry, sm: str, unavailable: Mapping[str, str]) -> None:
+    def _add(self, entry: Entry) -> None:
         definition = self._definition
         selecting = {name: entry.call.scalars.get(name) for name in self._selecting}
         # NaN equals nothing, but a dictionary would find it by identity.
@@ -432,8 +429,8 @@ class PointIndex:
                 definition,
                 _call_at(entry, definition, selecting),
                 gpu=self._table.gpu,
-                sm=sm,
-                unavailable=unavailable,
+                sm=self._sm,
+                unavailable=self._unavailable,
             )
         except UsageError:
             return  # no call can have these values either
@@ -565,30 +562,17 @@ def why_never_served(
     key = "servable", definition.digest, frozenset((name, files.digest) for name, files in solutions.items()), sm
     asked = (*key, frozenset((unavailable or {}).items()), tuple(str(one) for one in usable))
     if asked not in table.indexes:
-        table.indexes[asked] = _asked(definition, table, solutions, usable, sm, unavailable or {})
+        reason = f"{definition.name} was not measured on {table.gpu}"
+        for entry in (entry for binding in usable for entry in table.entries(definition.name, binding)):
+            reason = _why_not_at(definition, entry, table, solutions, sm, unavailable or {})
+            if not reason:
+                break
+        table.indexes[asked] = reason
     found: str = table.indexes[asked]
     return found
 
 
-def _asked(
-    definition: Definition,
-    table: ResolverTable,
-    solutions: Mapping[str, SolutionFiles],
-    dtypes: Collection[Mapping[str, str]],
-    sm: str,
-    unavailable: Mapping[str, str],
-) -> str:
-    reason = f"{definition.name} was not measured on {table.gpu}"
-    for binding in dtypes:
-        for entry in table.entries(definition.name, binding):
-            found = _at(definition, entry, table, solutions, sm, unavailable)
-            if not found:
-                return ""
-            reason = found
-    return reason
-
-
-def _at(
+def _why_not_at(
     definition: Definition,
     entry: Entry,
     table: ResolverTable,

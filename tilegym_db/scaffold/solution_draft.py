@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import getpass
-import json
 import textwrap
 from collections.abc import Mapping
 
+from tilegym_db.catalog.record_files import RECORD_NAME
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.solution import called_with
 
@@ -24,7 +24,7 @@ TUNABLES: dict[str, dict[str, list[int]]] = {
     "tilelang": {"threads": [128, 256]},
     "cutile": {"WARPS": [4, 8]},
 }
-RECORD_FILE, KERNEL_FILE = "solution.json", "kernel.py"
+KERNEL_FILE = "kernel.py"
 
 
 def login_name() -> str:
@@ -57,7 +57,7 @@ def draft_solution(definition: Definition, language: str, name: str, author: str
     }
     kernel = _python_kernel(definition) if in_python else _tile_kernel(definition, language)
     record = _record(definition, name, author, "TODO: how it works, in one line.", spec)
-    return {RECORD_FILE: record.to_json(indent=2) + "\n", KERNEL_FILE: kernel}
+    return {RECORD_NAME: record.to_json(indent=2) + "\n", KERNEL_FILE: kernel}
 
 
 def stock_solution_files(
@@ -185,11 +185,6 @@ def _tile_kernel(definition: Definition, language: str) -> str:
         template = template.replace(f"<{key}>", value)
     compile(template, KERNEL_FILE, "exec")  # a template that does not parse is a bug of this package
     return template
-
-
-def spelled_record(record: Solution) -> str:
-    """Return ``solution.json`` as text."""
-    return json.dumps(record.to_dict(), indent=2) + "\n"
 
 
 # ---- kernels --------------------------------------------------------------------------------------

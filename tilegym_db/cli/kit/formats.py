@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import functools
+import inspect
 import io
 import sys
 import unicodedata
@@ -15,6 +17,7 @@ import typer
 
 from tilegym_db.cli.kit.options import path_given
 from tilegym_db.cli.kit.output import json_text, note, plain_value, printable_lines
+from tilegym_db.errors import UsageError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
@@ -65,20 +68,18 @@ class Form:
 
 
 def chosen_form(
-    as_json: bool = False,
-    as_csv: bool = False,
-    as_parquet: bool = False,
-    as_arrow: bool = False,
-    output: Path | None = None,
-    wide: bool = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    as_parquet: AsParquet = False,
+    as_arrow: AsArrow = False,
+    output: OutputFile = None,
+    wide: Wide = False,
 ) -> Form:
     """Return the form that the options select.
 
     Raises:
         UsageError: more than one format, a table into a file, bytes to a terminal, or ``-o`` is not a regular file.
     """
-    from tilegym_db.errors import UsageError
-
     given: dict[Kind, bool] = {"json": as_json, "csv": as_csv, "parquet": as_parquet, "arrow": as_arrow}
     kinds = [kind for kind, asked in given.items() if asked]
     if len(kinds) > 1:
@@ -97,6 +98,24 @@ def chosen_form(
             code="output_is_terminal",
         )
     return Form(kind, output, wide)
+
+
+TABLE = Form()
+"""The default of a command's ``form``."""
+
+
+def with_form(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of :func:`chosen_form` in the place of its parameter ``form``, and the chosen form."""
+    own, options = (inspect.signature(function, eval_str=True).parameters for function in (command, chosen_form))
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        form = chosen_form(**{name: given.pop(name) for name in options})
+        command(**given, form=form)
+
+    parameters = [one for name in own for one in (options.values() if name == "form" else (own[name],))]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return with_options
 
 
 def write_rows(form: Form, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -133,8 +152,6 @@ def write_arrow(form: Form, table: Callable[[], Any]) -> None:
     """
     import pyarrow as pa
     import pyarrow.parquet
-
-    from tilegym_db.errors import UsageError
 
     sink = io.BytesIO()
     content = table()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilegym_db.errors import NotFoundError, did_you_mean
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog import Catalog
 
 
-def refuse_unknown_names(names: Sequence[str]) -> None:
+def refuse_unknown_names(names: Sequence[str], catalog: Catalog | None = None) -> None:
     """Raise for a name that is not a Definition or a Solution.
 
     Raises:
@@ -14,15 +20,14 @@ def refuse_unknown_names(names: Sequence[str]) -> None:
         RecordError: the record of a name is broken.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import NotFoundError, did_you_mean
 
     if not names:
         return
-    catalog = Catalog.default()
+    catalog = catalog or Catalog.default()
     known = {*catalog.definition_paths, *catalog.solution_paths}
     for name in names:
+        catalog.refuse_broken(name)
         if name not in known:
-            catalog.refuse_broken(name)
             if name in OTHER_NAMES:
                 raise NotFoundError(
                     f"{OTHER_NAMES[name].said(name)}. Try: tilegym-db show {name}", code="name_of_others"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from tilegym_db.errors import MissingPackageError, NotFoundError, TilegymDBError, ToolchainError, UsageError
+
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
     from tilegym_db.records import Definition
@@ -38,8 +40,6 @@ def of_kind(items: list[T], kinds: list[tuple[str, str]], op_type: str | None, s
     Raises:
         NotFoundError: the family or status does not exist; the message lists the known ones.
     """
-    from tilegym_db.errors import NotFoundError
-
     families, statuses = sorted({kind[0] for kind in kinds}), sorted({kind[1] for kind in kinds})
     if op_type is not None and op_type not in families:
         raise NotFoundError(
@@ -75,8 +75,6 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     Raises:
         UsageError: a part is not ``name=value``, or a name is given twice.
     """
-    from tilegym_db.errors import UsageError
-
     found: dict[str, str] = {}
     for part in (part.strip() for text in texts or () for part in _parts(text)):
         key, separator, value = (piece.strip() for piece in part.partition("="))
@@ -88,33 +86,29 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def parse_axes(option: str, texts: Sequence[str] | None) -> dict[str, int]:
+def parse_axes(texts: Sequence[str] | None) -> dict[str, int]:
     """Parse sizes by :func:`parse_pairs`.
 
     Raises:
         UsageError: a size is not a whole number or does not fit into 64 bits.
     """
-    return {axis: _size(option, axis, text) for axis, text in parse_pairs(option, texts).items()}
+    return {axis: _size(axis, text) for axis, text in parse_pairs("--axes", texts).items()}
 
 
-def parse_scalars(option: str, texts: Sequence[str] | None) -> dict[str, Scalar]:
+def parse_scalars(texts: Sequence[str] | None) -> dict[str, Scalar]:
     """Parse scalars by :func:`parse_pairs`; NaN and infinity are refused."""
-    import math
-
-    from tilegym_db.errors import UsageError
-
-    scalars = {name: parse_scalar(text) for name, text in parse_pairs(option, texts).items()}
+    scalars = {name: parse_scalar(text) for name, text in parse_pairs("--scalar", texts).items()}
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{option}: {name} must be a finite number, not {value}.", code="number_not_finite")
+            raise UsageError(f"--scalar: {name} must be a finite number, not {value}.", code="number_not_finite")
         if isinstance(value, int) and not -MAX_SIZE <= value <= MAX_SIZE:
-            raise UsageError(f"{option}: {name} does not fit in 64 bits.", code="number_too_large")
+            raise UsageError(f"--scalar: {name} does not fit in 64 bits.", code="number_too_large")
     return scalars
 
 
-def parse_tunables(option: str, texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
+def parse_tunables(texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
     """Parse the values of a config by :func:`parse_pairs`, as JSON or else as text."""
-    return {name: _tunable(text) for name, text in parse_pairs(option, texts).items()}
+    return {name: _tunable(text) for name, text in parse_pairs("--config", texts).items()}
 
 
 def parse_scalar(text: str) -> Scalar:
@@ -143,14 +137,12 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _size(option: str, axis: str, text: str) -> int:
-    from tilegym_db.errors import UsageError
-
+def _size(axis: str, text: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
-        raise UsageError(f"{option}: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
+        raise UsageError(f"--axes: {axis} must be a whole number, not {text[:40]!r}.", code="number_not_whole")
     if len(digits) > 19 or abs(int(text)) > MAX_SIZE:
-        raise UsageError(f"{option}: {axis} does not fit in 64 bits.", code="number_too_large")
+        raise UsageError(f"--axes: {axis} does not fit in 64 bits.", code="number_too_large")
     return int(text)
 
 
@@ -237,7 +229,6 @@ def _definitions() -> list[str]:
 
 def _solutions() -> list[str]:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import TilegymDBError
 
     try:
         return list(Catalog.default().solutions)
@@ -300,6 +291,12 @@ AllowUnsandboxed = Annotated[
     bool, typer.Option(help="Verify even if workers cannot be confined; such traces are never published.")
 ]
 
+# One kernel.
+Implements = Annotated[
+    str | None,
+    typer.Option("--definition", "-d", help="The operator it implements.", autocompletion=complete_definition),
+]
+
 # One call of an operator.
 SolutionToRun = Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")]
@@ -349,7 +346,6 @@ def check_op_type(op_type: str | None, name: str | None = None) -> None:
         UsageError: the Definition belongs to another family.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.errors import UsageError
 
     if op_type is None:
         return
@@ -424,7 +420,6 @@ def needing_program(name: str) -> Iterator[None]:
     Raises:
         MissingPackageError: the program is not installed; the message has the fix.
     """
-    from tilegym_db.errors import MissingPackageError, ToolchainError
     from tilegym_db.measurement.instruments.requests import find_program
 
     try:

@@ -53,7 +53,6 @@ def print_table(
         least: columns to leave out first if there is not enough room.
         prose: columns of sentences, which are wrapped below their row.
     """
-
     given = [tuple(row) for row in rows]
     numeric = [name for index, name in enumerate(columns) if _is_numeric([row[index] for row in given])]
     cells = [[printable(_cell(value)) for value in row] for row in given]
