@@ -46,6 +46,14 @@ class DecodingReport:
     cache_bytes: int
     stock: Mapping[str, int]
 
+    def summary(self) -> str:
+        """Return the figures and reasons in words, one a line."""
+        held = f"caches of fixed size hold {self.cache_bytes >> 20} MiB"
+        lines = [f"generate in CUDA graphs: {self.replayed} steps replayed from {self.captured} graphs; {held}"]
+        return "\n".join(
+            [*lines, *(f"without graphs, {count} times: {reason}" for reason, count in self.stock.items())]
+        )
+
 
 def bucket_of(length: int) -> int:
     """Return the size of the cache for a length: at most a sixteenth larger, or one bucket."""

@@ -184,6 +184,8 @@ class PatchReport:
             console.print(self.table())
             if any(site.proofs for site in self.sites):
                 console.print(self.proof_table())
+            if self.decoding is not None:
+                console.print(self.decoding.summary(), highlight=False)
             if self.gpu_time is not None:
                 console.print(self.gpu_table())
             if self.quantised is not None:

@@ -300,6 +300,11 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     lifted. Any other use of it is an error, because that would lift the whole.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because PyTorch would import ``torch._dynamo``, for seconds, to keep its compiler out of this mode."""
+        return False
+
     def __init__(self, slices: Sequence[SlicedInput] = ()) -> None:
         """Create the mode.
 
