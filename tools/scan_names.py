@@ -241,7 +241,7 @@ PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, ran
          collections.OrderedDict, collections.Counter, collections.defaultdict)  # fmt: skip
 
 FIELDS: dict[str, str] = {
-    "tensors": "_version",
+    "results of torch": "exponent mantissa",
     "configurations": "hidden_act hidden_size intermediate_size m n k split_k group_size_m",
     "autograd contexts": "saved_tensors needs_input_grad save_for_backward",
     "modules of torch": "weight bias in_features out_features eps normalized_shape variance_epsilon",

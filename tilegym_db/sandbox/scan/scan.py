@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import PurePosixPath
 
-from tilegym_db.records import TILE_LANGUAGES, Solution
+from tilegym_db.errors import RecordError
+from tilegym_db.records import TILE_LANGUAGES, Definition, Solution
 from tilegym_db.sandbox.scan.names import (
     FUNCTIONS,
     Context,
@@ -49,10 +50,20 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
         solution: its language and dependencies decide which imports and which rules hold.
         sources: path -> bytes, as the catalog read them.
     """
+    return _scan(sources, solution.spec.language, distribution_roots(solution.spec.dependencies))
+
+
+def scan_definition(definition: Definition) -> tuple[Finding, ...]:
+    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch."""
+    texts = definition.texts.items()
+    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, "python", frozenset()))
+
+
+def _scan(sources: Mapping[str, bytes], language: str, declared: frozenset[str]) -> tuple[Finding, ...]:
     reports = {path: ScanReport(path) for path in sources}
-    modules = _parse(sources, reports, distribution_roots(solution.spec.dependencies))
+    modules = _parse(sources, reports, declared)
     try:
-        _judge(solution, modules, reports)
+        _judge(language, declared, modules, reports)
     except RecursionError:
         _refuse(reports, "is nested too deeply to walk")
     except ValueError as error:  # from Names: a name has too many meanings
@@ -69,6 +80,17 @@ def hard_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def soft_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return the findings that are noted with the Solution's traces."""
     return tuple(finding for finding in findings if finding.severity is Severity.SOFT)
+
+
+def require_clean(findings: Iterable[Finding], where: object, what: str) -> None:
+    """Raise :class:`RecordError` with every line and rule if ``what`` at ``where`` has hard findings."""
+    refused = hard_findings(findings)
+    if refused:
+        lines = "\n".join(f"  {finding}" for finding in refused)
+        raise RecordError(
+            f"{where}: the static scan refuses {what}, and nothing of it ran or was added.\n{lines}",
+            code="scan_refused",
+        )
 
 
 def rule_table() -> str:
@@ -127,10 +149,10 @@ def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
     return tree
 
 
-def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[str, ScanReport]) -> None:
+def _judge(
+    language: str, declared: frozenset[str], modules: Mapping[str, Module], reports: Mapping[str, ScanReport]
+) -> None:
     names = Names(modules)
-    language = solution.spec.language
-    declared = distribution_roots(solution.spec.dependencies)
     own = own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
@@ -146,7 +168,7 @@ def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[s
             if use.anywhere or use.function not in device:
                 reports[found.module.path].add(use.node, use.rule, use.what)
     if surveys and not any(found.makes_kernel for found in surveys):
-        reports[solution.spec.entry_path].add(None, "no-kernel", f"no source makes a {language} kernel")
+        next(iter(reports.values())).add(None, "no-kernel", f"no source makes a {language} kernel")
 
 
 # ---- compute --------------------------------------------------------------------------------------
