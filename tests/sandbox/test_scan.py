@@ -67,7 +67,9 @@ CASES = {
     "star-import": Case("from torch import *", "from torch import float32"),
     "smuggled-module": Case("import torch\ntorch.os.getpid()", "import torch\ntorch.float16"),
     "dynamic-code": Case("eval('1')", "import torch\nf = torch.compile(len)"),
-    "dynamic-attribute": Case("def f(x, name): return getattr(x, name)", "def f(x): return getattr(x, 'shape', None)"),
+    "dynamic-attribute": Case(
+        "def f(x, name): return getattr(x, name)", "import torch\ngetattr(torch, 'float8_e4m3fn', None)"
+    ),
     "namespace-access": Case("globals()['f'] = 1", "f = 1"),
     "dunder-access": Case("def run(x): pass\nrun.__globals__", "def run(x): pass\nrun.__name__"),
     "frame-access": Case("def f(error): return error.tb_frame", "def f(x): return x.dtype"),
@@ -77,9 +79,7 @@ CASES = {
     ),
     "private-member": Case("import torch\ntorch._tensor_str", "import torch\ntorch._check(True)"),
     "unlisted-member": Case("import functools\nfunctools.RLock", "import functools\nfunctools.partial"),
-    "class-factory": Case(
-        "C = type('C', (), {})", "def f(x, y): return type(x) is type(y) or f'{type(x)}' or type(x).__name__"
-    ),
+    "question": Case("def f(x): return x.requires_grad", "def f(x): return x.is_contiguous()"),
     "object-hooks": Case("def f(x): x.__class__ = 1", "class A:\n    def __init__(self): pass"),
     "reads-files": Case("def run(x): open('a')", "def run(x): print(x.shape)"),
     "ends-process": Case("def run(x): raise SystemExit", "def run(x): raise ValueError('no')"),
@@ -107,10 +107,6 @@ CASES = {
     "persists-l2": Case(
         "def f(x): T.annotate_l2_hit_ratio({x: 0.9})", "def f(x): T.annotate_layout({x: 1})", "tilelang"
     ),
-    "except-fallback": Case(
-        "import torch\ndef run(x):\n    try: return f(x)\n    except ValueError: return torch.softmax(x, -1)",
-        "import torch\ndef run(x):\n    try: return f(x)\n    except ValueError: return torch.empty(0)",
-    ),
     "torch-compute": Case(
         "import torch\ndef run(x, out): torch.mm(x, x, out=out)",
         "import torch\ndef run(x, out): torch.empty(3, dtype=torch.float32).view(3).zero_()",
@@ -121,7 +117,6 @@ CASES = {
         "import torch\ndef run(x: torch.Tensor, out): _kernel(x.shape[0] * 2)",
         "triton",
     ),
-    "try": Case("try: pass\nexcept ValueError: pass", "if True: pass"),
     "cached-function": Case(
         "import functools\n@functools.cache\ndef f(n): pass", "import functools\nfunctools.partial"
     ),
@@ -343,16 +338,16 @@ DISGUISED = {
     "setattr": ("dynamic-attribute", "s = setattr\ns(1, 'a', 2)"),
     "update_wrapper": ("dynamic-attribute", "import functools\nfunctools.update_wrapper(f, g, ('equal',))"),
     "wraps with attributes": ("dynamic-attribute", "import functools\n@functools.wraps(f, ('equal',))\ndef g(): pass"),
-    "getattr of a dunder": ("dunder-access", "getattr(run, '__globals__')"),
+    "getattr of a dunder": ("dynamic-attribute", "getattr(run, '__globals__')"),
     "dunder at the end of a chain": ("dunder-access", "def f(x): return x.shape.__class__.__base__"),
     "subclasses": ("dunder-access", "().__class__.__base__.__subclasses__()"),
     "builtins by name": ("namespace-access", "__builtins__"),
     "module attribute": ("foreign-assignment", "import torch\nm = torch\nm.equal = f"),
     "from-import": ("foreign-assignment", "from torch import nn as n\nn.functional.silu = f"),
     "class of torch": ("foreign-assignment", "from torch import Tensor as T\nT.equal = f"),
-    "class that type() returns": ("class-factory", "def run(x): type(x).equal = f"),
-    "class that type() returned": ("class-factory", "def run(x):\n    t = type(x)\n    t.equal = f"),
-    "instance of an instance's class": ("class-factory", "import torch\ntype(torch.cuda.current_stream())()"),
+    "class that type() returns": ("question", "def run(x): type(x).equal = f"),
+    "class that type() returned": ("question", "def run(x):\n    t = type(x)\n    t.equal = f"),
+    "instance of an instance's class": ("question", "import torch\ntype(torch.cuda.current_stream())()"),
     "attribute read by a pattern": ("outside-language", "match run:\n    case object(__globals__=g): pass"),
     "members spread over a module": ("namespace-access", "import enum\nenum.global_enum(int)"),
     "class that claims another module": ("object-hooks", "class A:\n    __module__ = 'torch'"),
@@ -443,19 +438,12 @@ DISGUISED = {
     "encoded text": ("imports-serialisation", "import base64"),
     "driver": ("imports-native-code", "from cuda.bindings import driver"),
     "library": ("imports-native-code", "import tvm"),
-    "function that falls back": (
-        "except-fallback",
-        "import torch\ndef slow(x): return torch.softmax(x, -1)\ndef mid(x): return slow(x)\n"
-        "def run(x):\n    try: return f(x)\n    except Exception: return mid(x)",
-    ),
-    "method that falls back": ("except-fallback", "def run(x):\n    try: f(x)\n    except: return x.softmax(-1)"),
-    "product that falls back": ("except-fallback", "def run(x):\n    try: f(x)\n    except: return x @ x"),
     "function of the module": ("keeps-state", "def run(x): run.last = x"),
     "mutable default": ("keeps-state", "def run(x, seen={}): pass"),
     "class that counts": ("keeps-state", "class A:\n    n = []\ndef run(x): A.n.append(x)"),
     "global statement": ("keeps-state", "n = 0\ndef run(x):\n    global n\n    n += 1"),
     "cache on the tensor": ("keeps-state", "def run(x): x.cached = 1"),
-    "identity": ("address", "def run(x): return id(x)"),
+    "identity": ("question", "def run(x): return id(x)"),
 }
 
 

@@ -19,9 +19,11 @@ from tilegym_db.sandbox.scan.tables import (
     FORBIDDEN,
     LISTED_ROOTS,
     MEMBERS,
+    REFERENCE,
     RULES,
     SMUGGLED,
     VALUES,
+    WORDS,
     Finding,
     Severity,
     is_listed,
@@ -76,8 +78,6 @@ class Context:
     """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
     """Expressions at places that may hold a module: before a dot, or on the right of a plain alias."""
-    may_hold_class: set[ast.AST] = field(default_factory=set)
-    """Expressions at places that may hold a class: in ``isinstance``, in a comparison, in a type, in an f-string."""
     called_operators: set[ast.AST] = field(default_factory=set)
     """Called expressions that name an attention operator in full."""
     plain_formats: set[ast.AST] = field(default_factory=set)
@@ -103,7 +103,6 @@ class Context:
         verb = "imports" if imported else "uses"
         noted = path_rule(path)
         is_allowed = is_listed(path) if root in LISTED_ROOTS else label(path) == "unlisted-member"
-        is_allowed &= not path.startswith("builtins.type.")
         is_allowed &= path == "os.environ.get" or not path.startswith("os.environ.")
         if is_allowed or path in self.own_operators or node in self.called_operators:
             if noted in RULES and RULES[noted].severity is Severity.SOFT:
@@ -134,6 +133,8 @@ class Context:
         if name.startswith("__") and name.endswith("__"):
             if not is_public_dunder(name):
                 self.report.add(node, "dunder-access", f"reads {name}")
+        elif self.language == REFERENCE and name in WORDS["reference-values"]:
+            return
         elif name in FORBIDDEN and not (resolved and (name in SMUGGLED or name == "_C")):
             self.report.add(node, FORBIDDEN[name], f"uses .{name}")
         elif name in ("format", "format_map") and node not in self.plain_formats:
@@ -561,11 +562,6 @@ class _Binder(ScopedVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store | ast.Del):
             self.scope.bind(node.id, NameBinding())
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        if node.name:
-            self.scope.bind(node.name, NameBinding())
-        self.generic_visit(node)
 
     def _bind_pattern(self, node: ast.MatchAs | ast.MatchStar | ast.MatchMapping) -> None:
         name = node.rest if isinstance(node, ast.MatchMapping) else node.name

@@ -17,7 +17,7 @@ DANGEROUS_KEYS = {
     "compile_flags": "compiler-flags",
     "extern_libs": "native-extension",
 }
-TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
+TAKES_CLASSES = words("builtins.isinstance typing.cast typing.TypeVar")
 
 
 class Checker(ScopedVisitor):
@@ -30,6 +30,7 @@ class Checker(ScopedVisitor):
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
         }
         self._types_seen: set[ast.AST] = set()
+        self._types: set[ast.AST] = set()  # arguments that name types: of isinstance, and what a subscript holds
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
 
     @property
@@ -112,15 +113,9 @@ class Checker(ScopedVisitor):
         else:
             check_attribute_store(self.context, node)
         root: ast.expr = node
-        harmless_class = False
         while isinstance(root, ast.Attribute):  # the chain is checked as one path; its names are checked one by one
-            if not (root.attr == "__class__" and harmless_class):
-                own = is_own(self.context, root.value)
-                self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
-            harmless_class = root.attr in ("__name__", "__qualname__")  # x.__class__.__name__ is a string
+            self.context.check_attribute_name(root, root.attr, resolved=resolved, own=is_own(self.context, root.value))
             root = root.value
-        if harmless_class:
-            self.context.may_hold_class.add(root)
         self.context.may_hold_module.add(root)
         bindings = self.context.names.bindings(root, self.scope)
         if not (resolved and bindings and all(binding.path is not None for binding in bindings)):
@@ -128,8 +123,8 @@ class Checker(ScopedVisitor):
 
     def _judge(self, node: ast.expr) -> None:
         for path in sorted(self.context.resolve(node)):
-            if path == "builtins.getattr" and node not in self.context.may_hold_module:
-                self.report.add(node, "dynamic-attribute", "passes getattr around")
+            if path in ("builtins.getattr", "builtins.hasattr") and node not in self.context.may_hold_module:
+                self.report.add(node, "dynamic-attribute", f"passes {path[9:]} around")
             self.context.check_path(node, path)
             self.context.check_escape(node, path)
 
@@ -169,14 +164,13 @@ class Checker(ScopedVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:  # noqa: D102
         if all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
             self.context.allow_module(node.left)  # 'module is None' gives nothing away
-        self.context.may_hold_class |= {node.left, *node.comparators}
         if all(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops):
             check_environment_item(self.context, node, node.comparators[0], node.left)
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:  # noqa: D102
         check_environment_item(self.context, node, node.value, node.slice)
-        self.context.may_hold_class.add(node.slice)  # Union[torch.Tensor, int]
+        self._types.add(node.slice)
         if not isinstance(node.ctx, ast.Load):
             check_item_store(self.context, node)
         self.generic_visit(node)
@@ -185,7 +179,7 @@ class Checker(ScopedVisitor):
         check_call(self.context, node)
         check_mutating_call(self.context, node)
         if self.context.resolve(node.func) & TAKES_CLASSES:
-            self.context.may_hold_class |= {*node.args, *(item.value for item in node.keywords)}
+            self._types |= {*node.args}
         else:
             self._check_classes([*node.args, *(item.value for item in node.keywords)])
         self.generic_visit(node)
@@ -195,7 +189,7 @@ class Checker(ScopedVisitor):
             self.context.check_class(value)
 
     def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> None:  # noqa: D102
-        if node not in self.context.may_hold_class:
+        if node not in self._types:
             self._check_classes(node.elts)
         self.generic_visit(node)
 
@@ -211,10 +205,6 @@ class Checker(ScopedVisitor):
 
     visit_Yield = visit_Return
 
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
-        self.context.may_hold_class.add(node.value)
-        self.generic_visit(node)
-
     def visit_Match(self, node: ast.Match) -> None:  # noqa: D102
         self._check_classes([node.subject])
         self.generic_visit(node)
@@ -223,12 +213,6 @@ class Checker(ScopedVisitor):
         self.report.add(node, "keeps-state", f"rebinds {', '.join(node.names)} outside the function")
 
     visit_Nonlocal = visit_Global
-
-    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:  # noqa: D102
-        self.report.add(node, "try", "catches errors")
-        self.generic_visit(node)
-
-    visit_TryStar = visit_Try
 
     def visit_annotation(self, node: ast.expr) -> None:
         """Check an annotation only for computation: a type cannot be read back, because such reads are refused."""
@@ -276,15 +260,9 @@ def check_call(context: Context, node: ast.Call) -> None:
     paths = context.resolve(node.func)
     count = len(node.args) + len(node.keywords)
     if paths & {"builtins.getattr", "builtins.hasattr"} and node.args:
-        _check_getattr(context, node, reads="builtins.getattr" in paths)
+        _check_getattr(context, node)
     if _is_attention_operator(context, node.func):
         context.called_operators.add(node.func)
-    if "builtins.type" in paths and count > 1:
-        context.report.add(node, "class-factory", "calls type() with three arguments")
-    elif "builtins.type" in paths and node not in context.may_hold_class:
-        context.report.add(
-            node, "class-factory", "uses the class that type() returns otherwise than to compare or name it"
-        )
     if "cuda.tile.launch" in paths and node.args and isinstance(_literal(context, node.args[0]), ast.Constant):
         context.report.add(node, "stream-or-graph", "launches on a stream given by number")
     if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
@@ -339,19 +317,15 @@ def _check_variable(context: Context, node: ast.AST, name: ast.expr | None) -> N
         context.report.add(node, "environment", f"reads {text}")
 
 
-def _check_getattr(context: Context, node: ast.Call, *, reads: bool) -> None:
+def _check_getattr(context: Context, node: ast.Call) -> None:
     context.may_hold_module |= {node.func, node.args[0]}
-    name = context.names.attribute(node, context.scope)
-    if not reads:
+    name, bases = context.names.attribute(node, context.scope), context.resolve(node.args[0])
+    if name is None or not bases or not all(map(context.is_module, bases)):
+        context.report.add(node, "dynamic-attribute", "asks for an attribute of a value, or by a name that is computed")
         return
-    if name is None:
-        context.report.add(node, "dynamic-attribute", "calls getattr with a name that is computed")
-        return
-    paths = context.resolve(node)
-    for path in sorted(paths):
+    for path in sorted(f"{base}.{name}" for base in bases):
         context.check_path(node, path)
         context.check_escape(node, path)
-    context.check_attribute_name(node, name, resolved=bool(paths))
 
 
 def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:

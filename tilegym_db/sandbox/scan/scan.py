@@ -6,7 +6,7 @@ import ast
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import PurePosixPath
@@ -28,6 +28,7 @@ from tilegym_db.sandbox.scan.tables import (
     FORBIDDEN,
     KNOWN_ROOTS,
     OPERATOR_MAKERS,
+    REFERENCE,
     RULES,
     WORDS,
     Finding,
@@ -56,7 +57,7 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
 def scan_definition(definition: Definition) -> tuple[Finding, ...]:
     """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch."""
     texts = definition.texts.items()
-    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, "python", frozenset()))
+    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
 
 
 def _scan(sources: Mapping[str, bytes], language: str, declared: frozenset[str]) -> tuple[Finding, ...]:
@@ -158,8 +159,10 @@ def _judge(
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
         check_assembler(module.tree, reports[module.path])
     surveys = [survey(module, names) for module in modules.values()]
-    for found, handler, what in fallbacks(surveys):
-        reports[found.module.path].add(handler, "except-fallback", what)
+    for found in surveys:
+        for function in found.named:
+            if function is not None and calls_itself(function, surveys):
+                reports[found.module.path].add(function, "outside-language", "calls itself; write a loop")
     if language not in TILE_LANGUAGES:
         return
     device = device_functions(surveys)
@@ -172,7 +175,7 @@ def _judge(
 
 
 # ---- compute --------------------------------------------------------------------------------------
-# Computing with torch is refused in tile languages outside kernels, and in every ``except`` handler.
+# Computing with torch is refused in tile languages outside kernels.
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod)
 
@@ -199,10 +202,7 @@ class Survey(ScopedVisitor):
         self.uses: list[Use] = []
         self.named: dict[ast.AST | None, set[ast.AST]] = defaultdict(set)
         """Function (None: the module itself) -> the Solution's functions that it names."""
-        self.handlers: dict[ast.ExceptHandler, tuple[list[Use], dict[ast.AST, str]]] = {}
-        """``except`` handler -> its torch operations, and the functions that it names."""
         self.makes_kernel = False
-        self._handlers_around: list[ast.ExceptHandler] = []
         self._tensors = _tensor_names(module, names)
 
     def open_scope(self, node: ast.AST) -> Scope:  # noqa: D102
@@ -216,21 +216,13 @@ class Survey(ScopedVisitor):
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:  # noqa: D102
-        self.handlers[node] = ([], {})
-        self._handlers_around.append(node)
-        self.visit_all(node.body)
-        self._handlers_around.pop()
-
     def visit_Name(self, node: ast.Name) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
             return
         self._judge(node)
         for binding in self.names.bindings(node, self.scope):
-            if isinstance(binding.node, FUNCTIONS):
-                self.named[self._function].add(binding.node)
-                for handler in self._handlers_around:
-                    self.handlers[handler][1][binding.node] = node.id
+            if isinstance(binding.node, FUNCTIONS) or isinstance(binding.value, ast.Lambda):
+                self.named[self._function].add(binding.node or binding.value)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
@@ -282,10 +274,7 @@ class Survey(ScopedVisitor):
                     return
 
     def _add(self, node: ast.AST, rule: str, what: str, *, anywhere: bool = False) -> None:
-        use = Use(node, rule, what, self._function, anywhere)
-        self.uses.append(use)
-        for handler in self._handlers_around:
-            self.handlers[handler][0].append(use)
+        self.uses.append(Use(node, rule, what, self._function, anywhere))
 
 
 class _Tensors(ScopedVisitor):
@@ -360,25 +349,16 @@ def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
     return any(names.resolve(decorator, scope) & WORDS["device-decorators"] for decorator in called)
 
 
-def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:
-    """Return every ``except`` handler that computes with torch, directly or through the Solution's functions, and the use."""
-    surveys = list(surveys)
-    every = [use for found in surveys for use in found.uses if use.rule != "copies-with-torch"]
-    computing = {use.function for use in every if use.function is not None}
-    pending = True
-    while pending:
-        named = ((caller, called) for found in surveys for caller, called in found.named.items())
-        more = {caller for caller, called in named if caller is not None and called & computing} - computing
-        computing |= more
-        pending = bool(more)
-    for found in surveys:
-        for handler, (uses, names) in found.handlers.items():
-            computes = next((use.what for use in uses if use.rule != "copies-with-torch"), None)
-            named_one = next((name for function, name in names.items() if function in computing), None)
-            if computes is not None:
-                yield found, handler, f"{computes}, after an error"
-            elif named_one is not None:
-                yield found, handler, f"calls {named_one}, which computes with torch, after an error"
+def calls_itself(function: ast.AST, surveys: Iterable[Survey]) -> bool:
+    """Return True if a function names itself, directly or through other functions."""
+    named = {caller: called for found in surveys for caller, called in found.named.items()}
+    reached, waiting = set[ast.AST](), list(named.get(function, ()))
+    while waiting:
+        one = waiting.pop()
+        if one not in reached:
+            reached.add(one)
+            waiting += named.get(one, ())
+    return function in reached
 
 
 # ---- own ------------------------------------------------------------------------------------------
