@@ -171,6 +171,9 @@ EVASIONS = {
     "clock in assembler": "ASM = 'mov.u64 $0, %globaltimer;'",
     "clock in assembler, in two parts": "ASM = 'mov.u64 $0, %glob' + 'altimer;'",
     "cycles in assembler": "def f(n): return f'mov.u32 {n}, %clock;'",
+    "clock by names": "A = '%glob'\nB = 'altimer'\nASM = f'mov.u64 $0, {A}{B};'",
+    "clock by a join": "ASM = ''.join(['mov.u32 $0, %', 'clock', ';'])",
+    "clock by a repetition": "P = '%' * 1\nASM = 'mov.u32 $0, ' + P + 'clock;'",
     "number of a launch": "ASM = 'mov.u64 $0, %gridid;'",
     "clock of a number": "import uuid\nuuid.uuid1()",
     "secret numbers": "import secrets\nsecrets.token_bytes(4)",
@@ -218,6 +221,29 @@ def test_question_about_being_judged_is_refused(text: str) -> None:
 
 
 DECLARED = ("numpy", "tilelang", "triton", "tilegym-db")
+
+
+WORDS_OF_ASSEMBLER = {
+    "two parameters": "def f(a, b): return f'mov.u32 $0, {a}{b};'\nf('%c', 'lock')",
+    "a part of a name": "def f(a): return f'mov.u32 $0, %c{a};'",
+    "a part of an instruction": "def f(a): return f'ca{a} g;'",
+    "a sum": "def f(a): return 'cal' + a",
+    "a replacement": "A = 'mov.u32 $0, %c.lock;'.replace('.l', 'l')",
+    "a format": "A = 'mov.u32 $0, %{}lock;'.format('c')",
+    "a character": "A = f'{chr(37)} clock'",
+    "an end": "def f(a): return [a, '%clo']",
+    "a percent sign": "def f(a): return '%s' % a",
+}
+"""Words of assembler that are put together from parts, in a source that has assembler."""
+
+
+@pytest.mark.parametrize("text", WORDS_OF_ASSEMBLER.values(), ids=WORDS_OF_ASSEMBLER.keys())
+def test_word_of_assembler_in_parts_is_refused(text: str) -> None:
+    kernel = (
+        "import triton.language as tl\nimport triton\n@triton.jit\ndef k(x): tl.inline_asm_elementwise('', '=r', [x])\n"
+    )
+    assert refused(kernel, language="triton") == []
+    assert refused(kernel + text, language="triton")
 
 
 @pytest.mark.parametrize("text", EVASIONS.values(), ids=EVASIONS.keys())

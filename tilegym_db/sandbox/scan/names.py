@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilegym_db.sandbox.scan.tables import (
     CLOSED,
@@ -332,6 +333,7 @@ def every_argument(arguments: ast.arguments) -> list[ast.arg]:
 
 
 MAX_MEANINGS = 64
+MAX_TEXT = 1 << 16
 MAX_DEPTH = 16
 """Maximum number of attributes in a row, which stops ``a = a.b``."""
 
@@ -381,9 +383,39 @@ class Names:
         return only if isinstance(only, ast.Constant | ast.List | ast.Tuple) else node
 
     def text(self, node: ast.expr | None, scope: Scope) -> str | None:
-        """Return the string value of an expression, or None if it is computed."""
-        literal = self.literal(node, scope)
-        return literal.value if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else None
+        """Return the string value of an expression of constants, or None if it is computed from anything else."""
+        value = self._constant(node, scope, MAX_DEPTH)
+        return value if isinstance(value, str) and len(value) <= MAX_TEXT else None
+
+    def _constant(self, node: ast.expr | None, scope: Scope, depth: int) -> Any:
+        """Return the value of an expression of constants, or None; names count if they are bound once."""
+
+        def value_of(part: ast.expr | None) -> Any:
+            return self._constant(part, scope, depth - 1) if depth else None
+
+        match self.literal(node, scope) if depth else None:
+            case ast.Constant(value=str() | int() as value):
+                return value
+            case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
+                return None if (found := value_of(value)) is None else str(found)
+            case ast.JoinedStr(values=parts):
+                texts = [value_of(part) for part in parts]
+                return None if None in texts else "".join(texts)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Mult() | ast.Mod() as operator, right=right):
+                return _combined(value_of(left), operator, value_of(right))
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                texts = [value_of(part) for part in parts]
+                return None if None in texts else tuple(texts)
+            case ast.Call(func=ast.Attribute(value=glue, attr="join"), args=[parts]):
+                text, texts = value_of(glue), value_of(parts)
+                return text.join(map(str, texts)) if isinstance(text, str) and isinstance(texts, tuple) else None
+        name = node.id if isinstance(node, ast.Name) else ""
+        holder = scope.holder(name) if name else None
+        bound = holder.bindings.get(name, []) if holder is not None else []
+        only = bound[0] if len(bound) == 1 else None
+        return (
+            self._constant(only.value, only.scope, depth - 1) if only is not None and only.scope is not None else None
+        )
 
     def attribute(self, node: ast.Call, scope: Scope) -> str | None:
         """Return the name that ``getattr(x, "name")`` reads, or None if it is computed."""
@@ -485,6 +517,18 @@ class Names:
     def is_own_module(self, path: str) -> bool:
         """Return True for a source of the Solution, unless its package binds the same name to something else."""
         return path.startswith(".") and path[1:] in self.modules and self._owner(path)[0] is None
+
+
+def _combined(left: Any, operator: ast.operator, right: Any) -> str | None:
+    """Return a sum, a repetition or a formatted text; None for anything but a text of moderate length."""
+    if isinstance(left, int) and isinstance(right, str):
+        left, right = right, left
+    match left, operator, right:
+        case str(), ast.Add(), str():
+            return str(left + right)
+        case str(), ast.Mult(), int() if len(left) * right <= MAX_TEXT:
+            return str(left * right)
+    return None
 
 
 class _Binder(ScopedVisitor):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable
 
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
 from tilegym_db.sandbox.scan.grammar import check_class, check_grammar
-from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
+from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
 LONG_CONSTANT = 2000
@@ -30,6 +31,7 @@ class Checker(ScopedVisitor):
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
         }
         self._types_seen: set[ast.AST] = set()
+        self._assembles = has_assembler(context.module.tree)
         self._types: set[ast.AST] = set()  # arguments that name types: of isinstance, and what a subscript holds
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
 
@@ -105,9 +107,11 @@ class Checker(ScopedVisitor):
         if node.id in ("__builtins__", "__loader__", "__spec__", "__annotations__", "__path__", "__class__"):
             self.report.add(node, "namespace-access", f"uses {node.id}")
         self._judge(node)
+        check_text(self.context, node, assembles=self._assembles)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         resolved = bool(self.context.resolve(node))
+        check_text(self.context, node, assembles=self._assembles)
         if isinstance(node.ctx, ast.Load):
             self._judge(node)
         else:
@@ -135,6 +139,14 @@ class Checker(ScopedVisitor):
             self.report.add(node, "long-constant", f"a constant of {len(value)} characters")  # type: ignore[arg-type]
         if isinstance(value, str) and value in DANGEROUS_KEYS:
             self.report.add(node, DANGEROUS_KEYS[value], f"uses the key '{value}'")
+        if isinstance(value, str) and id(node) not in self._strings_as_statements:
+            check_text(self.context, node, assembles=self._assembles)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr | ast.BinOp) -> None:  # noqa: D102
+        check_text(self.context, node, assembles=self._assembles)
+        self.generic_visit(node)
+
+    visit_BinOp = visit_JoinedStr
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +189,7 @@ class Checker(ScopedVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:  # noqa: D102
         check_call(self.context, node)
+        check_text(self.context, node, assembles=self._assembles)
         check_mutating_call(self.context, node)
         if self.context.resolve(node.func) & TAKES_CLASSES:
             self._types |= {*node.args}
@@ -505,7 +518,8 @@ def _names_a_type(text: str) -> bool:
 
 
 # ---- texts ----------------------------------------------------------------------------------------
-# All texts of a source together must not contain assembler that reads clocks, counts launches, or leaves the kernel.
+# No text of a source may contain assembler that reads clocks, counts launches, or leaves the kernel. A text that is put
+# together from constants is judged whole; in a source with assembler, no word may be put together from anything else.
 
 CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
 """PTX special registers that tell a kernel the time or the number of its launch."""
@@ -514,21 +528,53 @@ OUTSIDE_THE_KERNEL = re.compile(
     r"|nanosleep\b|brkpt\b|pmevent\b|trap\b|exit\b)"
 )
 """PTX that calls a function, defines one, defines memory that outlives a launch, or ends the launch."""
-LONGEST = 16
+SPLIT_REGISTER = re.compile(r"%\w*$")
+TEXT_CHANGES = words(
+    "capitalize casefold format format_map lower maketrans replace swapcase title translate upper zfill"
+)
 
 
-def check_assembler(tree: ast.AST, report: ScanReport) -> None:
-    """Refuse texts with such PTX, including names joined from consecutive parts."""
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    has_assembler = any(name.startswith("inline_asm") for name in attributes | imported)
-    before = ""
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):
-        joined = before + str(node.value)
-        found = CLOCK_REGISTER.search(joined)
-        if found:
-            report.add(node, "imports-clock", "names a register that tells the time or counts launches")
-        if has_assembler and ";" in str(node.value) and OUTSIDE_THE_KERNEL.search(str(node.value)):
-            report.add(node, "native-extension", "has assembler that calls, defines or ends more than its own block")
-        before = "" if found else joined[-LONGEST:]
+def has_assembler(tree: ast.AST) -> bool:
+    """Return True if a source names a function of Triton that takes assembler."""
+    named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return any(name.startswith("inline_asm") for name in named)
+
+
+def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
+    """Check the text that an expression is; and, in a source with assembler, the way in which it is put together."""
+    text = context.text(node)
+    if text is not None:
+        if CLOCK_REGISTER.search(text):
+            context.report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        if assembles and ";" in text and OUTSIDE_THE_KERNEL.search(text):
+            context.report.add(
+                node, "native-extension", "has assembler that calls, defines or ends more than its own block"
+            )
+    elif assembles and isinstance(node, ast.JoinedStr) and _splits_a_word(node):
+        context.report.add(node, "native-extension", "computes a part of a word of assembler; write each word out")
+    elif assembles and isinstance(node, ast.BinOp) and _is_sum_with_text(context, node):
+        context.report.add(node, "native-extension", "adds to assembler what is no constant; write it in one f-string")
+    if assembles and isinstance(node, ast.Constant) and SPLIT_REGISTER.search(text or ""):
+        context.report.add(node, "native-extension", "has a part of the name of a register; write each name out")
+    if assembles and isinstance(node, ast.Attribute) and node.attr in TEXT_CHANGES:
+        context.report.add(node, "native-extension", f"changes a text by .{node.attr}; write assembler out")
+    if assembles and "builtins.chr" in context.resolve(node):
+        context.report.add(node, "native-extension", "makes a character of a number; write assembler out")
+
+
+def _splits_a_word(node: ast.JoinedStr) -> bool:
+    """Return True if two parts touch without a space or a sign between, so that they may make one word."""
+    edges = [(part.value[:1], part.value[-1:]) if isinstance(part, ast.Constant) else None for part in node.values]
+    for left, right in itertools.pairwise(edges):
+        touching = (right or left or ("_",))[0 if right else -1]
+        if touching.isalnum() or touching in "_.%":
+            return True
+    return False
+
+
+def _is_sum_with_text(context: Context, node: ast.BinOp) -> bool:
+    sides = (node.left, node.right)
+    return isinstance(node.op, ast.Add | ast.Mod) and any(
+        isinstance(side, ast.JoinedStr) or context.text(side) is not None for side in sides
+    )

@@ -23,7 +23,7 @@ from tilegym_db.sandbox.scan.names import (
     ScopedVisitor,
     every_argument,
 )
-from tilegym_db.sandbox.scan.rules import Checker, check_assembler
+from tilegym_db.sandbox.scan.rules import Checker
 from tilegym_db.sandbox.scan.tables import (
     FORBIDDEN,
     KNOWN_ROOTS,
@@ -157,7 +157,6 @@ def _judge(
     own = own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
-        check_assembler(module.tree, reports[module.path])
     surveys = [survey(module, names) for module in modules.values()]
     for found in surveys:
         for function in found.named:
