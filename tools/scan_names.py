@@ -30,7 +30,7 @@ SHORT: dict[str, str] = {
     "hasattr hex int isinstance iter len list map max min next object oct ord pow print property range "
     "reversed round set slice sorted staticmethod str sum tuple zip",
     "functools": "cache lru_cache partial reduce wraps",
-    "collections": "defaultdict deque",
+    "collections": "defaultdict",
     "torch.nn": "",
     "torch.cuda": "OutOfMemoryError current_device current_stream device device_count device_of get_device_capability "
     "get_device_name get_device_properties is_available is_bf16_supported synchronize",
@@ -135,7 +135,7 @@ PRIVATE = words(
 
 TORCH = (
     words(
-        "AcceleratorError OutOfMemoryError Size Tensor SymBool SymFloat SymInt BFloat16Tensor BoolTensor FloatTensor "
+        "AcceleratorError Generator OutOfMemoryError Size Tensor SymBool SymFloat SymInt BFloat16Tensor BoolTensor FloatTensor "
         "HalfTensor IntTensor LongTensor ByteTensor broadcast_shapes channels_last channels_last_3d compile cond "
         "contiguous_format device dtype e enable_grad finfo iinfo inf inference_mode is_tensor layout memory_format nan "
         "newaxis no_grad pi preserve_format set_grad_enabled strided sparse_coo sparse_csr sparse_csc svd_lowrank "

@@ -121,7 +121,8 @@ CASES = {
         "import functools\n@functools.cache\ndef f(n): pass", "import functools\nfunctools.partial"
     ),
     "keeps-state": Case("seen = {}\ndef run(x): seen[0] = x", "def run(x):\n    seen = {}\n    seen[0] = x"),
-    "address": Case("def run(x): return x.data_ptr()", "def run(x): return x.dtype"),
+    "address": Case("def run(x): return x.storage_offset()", "def run(x): return x.dtype"),
+    "address-as-value": Case("def run(x): return x.data_ptr()", "def run(x): return x.data_ptr() % 16"),
     "imports-os": Case("import os", "import operator"),
     "imports-random": Case("import random", "import math"),
     "copies-with-torch": Case("def run(x, out): out.copy_(x)", "def run(x, out): out.view(-1)", "triton"),

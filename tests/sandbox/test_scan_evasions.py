@@ -223,6 +223,48 @@ def test_question_about_being_judged_is_refused(text: str) -> None:
 DECLARED = ("numpy", "tilelang", "triton", "tilegym-db")
 
 
+ADDRESSES = (
+    "return seen[x.data_ptr()]",
+    "return x.data_ptr() == y.data_ptr()",
+    "return x.data_ptr",
+    "return x.data_ptr() % (1 << 60)",
+    "return x.data_ptr() % n",
+    "return 1 if x.data_ptr() else 2",
+    "return x.data_ptr() // 16",
+    "return 16 % x.data_ptr()",
+    "a = x.data_ptr()\n    return a",
+    "a = 0\n    a |= x.data_ptr() // 2\n    return a in seen",
+    "a = x.data_ptr()\n    return a & -n",
+    "a = x.data_ptr()\n    b = a | 0\n    return b > 2",
+    "def f(*s): return s\n    return f(x.data_ptr())",
+    "return print(x.data_ptr())",
+    "return f'{x.data_ptr()}'",
+    "return [x.data_ptr()]",
+    "return lambda: x.data_ptr()",
+    "return [p for p in (x.data_ptr(),)]",
+    "a = x.data_ptr()\n    return lambda: a",
+)
+ALIGNMENTS = (
+    "return x.data_ptr() % 16 == 0",
+    "return (x.data_ptr() | y.data_ptr()) % N",
+    "return any(t.data_ptr() % 16 for t in (x, y))",
+    "a = n\n    for t in (x, y):\n        a |= t.data_ptr() // t.element_size()\n    return a & -a",
+    "a = x.data_ptr() | y.data_ptr()\n    b = n | a // 2 | 8\n    return min(b & -b, 4)",
+    "def widest(*s):\n        b = 0\n        for one in s:\n            b |= one\n        return b & -b\n"
+    "    return widest(n, x.data_ptr() // 2)",
+)
+
+
+@pytest.mark.parametrize("body", ADDRESSES)
+def test_address_as_a_value_is_refused(body: str) -> None:
+    assert any("address-as-value" in finding for finding in refused(f"N = 8\ndef run(x, y, n):\n    {body}\n"))
+
+
+@pytest.mark.parametrize("body", ALIGNMENTS)
+def test_address_that_decides_an_alignment_passes(body: str) -> None:
+    assert refused(f"N = 8\ndef run(x, y, n):\n    {body}\n") == []
+
+
 WORDS_OF_ASSEMBLER = {
     "two parameters": "def f(a, b): return f'mov.u32 $0, {a}{b};'\nf('%c', 'lock')",
     "a part of a name": "def f(a): return f'mov.u32 $0, %c{a};'",
@@ -252,6 +294,13 @@ def test_a_way_past_a_list_of_refused_names_is_refused(text: str) -> None:
 
 
 HONEST = {
+    "field called path": "import dataclasses\n@dataclasses.dataclass(frozen=True, slots=True)\nclass C:\n    path: str\n"
+    "def f(c: C): return c.path",
+    "match on values": "def f(n):\n    match n:\n        case 1 | 2: return 3\n        case (a, b): return a",
+    "walrus": "def f(n):\n    if (m := n % 2): return m",
+    "cached function of numbers": "import functools\n@functools.cache\ndef f(n: int, /, *, k=1) -> int: return n * k",
+    "zip and batches": "import itertools, math\ndef f(a, b):\n    for x, y in zip(a, b, strict=True): pass\n"
+    "    return list(itertools.batched(a, 2)), math.prod(a)",
     "shape": "def run(x): return x.shape[0] * x.stride(0) + x.numel()",
     "dtype": "import torch\ndef run(x): return x.to(torch.float32).sum(-1, keepdim=True)",
     "functional": "import torch.nn.functional as F\ndef run(x): return F.silu(F.pad(x, (0, 1)))",

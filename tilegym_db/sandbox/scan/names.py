@@ -141,8 +141,7 @@ class Context:
         elif name in ("format", "format_map") and node not in self.plain_formats:
             self.report.add(node, "dynamic-attribute", f"uses .{name} with a text that may read attributes")
         elif not (resolved or name in VALUES or (name in self.own_names and (own or name not in CLOSED))):
-            renamed = " of a value that may be a module: rename the field" if name in self.own_names else ""
-            self.report.add(node, "unlisted-member", f"reads .{name}{renamed}")
+            self.report.add(node, "unlisted-member", f"reads .{name}")
 
     def check_class(self, node: ast.expr | None) -> None:
         """Refuse a torch class that is passed on, because the receiver could change it."""
@@ -386,6 +385,11 @@ class Names:
         """Return the string value of an expression of constants, or None if it is computed from anything else."""
         value = self._constant(node, scope, MAX_DEPTH)
         return value if isinstance(value, str) and len(value) <= MAX_TEXT else None
+
+    def number(self, node: ast.expr | None, scope: Scope) -> int | None:
+        """Return the whole number behind a constant or a name that is bound once to one, or None."""
+        value = self._constant(node, scope, MAX_DEPTH)
+        return value if isinstance(value, int) else None
 
     def _constant(self, node: ast.expr | None, scope: Scope, depth: int) -> Any:
         """Return the value of an expression of constants, or None; names count if they are bound once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
@@ -31,6 +32,7 @@ class Checker(ScopedVisitor):
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
         }
         self._types_seen: set[ast.AST] = set()
+        self._addresses = Addresses(context)
         self._assembles = has_assembler(context.module.tree)
         self._types: set[ast.AST] = set()  # arguments that name types: of isinstance, and what a subscript holds
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
@@ -51,6 +53,7 @@ class Checker(ScopedVisitor):
         """Check the whole source."""
         check_grammar(self.context)
         self.visit_all(self.context.module.tree.body)
+        self._addresses.check()
 
     # -- imports ------------------------------------------------------------------------------------------------------
 
@@ -106,12 +109,17 @@ class Checker(ScopedVisitor):
             return
         if node.id in ("__builtins__", "__loader__", "__spec__", "__annotations__", "__path__", "__class__"):
             self.report.add(node, "namespace-access", f"uses {node.id}")
+        holder = self.scope.holder(node.id)
+        if holder is not None:
+            self._addresses.loads[holder, node.id].append((node, self.scope))
         self._judge(node)
         check_text(self.context, node, assembles=self._assembles)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         resolved = bool(self.context.resolve(node))
         check_text(self.context, node, assembles=self._assembles)
+        if node.attr == "data_ptr":
+            self._addresses.found.append((node, self.scope))
         if isinstance(node.ctx, ast.Load):
             self._judge(node)
         else:
@@ -578,3 +586,76 @@ def _is_sum_with_text(context: Context, node: ast.BinOp) -> bool:
     return isinstance(node.op, ast.Add | ast.Mod) and any(
         isinstance(side, ast.JoinedStr) or context.text(side) is not None for side in sides
     )
+
+
+# ---- addresses ------------------------------------------------------------------------------------
+# An address may only decide how wide an access is: ``x.data_ptr() % 16``, or the lowest set bit ``bits & -bits`` of addresses
+# that are joined with ``|``. Anything else could know a tensor again.
+
+MAX_ALIGNMENT = 1024
+Key = tuple[Scope, str]
+
+
+class Addresses:
+    """The addresses of one source, followed through names and the Solution's functions to all their uses."""
+
+    def __init__(self, context: Context) -> None:
+        """Start without addresses; :class:`Checker` adds them and the uses of names while it walks."""
+        self.context = context
+        self.found: list[tuple[ast.expr, Scope]] = []
+        self.loads: dict[Key, list[tuple[ast.expr, Scope]]] = defaultdict(list)
+        self._parents = {child: node for node in ast.walk(context.module.tree) for child in ast.iter_child_nodes(node)}
+
+    def check(self) -> None:
+        """Report every use of an address that is no question about alignment."""
+        followed: set[Key] = set()
+        waiting = [(self._parents[node], scope) for node, scope in self.found]
+        while waiting:
+            node, scope = waiting.pop()
+            keys = self._receivers(node, scope)
+            if keys is None:
+                self.context.report.add(node, "address-as-value", f"uses an address in {ast.unparse(node)[:40]}")
+            for key in set(keys or ()) - followed:
+                followed.add(key)
+                waiting += self.loads[key]
+
+    def _receivers(self, node: ast.AST, scope: Scope) -> list[Key] | None:
+        """Return the names that an address goes to; None if its use is not allowed."""
+        if not isinstance(node, ast.Call | ast.Name):
+            return None
+        child, parent = node, self._parents[node]
+        while True:
+            match parent:
+                case ast.BinOp(op=ast.BitOr() | ast.Mult()) | ast.IfExp() if child is not getattr(parent, "test", None):
+                    child, parent = parent, self._parents[parent]
+                case ast.BinOp(op=ast.FloorDiv(), left=left) if left is child:
+                    child, parent = parent, self._parents[parent]
+                case ast.BinOp(op=ast.Mod(), left=left, right=right) if left is child:
+                    return [] if 0 < (self.context.names.number(right, scope) or 0) <= MAX_ALIGNMENT else None
+                case ast.BinOp(
+                    op=ast.BitAnd(), left=ast.Name(id=one), right=ast.UnaryOp(op=ast.USub(), operand=ast.Name(id=two))
+                ):
+                    return [] if one == two else None
+                case ast.UnaryOp(op=ast.USub()) if isinstance(self._parents[parent], ast.BinOp):
+                    child, parent = parent, self._parents[parent]
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(op=ast.BitOr(), target=ast.Name(id=name)):
+                    return self._key(name, scope)
+                case ast.For(target=ast.Name(id=name), iter=values) if values is child:
+                    return self._key(name, scope)
+                case ast.Call(args=args) if child in args:
+                    return self._parameter(parent, args.index(child), scope)
+                case _:
+                    return None
+
+    def _key(self, name: str, scope: Scope) -> list[Key]:
+        holder = scope.holder(name)
+        return [(holder, name)] if holder is not None else []
+
+    def _parameter(self, call: ast.Call, place: int, scope: Scope) -> list[Key] | None:
+        """Return the parameter of one of the source's own functions, which a call passes an address to."""
+        made = [binding.node for binding in self.context.names.bindings(call.func, scope)]
+        if len(made) != 1 or not isinstance(made[0], ast.FunctionDef):
+            return None
+        arguments = made[0].args
+        named = [*arguments.posonlyargs, *arguments.args, *([arguments.vararg] if arguments.vararg else [])]
+        return [(self.context.module.scopes[made[0]], named[min(place, len(named) - 1)].arg)] if named else None
