@@ -192,7 +192,7 @@ def test_a_ptxas_that_is_no_program_is_named(tmp_path: Path) -> None:
     assert (status.available, status.fix) == (False, "unset TRITON_PTXAS_PATH")
 
 
-def test_declared_library_has_its_version_and_the_hash_of_its_code(tmp_path, monkeypatch):
+def test_declared_library_has_its_version_and_hash(tmp_path, monkeypatch):
     folder = tmp_path / "my_library-1.2.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: my-library\nVersion: 1.2\n")

@@ -162,7 +162,7 @@ def test_a_source_edited_after_its_measurement_is_quarantined(shop: Any) -> None
 
 
 @pytest.mark.parametrize("change", ["same", "another build", "only its version"])
-def test_kernel_serves_only_with_the_library_it_was_verified_with(shop: Any, change: str) -> None:
+def test_kernel_serves_only_with_its_verified_library(shop: Any, change: str) -> None:
     source = f"# {change}\ndef run(x, weight, eps, out):\n    out.fill_(2.5)\n"
     files = shop.add("scale_rows", "with_library", source, dependencies=["torch>=2.6", "pydantic>=2"])
     state = declared_libraries(("pydantic>=2",))["pydantic"]

@@ -573,7 +573,8 @@ def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
 
 def _splits_a_word(node: ast.JoinedStr) -> bool:
     """Return True if two parts touch without a space or a sign between, so that they may make one word."""
-    edges = [(part.value[:1], part.value[-1:]) if isinstance(part, ast.Constant) else None for part in node.values]
+    texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values]
+    edges = [(text[0], text[-1]) if text else None for text in texts]
     for left, right in itertools.pairwise(edges):
         touching = (right or left or ("_",))[0 if right else -1]
         if touching.isalnum() or touching in "_.%":
@@ -623,7 +624,8 @@ class Addresses:
         """Return the names that an address goes to; None if its use is not allowed."""
         if not isinstance(node, ast.Call | ast.Name):
             return None
-        child, parent = node, self._parents[node]
+        child: ast.AST = node
+        parent = self._parents[node]
         while True:
             match parent:
                 case ast.BinOp(op=ast.BitOr() | ast.Mult()) | ast.IfExp() if child is not getattr(parent, "test", None):

@@ -220,8 +220,9 @@ class Survey(ScopedVisitor):
             return
         self._judge(node)
         for binding in self.names.bindings(node, self.scope):
-            if isinstance(binding.node, FUNCTIONS) or isinstance(binding.value, ast.Lambda):
-                self.named[self._function].add(binding.node or binding.value)
+            function = binding.value if isinstance(binding.value, ast.Lambda) else binding.node
+            if isinstance(function, FUNCTIONS):
+                self.named[self._function].add(function)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
