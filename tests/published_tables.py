@@ -81,6 +81,7 @@ def _trace(entry: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
         "tier",
         "sandbox_level",
         "trace_id",
+        "libs",
     )
     return {
         **{name: value for name, value in entry.items() if name != "candidates"},

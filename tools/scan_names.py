@@ -21,22 +21,32 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.sandbox.scan.tables import SCAN_DATA, read_sections, refusal, words
+from tilegym_db.sandbox.scan.tables import SCAN_DATA, WORDS, read_sections, refusal, words
 
 SHORT: dict[str, str] = {
+    "builtins": "ArithmeticError AssertionError Ellipsis Exception False IndexError KeyError None NotImplemented "
+    "NotImplementedError OverflowError RuntimeError True TypeError ValueError ZeroDivisionError abs all any "
+    "bin bool bytes chr classmethod complex dict divmod enumerate filter float format frozenset getattr "
+    "hasattr hex int isinstance iter len list map max min next object oct ord pow print property range "
+    "reversed round set slice sorted staticmethod str sum tuple zip",
+    "functools": "cache lru_cache partial reduce wraps",
+    "collections": "defaultdict",
+    "torch.nn": "",
+    "torch.cuda": "OutOfMemoryError current_device current_stream device device_count device_of get_device_capability "
+    "get_device_name get_device_properties is_available is_bf16_supported synchronize",
+    "torch.autograd": "grad",
+    "torch.compiler": "compile disable reset",
+    "typing": "Annotated Any Callable ClassVar Final Iterable Iterator Literal Mapping NamedTuple NoReturn Optional Self "
+    "Sequence TYPE_CHECKING TypeAlias TypeVar Union cast Dict List Set Tuple",
     "__future__": "annotations division generator_stop",
-    "collections": "deque Counter OrderedDict defaultdict",
     "collections.abc": "Callable Collection Iterable Iterator Mapping Sequence",
     "contextlib": "contextmanager nullcontext",
     "dataclasses": "dataclass field replace KW_ONLY",
-    "functools": "cache cached_property lru_cache partial reduce wraps",
     "itertools": "accumulate batched chain combinations count cycle islice pairwise permutations product repeat "
     "starmap zip_longest",
     "operator": "abs add and_ eq floordiv ge gt inv invert itemgetter le lshift lt matmul mod mul ne neg or_ pow "
     "rshift sub truediv xor",
     "os": "environ getenv cpu_count",
-    "typing": "Annotated Any Callable ClassVar Dict Final Generic Iterable Iterator List Literal Mapping NamedTuple NoReturn "
-    "Optional ParamSpec Protocol Self Sequence Set Tuple Type TypeAlias TypeVar Union TYPE_CHECKING assert_never cast overload",
     "warnings": "warn",
     "numpy": "errstate array asarray arange zeros ones empty full zeros_like ones_like empty_like full_like linspace eye "
     "identity ndarray dtype generic float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ "
@@ -50,28 +60,12 @@ SHORT: dict[str, str] = {
     "size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
     "torch.ops.aten": "silu_backward gelu_backward native_layer_norm native_layer_norm_backward native_group_norm",
-    "torch.cuda": "current_stream current_device device device_of device_count get_device_properties get_device_capability "
-    "get_device_name get_arch_list is_available is_bf16_supported is_initialized synchronize "
-    "OutOfMemoryError manual_seed manual_seed_all seed seed_all FloatTensor",
-    "torch.cuda.amp": "custom_fwd custom_bwd autocast",
-    "torch.cuda.nvtx": "range_push range_pop mark range",
     "torch.version": "cuda hip xpu",
-    "torch.backends": "",
-    "torch.backends.cuda": "is_built flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled matmul",
-    "torch.backends.cudnn": "version is_available enabled allow_tf32 benchmark deterministic",
-    "torch.autograd": "Function Variable grad backward no_grad enable_grad set_grad_enabled inference_mode",
-    "torch.autograd.function": "Function FunctionCtx once_differentiable",
-    "torch.amp": "autocast custom_fwd custom_bwd is_autocast_available",
-    "torch.amp.autocast_mode": "autocast custom_fwd custom_bwd is_autocast_available",
-    "torch.compiler": "compile reset disable is_compiling is_dynamo_compiling is_exporting",
     "torch.library": "custom_op triton_op wrap_triton register_fake register_autograd infer_schema CustomOpDef",
     "torch.types": "Device Number",
     "torch.utils": "",
     "torch.nn.attention": "SDPBackend sdpa_kernel",
     "torch.nn.attention.flex_attention": "flex_attention create_block_mask BlockMask and_masks or_masks",
-    "torch.nn.parameter": "Parameter Buffer",
-    "torch.func": "vmap grad grad_and_value vjp jvp functional_call",
-    "torch.testing": "",
     "triton": "jit cdiv next_power_of_2 autotune heuristics Config set_allocator constexpr_function aggregate must_use_result "
     "reinterpret TensorWrapper OutOfResources CompilationError TritonError __version__ KernelInterface MockTensor",
     "triton.runtime": "driver Autotuner Config Heuristics OutOfResources autotune heuristics reinterpret",
@@ -81,10 +75,6 @@ SHORT: dict[str, str] = {
     "triton.runtime.driver.active.utils": "get_device_properties",
     "triton.runtime.jit": "jit constexpr_function KernelInterface MockTensor TensorWrapper reinterpret",
     "triton.runtime.autotuner": "Autotuner Config Heuristics OutOfResources autotune heuristics",
-    "triton.runtime.errors": "OutOfResources PTXASError",
-    "triton.errors": "TritonError",
-    "triton.compiler.errors": "CompilationError",
-    "triton.testing": "assert_close get_dram_gbps get_max_tensorcore_tflops get_max_simd_tflops",
     "triton.knobs": "",
     "triton.language.extra": "",
     "triton.language.target_info": "",
@@ -95,34 +85,24 @@ SHORT: dict[str, str] = {
     "triton.tools": "",
     "triton.tools.tensor_descriptor": "TensorDescriptor",
     "triton.tools.experimental_descriptor": "create_1d_tma_descriptor create_2d_tma_descriptor TmaDescKernelParam",
-    "triton.tools.ragged_tma": "load_ragged store_ragged create_ragged_descriptor atomic_add_ragged to_ragged_indices",
-    "triton.tools.mxfp": "MXFP4Tensor MXScaleTensor",
     "tilelang": "jit lazy_jit compile par_compile autotune cdiv next_power_of_2 language JITKernel PassConfigKey Layout "
     "Fragment TensorSupplyType DataType is_cache_enabled __version__ macro",
-    "tilelang.autotuner": "AutoTuner autotune",
-    "tilelang.env": "is_cache_enabled",
     "tilelang.layout": "Layout Fragment make_swizzled_layout make_linear_layout make_wgmma_swizzled_layout "
     "make_volta_swizzled_layout make_tcgen05mma_swizzled_layout make_full_bank_swizzled_layout "
     "make_half_bank_swizzled_layout make_quarter_bank_swizzled_layout",
     "tilelang.math": "cdiv next_power_of_2",
-    "tilelang.utils": "TensorSupplyType",
-    "tilelang.utils.tensor": "TensorSupplyType",
     "tilelang.intrinsics": "make_mma_swizzle_layout get_swizzle_layout",
     "tilelang.transform": "PassConfigKey",
-    "tilelang.carver": "",
     "cuda": "",
     "cuda.tile.tune": "Measurement TuningResult exhaustive_search",
 }  # fmt: skip
 
 OPEN: dict[str, str] = {
     "math": "math",
-    "builtins": "builtins",
     "torch": "torch",
     "torch.linalg": "torch",
     "torch.special": "torch",
     "torch.fft": "torch",
-    "torch.functional": "torch",
-    "torch.nn": "torch",
     "torch.nn.functional": "torch",
     "triton.language": "triton",
     "triton.language.math": "triton",
@@ -132,8 +112,6 @@ OPEN: dict[str, str] = {
     "triton.language.extra.libdevice": "triton",
     "triton.language.extra.cuda": "triton",
     "triton.language.extra.cuda.libdevice": "triton",
-    "triton.language.extra.hip": "triton",
-    "triton.language.extra.hip.libdevice": "triton",
     "triton.experimental.gluon.language": "triton",
     "triton.experimental.gluon.language.nvidia": "triton",
     "triton.experimental.gluon.language.nvidia.ampere": "triton",
@@ -145,9 +123,6 @@ OPEN: dict[str, str] = {
     "triton.experimental.gluon.language.nvidia.blackwell.tma": "triton",
     "tilelang.language": "tilelang tvm tvm_ffi types",
     "cuda.tile": "cuda types",
-    "cuda.tile._datatype": "cuda",
-    "cuda.tile._numeric_semantics": "cuda",
-    "cuda.tile._stub": "cuda",
 }
 """Module -> the packages whose functions and classes count as its own."""
 
@@ -160,14 +135,11 @@ PRIVATE = words(
 
 TORCH = (
     words(
-        "AcceleratorError OutOfMemoryError Generator Size Tensor SymBool SymFloat SymInt BFloat16Tensor BoolTensor FloatTensor "
-        "HalfTensor IntTensor LongTensor ByteTensor are_deterministic_algorithms_enabled autocast broadcast_shapes channels_last "
-        "channels_last_3d compile cond contiguous_format default_generator device dtype e enable_grad finfo iinfo inf "
-        "inference_mode initial_seed is_tensor is_autocast_enabled is_autocast_cache_enabled is_grad_enabled layout manual_seed "
-        "memory_format nan newaxis no_grad pi preserve_format seed set_grad_enabled get_rng_state set_rng_state "
-        "get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype get_default_dtype get_default_device "
-        "get_float32_matmul_precision get_num_threads strided sparse_coo sparse_csr sparse_csc svd_lowrank sym_float sym_int "
-        "sym_max sym_min sym_not sym_sqrt sym_ite unique unravel_index vmap"
+        "AcceleratorError Generator OutOfMemoryError Size Tensor SymBool SymFloat SymInt BFloat16Tensor BoolTensor FloatTensor "
+        "HalfTensor IntTensor LongTensor ByteTensor broadcast_shapes channels_last channels_last_3d compile cond "
+        "contiguous_format device dtype e enable_grad finfo iinfo inf inference_mode is_tensor layout memory_format nan "
+        "newaxis no_grad pi preserve_format set_grad_enabled strided sparse_coo sparse_csr sparse_csc svd_lowrank "
+        "sym_float sym_int sym_max sym_min sym_not sym_sqrt sym_ite unique unravel_index vmap"
     )
     | PRIVATE
 )
@@ -203,17 +175,12 @@ OVERLOOKED = words(
 """Reviewed: what their code opens, imports or compiles is their own, and nothing that a caller names."""
 
 VALUES = {
-    "numpy.ndarray": "numpy.ndarray",
     "torch.Tensor": "torch.Tensor",
-    "torch.nn.Module": "torch.nn.Module",
     "torch.dtype": "torch.dtype",
     "torch.device": "torch.device",
     "torch.Size": "torch.Size",
-    "torch.Generator": "torch.Generator",
     "torch.finfo": "torch.finfo",
     "torch.iinfo": "torch.iinfo",
-    "torch.SymInt": "torch.SymInt",
-    "torch.autograd.function.FunctionCtx": "torch.autograd.function.FunctionCtx",
     "triton.language.tensor": "triton.language.core.tensor",
     "triton.language.dtype": "triton.language.core.dtype",
     "triton.language.tuple": "triton.language.core.tuple",
@@ -237,15 +204,10 @@ VALUES = {
 }
 """Classes whose public attributes may be taken from anything."""
 
-PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range, slice, collections.deque,
-         collections.OrderedDict, collections.Counter, collections.defaultdict)  # fmt: skip
+PLAIN = (str, int, float, list, tuple, dict, set, frozenset, range, slice)
 
 FIELDS: dict[str, str] = {
-    "tensors": "_version",
-    "configurations": "hidden_act hidden_size intermediate_size m n k split_k group_size_m",
-    "autograd contexts": "saved_tensors needs_input_grad save_for_backward",
-    "modules of torch": "weight bias in_features out_features eps normalized_shape variance_epsilon",
-    "BaseException": "args errno value",
+    "results of torch": "exponent mantissa",
     "functools": "args keywords func cache_clear register",
     "tilelang schedules of warps": "ROOT consumer_release consumer_wait producer_acquire producer_commit",
     "device properties": "name major minor total_memory multi_processor_count warp_size max_threads_per_multi_processor "
@@ -262,7 +224,6 @@ FIELDS: dict[str, str] = {
     "cuda tile kernels": "replace_hints tiled_view best compile_for timings num_ctas occupancy opt_level mean_us _pyfunc",
     "library operators": "register_fake register_autograd register_kernel default out Tensor Scalar int self Scalar_Tensor "
     "Tensor_Scalar Tensor_out Scalar_out overloadpacket",
-    "autograd.Function": "apply forward backward setup_context vjp jvp",
 }
 
 
@@ -328,7 +289,8 @@ def attributes(path: str) -> list[str]:
         members = dir(functools.reduce(getattr, name.split("."), importlib.import_module(module)))
     except (ImportError, AttributeError):
         return []
-    return [member for member in members if not member.startswith("_") and not refusal(f"*.{member}")]
+    kept = (member for member in members if not member.startswith("_") and not refusal(f"*.{member}"))
+    return [member for member in kept if member not in WORDS["reference-values"]]
 
 
 def class_attributes() -> set[str]:
@@ -352,7 +314,6 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true")
     fresh = parser.parse_args().fresh
     found = {module: set(names.split()) for module, names in SHORT.items()}
-    found["typing_extensions"] = found["typing"]
     found |= {module: set(open_members(module, homes)) for module, homes in OPEN.items()}
     for module, added in ADDED.items():
         found[module] |= words(added)

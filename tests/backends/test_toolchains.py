@@ -190,3 +190,17 @@ def test_a_ptxas_that_is_no_program_is_named(tmp_path: Path) -> None:
     status = toolchain_status("triton", {"TRITON_PTXAS_PATH": str(tmp_path)})
 
     assert (status.available, status.fix) == (False, "unset TRITON_PTXAS_PATH")
+
+
+def test_declared_library_has_its_version_and_hash(tmp_path, monkeypatch):
+    folder = tmp_path / "my_library-1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: my-library\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for digest, page in [("one", "a"), ("two", "a"), ("two", "b")]:
+        (folder / "RECORD").write_text(f"my_library/a.py,sha256={digest},3\nmy_library-1.2.dist-info/page,{page},\n")
+        toolchains._installed_state.cache_clear()
+        found.append(toolchains.declared_libraries(("torch>=2", "My_Library >= 1", "not-installed"))["my-library"])
+    assert found[0].startswith("1.2 sha256:")
+    assert found[0] != found[1] == found[2]

@@ -91,24 +91,30 @@ def test_every_fault_of_a_draft_is_in_one_list(cli, draft):
 
 def test_failing_part_is_named_by_kind_and_hides_nothing_else(cli, draft):
     broken = [
-        {"find": "* weight.float()", "replace": "* (", "why": "does not parse"},
-        {"find": "x.float()", "replace": "x.flaot()", "why": "misspelt"},
+        {"find": "x.float()", "replace": "x.float(7)", "why": "raises"},
+        {"find": "x.float()", "replace": "flaot(x)", "why": "misspelt"},
         {"find": "weight.float()", "replace": "weight.float() * 1.0", "why": "changes nothing"},
     ]
     (draft / "planted_errors.json").write_text(json.dumps(broken))
-    (draft / "independent.py").write_text("def run(x, weight):\n    return x.undefined\n")
+    (draft / "independent.py").write_text("def run(x, weight):\n    return x.view(7, 7)\n")
     (draft / "workloads.jsonl").write_text((draft / "workloads.jsonl").read_text().splitlines()[0] + "\n")
     found = cli("check", "my_scale/").out
     lines = found.splitlines()
     assert len(lines) == 4
-    assert "planted error (does not parse): does not run, so it proves nothing" in found
-    assert "SyntaxError" in found
+    assert "planted error (raises): does not run, so it proves nothing" in found
+    assert "TypeError" in found
     assert "planted error (misspelt): does not run" in found
     assert "'flaot'" in found
     assert "planted error (changes nothing): is accepted by the comparison" in found
     assert "independent formulation: does not run" in found
     assert "line 2:" in found
     assert "alternative formulation" not in found
+
+
+def test_text_that_the_scan_refuses_is_named_by_its_file(cli, draft):
+    (draft / "independent.py").write_text("def run(x, weight):\n    return open(x)\n")
+    found = cli("check", "my_scale/").out
+    assert "independent.py:2: hard: reads-files: uses open; remove it" in found
 
 
 def test_a_draft_that_is_not_touched_lists_its_open_places(cli, checkout, tmp_path, monkeypatch):

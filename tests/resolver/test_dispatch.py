@@ -11,6 +11,7 @@ import pytest
 import torch
 from raising import raises
 
+from tilegym_db.backends.toolchains import declared_libraries
 from tilegym_db.errors import NoSolutionError, SolutionError
 from tilegym_db.resolver import call_site
 from tilegym_db.resolver.dispatch import Dispatcher
@@ -158,6 +159,22 @@ def test_a_source_edited_after_its_measurement_is_quarantined(shop: Any) -> None
     (files.folder / "kernel.py").write_text(source.replace("2.5", "3.5"))
     with pytest.warns(RuntimeWarning, match="edited"):
         assert not kernel_ran(site, args())
+
+
+@pytest.mark.parametrize("change", ["same", "another build", "only its version"])
+def test_kernel_serves_only_with_its_verified_library(shop: Any, change: str) -> None:
+    source = f"# {change}\ndef run(x, weight, eps, out):\n    out.fill_(2.5)\n"
+    files = shop.add("scale_rows", "with_library", source, dependencies=["torch>=2.6", "pydantic>=2"])
+    state = declared_libraries(("pydantic>=2",))["pydantic"]
+    verified = {"same": state, "another build": state[:-1] + "?", "only its version": state.partition(" ")[0]}[change]
+    candidate = shop.candidate(files, libs={"torch": "2.6.0", "pydantic": verified})
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [candidate], dtypes={"T": "float32"})])
+    site = call_site(shop.definition("scale_rows"), shop.catalog, stock=plain_stock)
+    if change == "same":
+        assert kernel_ran(site, args())
+    else:
+        with pytest.warns(RuntimeWarning, match="with_library.*pydantic"):
+            assert not kernel_ran(site, args())
 
 
 IN_PLACE_FAILING = """\

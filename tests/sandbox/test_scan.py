@@ -68,7 +68,9 @@ CASES = {
     "star-import": Case("from torch import *", "from torch import float32"),
     "smuggled-module": Case("import torch\ntorch.os.getpid()", "import torch\ntorch.float16"),
     "dynamic-code": Case("eval('1')", "import torch\nf = torch.compile(len)"),
-    "dynamic-attribute": Case("def f(x, name): return getattr(x, name)", "def f(x): return getattr(x, 'shape', None)"),
+    "dynamic-attribute": Case(
+        "def f(x, name): return getattr(x, name)", "import torch\ngetattr(torch, 'float8_e4m3fn', None)"
+    ),
     "namespace-access": Case("globals()['f'] = 1", "f = 1"),
     "dunder-access": Case("def run(x): pass\nrun.__globals__", "def run(x): pass\nrun.__name__"),
     "frame-access": Case("def f(error): return error.tb_frame", "def f(x): return x.dtype"),
@@ -78,9 +80,7 @@ CASES = {
     ),
     "private-member": Case("import torch\ntorch._tensor_str", "import torch\ntorch._check(True)"),
     "unlisted-member": Case("import functools\nfunctools.RLock", "import functools\nfunctools.partial"),
-    "class-factory": Case(
-        "C = type('C', (), {})", "def f(x, y): return type(x) is type(y) or f'{type(x)}' or type(x).__name__"
-    ),
+    "question": Case("def f(x): return x.requires_grad", "def f(x): return x.is_contiguous()"),
     "object-hooks": Case("def f(x): x.__class__ = 1", "class A:\n    def __init__(self): pass"),
     "reads-files": Case("def run(x): open('a')", "def run(x): print(x.shape)"),
     "ends-process": Case("def run(x): raise SystemExit", "def run(x): raise ValueError('no')"),
@@ -108,10 +108,6 @@ CASES = {
     "persists-l2": Case(
         "def f(x): T.annotate_l2_hit_ratio({x: 0.9})", "def f(x): T.annotate_layout({x: 1})", "tilelang"
     ),
-    "except-fallback": Case(
-        "import torch\ndef run(x):\n    try: return f(x)\n    except ValueError: return torch.softmax(x, -1)",
-        "import torch\ndef run(x):\n    try: return f(x)\n    except ValueError: return torch.empty(0)",
-    ),
     "torch-compute": Case(
         "import torch\ndef run(x, out): torch.mm(x, x, out=out)",
         "import torch\ndef run(x, out): torch.empty(3, dtype=torch.float32).view(3).zero_()",
@@ -122,12 +118,12 @@ CASES = {
         "import torch\ndef run(x: torch.Tensor, out): _kernel(x.shape[0] * 2)",
         "triton",
     ),
-    "try": Case("try: pass\nexcept ValueError: pass", "if True: pass"),
     "cached-function": Case(
         "import functools\n@functools.cache\ndef f(n): pass", "import functools\nfunctools.partial"
     ),
     "keeps-state": Case("seen = {}\ndef run(x): seen[0] = x", "def run(x):\n    seen = {}\n    seen[0] = x"),
-    "address": Case("def run(x): return x.data_ptr()", "def run(x): return x.dtype"),
+    "address": Case("def run(x): return x.storage_offset()", "def run(x): return x.dtype"),
+    "address-as-value": Case("def run(x): return x.data_ptr()", "def run(x): return x.data_ptr() % 16"),
     "imports-os": Case("import os", "import operator"),
     "imports-random": Case("import random", "import math"),
     "copies-with-torch": Case("def run(x, out): out.copy_(x)", "def run(x, out): out.view(-1)", "triton"),
@@ -326,7 +322,7 @@ DISGUISED = {
     "eval from its module": ("dynamic-code", "from builtins import eval as e"),
     "builtin replaced": ("foreign-assignment", "import builtins\nbuiltins.max = f"),
     "builtins of another module": ("smuggled-module", "import torch\ntorch.builtins.print"),
-    "builtins by computed name": ("dynamic-attribute", "import builtins\ngetattr(builtins, 'ev' + 'al')"),
+    "builtins by computed name": ("dynamic-code", "import builtins\ngetattr(builtins, 'ev' + 'al')"),
     "eval handed on": ("dynamic-code", "list(map(eval, ['1']))"),
     "eval in a list": ("dynamic-code", "[eval][0]('1')"),
     "eval as a decorator": ("dynamic-code", "@eval\ndef f(): pass"),
@@ -335,8 +331,8 @@ DISGUISED = {
     "eval in other letters": ("dynamic-code", "\uff45val('1')"),
     "annotations evaluated": ("dynamic-code", "from typing import get_type_hints"),
     "class from text": ("dynamic-code", "from dataclasses import make_dataclass as m"),
-    "getattr with a sum": ("dynamic-attribute", "import torch\ngetattr(torch, 'cu' + 'da')"),
-    "getattr with an f-string": ("dynamic-attribute", "import torch\na = 'da'\ngetattr(torch, f'cu{a}')"),
+    "getattr with a sum": ("module-as-value", "import torch\ngetattr(torch, 'cu' + 'da')"),
+    "getattr with an f-string": ("module-as-value", "import torch\na = 'da'\ngetattr(torch, f'cu{a}')"),
     "getattr with a name bound twice": ("dynamic-attribute", "n = 'shape'\nn = f()\ngetattr(x, n)"),
     "getattr handed on": ("dynamic-attribute", "import functools\nfunctools.reduce(getattr, ['a', 'b'])"),
     "attrgetter": ("dynamic-attribute", "import operator as o\no.attrgetter('a.b')"),
@@ -344,16 +340,16 @@ DISGUISED = {
     "setattr": ("dynamic-attribute", "s = setattr\ns(1, 'a', 2)"),
     "update_wrapper": ("dynamic-attribute", "import functools\nfunctools.update_wrapper(f, g, ('equal',))"),
     "wraps with attributes": ("dynamic-attribute", "import functools\n@functools.wraps(f, ('equal',))\ndef g(): pass"),
-    "getattr of a dunder": ("dunder-access", "getattr(run, '__globals__')"),
+    "getattr of a dunder": ("dynamic-attribute", "getattr(run, '__globals__')"),
     "dunder at the end of a chain": ("dunder-access", "def f(x): return x.shape.__class__.__base__"),
     "subclasses": ("dunder-access", "().__class__.__base__.__subclasses__()"),
     "builtins by name": ("namespace-access", "__builtins__"),
     "module attribute": ("foreign-assignment", "import torch\nm = torch\nm.equal = f"),
     "from-import": ("foreign-assignment", "from torch import nn as n\nn.functional.silu = f"),
     "class of torch": ("foreign-assignment", "from torch import Tensor as T\nT.equal = f"),
-    "class that type() returns": ("class-factory", "def run(x): type(x).equal = f"),
-    "class that type() returned": ("class-factory", "def run(x):\n    t = type(x)\n    t.equal = f"),
-    "instance of an instance's class": ("class-factory", "import torch\ntype(torch.cuda.current_stream())()"),
+    "class that type() returns": ("question", "def run(x): type(x).equal = f"),
+    "class that type() returned": ("question", "def run(x):\n    t = type(x)\n    t.equal = f"),
+    "instance of an instance's class": ("question", "import torch\ntype(torch.cuda.current_stream())()"),
     "attribute read by a pattern": ("outside-language", "match run:\n    case object(__globals__=g): pass"),
     "members spread over a module": ("namespace-access", "import enum\nenum.global_enum(int)"),
     "class that claims another module": ("object-hooks", "class A:\n    __module__ = 'torch'"),
@@ -444,19 +440,12 @@ DISGUISED = {
     "encoded text": ("imports-serialisation", "import base64"),
     "driver": ("imports-native-code", "from cuda.bindings import driver"),
     "library": ("imports-native-code", "import tvm"),
-    "function that falls back": (
-        "except-fallback",
-        "import torch\ndef slow(x): return torch.softmax(x, -1)\ndef mid(x): return slow(x)\n"
-        "def run(x):\n    try: return f(x)\n    except Exception: return mid(x)",
-    ),
-    "method that falls back": ("except-fallback", "def run(x):\n    try: f(x)\n    except: return x.softmax(-1)"),
-    "product that falls back": ("except-fallback", "def run(x):\n    try: f(x)\n    except: return x @ x"),
     "function of the module": ("keeps-state", "def run(x): run.last = x"),
     "mutable default": ("keeps-state", "def run(x, seen={}): pass"),
     "class that counts": ("keeps-state", "class A:\n    n = []\ndef run(x): A.n.append(x)"),
     "global statement": ("keeps-state", "n = 0\ndef run(x):\n    global n\n    n += 1"),
     "cache on the tensor": ("keeps-state", "def run(x): x.cached = 1"),
-    "identity": ("address", "def run(x): return id(x)"),
+    "identity": ("question", "def run(x): return id(x)"),
 }
 
 

@@ -7,9 +7,11 @@ which worker processes call, sets variables.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from tilegym_db.errors import ToolchainError
@@ -335,6 +338,46 @@ def lacking_dependency(dependencies: tuple[str, ...]) -> str | None:
         found = f"{version} is installed" if version else "it is not installed"
         return f"{text}, but {found}. Fix: pip install '{text}'"
     return None
+
+
+def declared_libraries(dependencies: tuple[str, ...]) -> dict[str, str]:
+    """Return each installed library that a Solution declares beside the toolchains, with its version and its code.
+
+    The code is a hash of the lines for ``.py`` and ``.so`` files in the distribution's ``RECORD``, so that another build of one
+    version is another library. A distribution without a ``RECORD`` has only its version, which no trace may rely on.
+    """
+    toolchains = {name for chain in TOOLCHAINS.values() for name in chain.distributions}
+    names = {canonicalize_name(re.split(r"[^\w.-]", text.strip(), maxsplit=1)[0]) for text in dependencies} - toolchains
+    return {name: state for name in sorted(names) if (state := _installed_state(name))}
+
+
+def check_libraries(dependencies: tuple[str, ...], verified: Mapping[str, str], needed_by: str) -> None:
+    """Compare the libraries that a Solution declares, as they are installed, with those that it was verified with.
+
+    Raises:
+        ToolchainError: one is another, or the trace does not state its code.
+    """
+    for name, state in declared_libraries(dependencies).items():
+        if CODE not in state or verified.get(name) != state:
+            raise ToolchainError(
+                f"{needed_by} was verified with {name} {verified.get(name, 'of unknown version')}, and {state} is installed. "
+                f"Verify it again: tilegym-db verify {needed_by}",
+                code="library_changed",
+            )
+
+
+CODE = " sha256:"
+
+
+@functools.lru_cache(maxsize=64)
+def _installed_state(name: str) -> str:
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    lines = [line for line in (found.read_text("RECORD") or "").splitlines() if re.search(r"\.(py|so)[\d.]*,", line)]
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    return found.version + (CODE + digest if lines else "")
 
 
 def environment_changes(language: str, environ: Environment | None = None) -> EnvironmentChanges:

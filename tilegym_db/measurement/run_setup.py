@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.backends.toolchains import TOOLCHAINS, lacking_dependency, toolchain_status
+from tilegym_db.backends.toolchains import TOOLCHAINS, declared_libraries, lacking_dependency, toolchain_status
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import RecordError
 from tilegym_db.measurement.devices.pool import DevicePool
@@ -316,7 +316,7 @@ class RunContext:
             sm=machine.sm,
             driver=machine.driver,
             cuda=machine.cuda,
-            libs=machine.libs,
+            libs=machine.libs | declared_libraries(solution.record.spec.dependencies),
             gpu_uuid=machine.gpu_uuid,
             host=machine.host,
             tier=tier,

@@ -49,6 +49,8 @@ class Candidate:
     """True if it was measured on the contents of files."""
     shipped_source: bool = False
     """True if the package ships its source; computed only if it was measured here without confinement."""
+    libs: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Package -> its version in the measurement; with a hash of its code if the solution declares it."""
     figures: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Figures that are compared with the gates' bounds and the physics floor; empty for candidates that were made by hand."""
 
@@ -171,6 +173,7 @@ def _candidate(trace: Mapping[str, Any], origin: str) -> Candidate:
         scalar_ranges=_ranges(envelope),
         origin="foreign" if is_borrowed else origin,
         of_files=bool(trace.get("blobs")),
+        libs=trace.get("libs") or {},
         figures={
             **{name: correctness.get(name) for name in ("rel_fro", "worst_row_rel", "matched_ratio")},
             **{name: performance[name] for name in ("cold_l2", "timer") if name in performance},

@@ -209,6 +209,18 @@ class Definition(Record):
         return digest_of([canonical_json(ordered).encode()])
 
     @property
+    def texts(self) -> dict[str, str]:
+        """Every text of Python in the record by the name of its file: what runs when it is checked, drawn for or compared."""
+        found = {"reference.py": self.reference}
+        if self.joint_inputs is not None:
+            found["joint_inputs.py"] = self.joint_inputs.source
+        if self.self_test is not None:
+            found["independent.py"] = self.self_test.independent
+            for number, planted in enumerate(self.self_test.planted_errors):
+                found[f"planted_error_{number}.py"] = self.reference.replace(planted.find, planted.replace)
+        return found
+
+    @property
     def is_open(self) -> bool:
         """True while the operator has no verified kernel (tag ``status:open``)."""
         return "status:open" in self.tags

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilegym_db.backends.toolchains import check_libraries
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import Call, bind_call
@@ -260,6 +261,7 @@ class Dispatcher:
         verified = decision.solution, decision.config, candidate.solution_digest
         returns = not decision.solution.record.spec.destination_passing_style and not self.definition.in_place
         try:
+            check_libraries(decision.solution.record.spec.dependencies, candidate.libs, candidate.solution)
             launch = load_launcher(self.definition, *verified)
             compute = load_computer(*verified, promised) if promised is not None and returns else None
         except TilegymDBError as error:

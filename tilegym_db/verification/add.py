@@ -25,7 +25,7 @@ from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import parse_object, problems_of
 from tilegym_db.records.solution import find_function, normalise_language, signature_problem
-from tilegym_db.sandbox.scan import hard_findings, scan_sources
+from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
 from tilegym_db.scaffold import is_draft, read_definition_file
 from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name
@@ -149,6 +149,7 @@ def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     """
     catalog = catalog or Catalog.default()
     record = catalog.with_forward(read_definition_file(path), path)
+    require_clean(scan_definition(record), path, "the record")
     has_torch = importlib.util.find_spec("torch") is not None
     if has_torch:
         from tilegym_db.verification.admission import run_reference_once  # loads PyTorch
@@ -359,12 +360,7 @@ def default_name(definition: str, language: str, stem: str) -> str:
 def _scanned(record: Solution, sources: Sources, where: Path) -> tuple[str, ...]:
     """Scan the sources and return the notes. Raise :class:`RecordError` with every line and rule if they are refused."""
     findings = scan_sources(record, sources)
-    refused = hard_findings(findings)
-    if refused:
-        lines = "\n".join(f"  {finding}" for finding in refused)
-        raise RecordError(
-            f"{where}: the static scan refuses this solution, and nothing was added.\n{lines}", code="scan_refused"
-        )
+    require_clean(findings, where, "this solution")
     return tuple(map(str, findings))
 
 

@@ -1,27 +1,18 @@
-"""Checks that a Definition must pass before it is admitted. Its code runs only in a child process.
+"""Checks that a Definition must pass before it is admitted. Its code runs only in the sandbox.
 
-A reference may exit, hang or fill the memory. In a child process, each of these becomes a finding about the record.
+A reference may write files, hang or fill the memory. In a confined process, each of these becomes a finding about the record.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import itertools
-import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,149 +22,96 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.writers import read_lock
 from tilegym_db.errors import RecordError, SolutionError
-from tilegym_db.paths import shipped_root
+from tilegym_db.paths import scratch_folder, shipped_root
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.backward import bind_forward
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
+from tilegym_db.sandbox.limits import ResourceBounds
+from tilegym_db.sandbox.protocol import Channel, storable
+from tilegym_db.sandbox.scan import require_clean, scan_definition
+from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.expected import broken_constraint
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_reference
 from tilegym_db.verification.self_test import DRAW_SO, self_test
 
-# ---- child process --------------------------------------------------------------------------------
-# Runs a function in a separate process with a time limit, so that a reference cannot harm this process.
-#
-# A server process imports PyTorch once and forks one child per call. A child is killed with every process it started.
+# ---- confined process -----------------------------------------------------------------------------
+# The texts of a Definition run in a worker of the sandbox, as a kernel does, with this file as its program.
 
 START_TIMEOUT_S = 180.0
 """Seconds for imports on a cold file system and a busy machine; no code of a record runs before they finish."""
-MAX_ANSWER_BYTES = 1 << 24
-MAX_PRINTED_BYTES = 1 << 16
-"""Maximum number of printed bytes that are passed on, so that endless output cannot fill a terminal or disk."""
-_PR_SET_PDEATHSIG = 1
+MAX_MEMORY_BYTES = 4 << 30
+"""Memory of one check with PyTorch. Its inputs have some thousand elements."""
 
 
-def run_in_child(function: Callable[..., Any], arguments: tuple[Any, ...], what: str, limit_s: float) -> Any:
-    """Run ``function(*arguments)`` in a child process and return its result.
+def _run_confined(op: str, definition: Definition, where: object, what: str, limit_s: float, **content: Any) -> Any:
+    """Return what :func:`serve_checks` answers to a request in a new worker, if the scan finds nothing in the texts.
 
     Args:
-        function: a top-level function of a module that returns plain JSON.
-        arguments: picklable values.
-        what: the name of the code that runs, for the message: ``rms_norm: the reference``.
-        limit_s: seconds, counted from the moment when the child is ready.
+        op: ``run once`` or ``self test``.
+        definition: the record whose texts run.
+        where: the file or name of the record, for the message of the scan.
+        what: the name of the code that runs, for other messages: ``rms_norm: the reference``.
+        limit_s: seconds, counted from the moment when the worker is ready.
+        content: the rest of the request.
 
     Raises:
-        RecordError: the function raised one, did not finish in time, or ended its process without a result.
+        RecordError: the scan refuses a text; or the code raised one, did not finish in time, or ended its process.
         SolutionError: no process could be started.
     """
-    receiver, sender = _context().Pipe(duplex=False)
-    process = _context().Process(target=_answer, args=(sender, function, arguments, what), daemon=True)
-    try:
-        process.start()
-        sender.close()
-        _receive(receiver, process, START_TIMEOUT_S, what)
-        kind, value = _receive(receiver, process, limit_s, what)
-    except OSError as error:
-        raise SolutionError(
-            f"{what}: cannot start a process for it: {error.strerror or error}.", code="process_not_started"
-        ) from None
-    finally:
-        _end(process)
-        receiver.close()
-    if kind == "returned":
-        return value
-    raise RecordError(value["message"], code=value["code"])
-
-
-@functools.cache
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tilegym_db.verification.admission"])
-    return context
-
-
-def _receive(receiver: Connection, process: BaseProcess, limit_s: float, what: str) -> tuple[str, Any]:
-    begun = time.monotonic()
-    if not receiver.poll(limit_s):
-        raise RecordError(f"{what} did not finish within {limit_s:g} s and was ended.", code="time_limit_exceeded")
-    try:
-        kind, value = json.loads(receiver.recv_bytes(MAX_ANSWER_BYTES))
-    except (EOFError, ConnectionError):
-        process.join(5)
-        code = process.exitcode
-        how = f"with exit status {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
-        seconds = time.monotonic() - begun
-        raise RecordError(
-            f"{what} ended its process {how} after {seconds:.1f} s instead of returning.", code="process_ended"
-        ) from None
-    except ValueError:
-        raise RecordError(f"{what} wrote to the channel that its result goes through.", code="channel_broken") from None
-    return str(kind), value
-
-
-def _end(process: BaseProcess) -> None:
-    if process.pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # its process group, so that processes it started end too
-    with contextlib.suppress(OSError):
-        process.kill()
-    process.join(10)
-
-
-def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], what: str) -> None:
-    """Run the function in the child: in its own process group, killed if its server ends, and with limited output."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _send(sender, "ready", None)
-    with _printing_little():
+    require_clean(scan_definition(definition), where, "the record")
+    forward = definition._forward.to_dict() if definition._forward is not None else None
+    with scratch_folder() as folder, contextlib.ExitStack() as stack:
         try:
-            answer = "returned", function(*arguments)
-        except RecordError as error:
-            answer = "refused", _fault(error)
-        except BaseException as error:  # process boundary: SystemExit is an answer too
-            raised = RecordError(f"{what} raises {type(error).__name__}: {error}", code="call_raises")
-            answer = "refused", _fault(raised)
-    _send(sender, *answer)
+            bounds = ResourceBounds.of_machine()
+            bounds = replace(bounds, memory_bytes=min(bounds.memory_bytes, MAX_MEMORY_BYTES), disk_bytes=64 << 20)
+            worker = WorkerProcess("cpu", folder / "reference", bounds=bounds, script=Path(__file__))
+            stack.callback(worker.close)
+            worker.wait_until_ready(START_TIMEOUT_S)
+        except (WorkerDied, WorkerTimeout, OSError) as error:
+            raise SolutionError(
+                f"{what}: cannot start a process for it: {error}.", code="process_not_started"
+            ) from None
+        try:
+            reply = worker.request(op, timeout_s=limit_s, definition=definition.to_dict(), forward=forward, **content)
+        except WorkerTimeout:
+            raise RecordError(
+                f"{what} did not finish within {limit_s:g} s and was ended.", code="time_limit_exceeded"
+            ) from None
+        except WorkerDied as error:
+            raise RecordError(
+                f"{what} ended its process instead of returning: {error}.", code="process_ended"
+            ) from None
+    if reply.ok:
+        return reply.content.get("result")
+    raise RecordError(reply.error, code=storable(reply.content.get("code")))
 
 
-def _fault(error: RecordError) -> dict[str, str]:
-    return {"message": str(error), "code": error.code}
+def serve_checks(channel: int) -> None:
+    """Answer requests for checks of Definitions, in the confined process."""
+    with contextlib.closing(Channel(channel)) as harness:
+        harness.send({"id": 0, "ok": True})
+        while (request := harness.receive()) is not None:
+            harness.send({"id": request["id"], **_answer(request)})
 
 
-@contextlib.contextmanager
-def _printing_little() -> Iterator[None]:
-    """Send output through a pipe to stderr, up to the limit."""
-    stderr = os.dup(2)
-    reader, writer = os.pipe()
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    os.close(writer)
-    passing_on = threading.Thread(target=_pass_on, args=(reader, stderr), daemon=True)
-    passing_on.start()
-    yield
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os.dup2(stderr, 1)
-    os.dup2(stderr, 2)  # closes the last writer of the pipe, which ends the thread
-    passing_on.join(1)
-
-
-def _pass_on(reader: int, stderr: int) -> None:
-    left = MAX_PRINTED_BYTES
-    while chunk := os.read(reader, MAX_PRINTED_BYTES):
-        with contextlib.suppress(OSError):  # a full disk or a closed terminal must not stop the call
-            os.write(stderr, chunk[:left])
-        if left and len(chunk) >= left:
-            with contextlib.suppress(OSError):
-                os.write(stderr, b"\n(what it prints further is left out)\n")
-        left = max(left - len(chunk), 0)
-
-
-def _send(sender: Connection, kind: str, value: Any) -> None:
-    sender.send_bytes(json.dumps([kind, value]).encode())
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    definition = Definition.from_dict(request["definition"])
+    if request["forward"] is not None:
+        definition = bind_forward(definition, Definition.from_dict(request["forward"]))
+    try:
+        if request["op"] == "run once":
+            _run_reference_once(definition, request["file"])
+            return {"ok": True}
+        workloads = [Workload.from_dict(item) for item in request["workloads"]]
+        return {"ok": True, "result": [str(finding) for finding in self_test(definition, workloads)]}
+    except RecordError as error:
+        return {"ok": False, "error": str(error), "code": error.code}
+    except BaseException as error:  # process boundary: SystemExit is an answer too
+        message = f"{definition.name} raises {type(error).__name__}: {error}"
+        return {"ok": False, "error": message, "code": "call_raises"}
 
 
 TRIAL_SIZES = (2, 4, 8, 16, 64, 128, 1)
@@ -188,24 +126,24 @@ def run_self_test(
 ) -> list[str]:
     """Return the findings of :func:`~tilegym_db.verification.self_test.self_test` as text, including a reference that hangs."""
     what = f"{definition.name}: the reference, or a formulation of its self_test,"
+    given = [workload.to_dict() for workload in workloads]
     try:
-        found = run_in_child(_self_test, (definition, workloads), what, limit_s)
+        found = _run_confined("self test", definition, definition.name, what, limit_s, workloads=given)
     except RecordError as error:
         return [str(error)]
-    return [str(finding) for finding in found]
-
-
-def _self_test(definition: Definition, workloads: list[Workload]) -> list[str]:
-    return [str(finding) for finding in self_test(definition, workloads)]
+    return [storable(finding) for finding in found] if isinstance(found, list) else [f"{what} answers no list."]
 
 
 def run_reference_once(record: Definition, file: Path, *, limit_s: float | None = None) -> None:
     """Run the reference on the smallest inputs that the Definition allows, in its first dtypes, for at most 30 s.
 
+    It runs in the best sandbox of this machine, and only if the static scan finds nothing in the texts of the record.
+
     Raises:
-        RecordError: the reference raises, ends its process, does not finish, or returns other outputs than declared.
+        RecordError: the scan refuses a text; or the reference raises, ends its process, does not finish, or returns other
+            outputs than declared.
     """
-    run_in_child(_run_reference_once, (record, file), f"{file}: reference: it", limit_s or TRIAL_LIMIT_S)
+    _run_confined("run once", record, file, f"{file}: reference: it", limit_s or TRIAL_LIMIT_S, file=str(file))
 
 
 def require_returning_reference(
@@ -251,7 +189,7 @@ _RETURNED: set[str] = set()
 """Digests of the Definitions whose references returned in a child of this process."""
 
 
-def _run_reference_once(record: Definition, file: Path) -> None:
+def _run_reference_once(record: Definition, file: str) -> None:
     axes = smallest_axes(record)
     if axes is None:
         raise RecordError(
@@ -315,3 +253,7 @@ def trial_scalars(record: Definition) -> dict[str, Scalar]:
             dtype = record.dtypes.get(spec.dtype, (spec.dtype,))[0]
             scalars[name] = False if dtype == "bool" else 1 if dtype.startswith(("int", "uint")) else 1e-3
     return scalars
+
+
+if __name__ == "__main__":
+    serve_checks(int(sys.argv[1]))

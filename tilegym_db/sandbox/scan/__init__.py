@@ -5,7 +5,25 @@ What may be used of every module is listed name by name (``allowed/``): what is 
 of rules.
 """
 
-from tilegym_db.sandbox.scan.scan import hard_findings, rule_table, scan_sources, soft_findings
+from tilegym_db.sandbox.scan.scan import (
+    hard_findings,
+    require_clean,
+    rule_table,
+    scan_definition,
+    scan_sources,
+    soft_findings,
+)
 from tilegym_db.sandbox.scan.tables import RULES, Finding, Rule, Severity
 
-__all__ = ["RULES", "Finding", "Rule", "Severity", "hard_findings", "rule_table", "scan_sources", "soft_findings"]
+__all__ = [
+    "RULES",
+    "Finding",
+    "Rule",
+    "Severity",
+    "hard_findings",
+    "require_clean",
+    "rule_table",
+    "scan_definition",
+    "scan_sources",
+    "soft_findings",
+]

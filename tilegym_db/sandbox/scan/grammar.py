@@ -20,7 +20,7 @@ HINTS = {
     "AsyncFor": "an async loop; write it without 'async'",
     "AsyncWith": "an async with; write it without 'async'",
     "Await": "await; call the function",
-    "TryStar": "except*; compare values instead of catching errors",
+    "Try": "try; compare shapes and dtypes instead of catching errors",
     "MatchClass": "a pattern on a class, which reads attributes by position; compare with if",
     "MatchMapping": "a pattern on a mapping; compare with if",
     "TypeAlias": "a type statement; write an assignment",
@@ -50,7 +50,7 @@ def _defined(node: ast.AST) -> Iterator[str]:
         yield node.id
     elif isinstance(node, ast.alias):
         yield node.asname or ""
-    elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+    elif isinstance(node, ast.MatchAs | ast.MatchStar):
         yield node.name or ""
 
 

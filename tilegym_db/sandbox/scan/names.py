@@ -13,15 +13,18 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilegym_db.sandbox.scan.tables import (
     CLOSED,
     FORBIDDEN,
     LISTED_ROOTS,
     MEMBERS,
+    REFERENCE,
     RULES,
     SMUGGLED,
     VALUES,
+    WORDS,
     Finding,
     Severity,
     is_listed,
@@ -76,8 +79,6 @@ class Context:
     """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
     """Expressions at places that may hold a module: before a dot, or on the right of a plain alias."""
-    may_hold_class: set[ast.AST] = field(default_factory=set)
-    """Expressions at places that may hold a class: in ``isinstance``, in a comparison, in a type, in an f-string."""
     called_operators: set[ast.AST] = field(default_factory=set)
     """Called expressions that name an attention operator in full."""
     plain_formats: set[ast.AST] = field(default_factory=set)
@@ -103,7 +104,6 @@ class Context:
         verb = "imports" if imported else "uses"
         noted = path_rule(path)
         is_allowed = is_listed(path) if root in LISTED_ROOTS else label(path) == "unlisted-member"
-        is_allowed &= not path.startswith("builtins.type.")
         is_allowed &= path == "os.environ.get" or not path.startswith("os.environ.")
         if is_allowed or path in self.own_operators or node in self.called_operators:
             if noted in RULES and RULES[noted].severity is Severity.SOFT:
@@ -134,13 +134,14 @@ class Context:
         if name.startswith("__") and name.endswith("__"):
             if not is_public_dunder(name):
                 self.report.add(node, "dunder-access", f"reads {name}")
+        elif self.language == REFERENCE and name in WORDS["reference-values"]:
+            return
         elif name in FORBIDDEN and not (resolved and (name in SMUGGLED or name == "_C")):
             self.report.add(node, FORBIDDEN[name], f"uses .{name}")
         elif name in ("format", "format_map") and node not in self.plain_formats:
             self.report.add(node, "dynamic-attribute", f"uses .{name} with a text that may read attributes")
         elif not (resolved or name in VALUES or (name in self.own_names and (own or name not in CLOSED))):
-            renamed = " of a value that may be a module: rename the field" if name in self.own_names else ""
-            self.report.add(node, "unlisted-member", f"reads .{name}{renamed}")
+            self.report.add(node, "unlisted-member", f"reads .{name}")
 
     def check_class(self, node: ast.expr | None) -> None:
         """Refuse a torch class that is passed on, because the receiver could change it."""
@@ -331,6 +332,7 @@ def every_argument(arguments: ast.arguments) -> list[ast.arg]:
 
 
 MAX_MEANINGS = 64
+MAX_TEXT = 1 << 16
 MAX_DEPTH = 16
 """Maximum number of attributes in a row, which stops ``a = a.b``."""
 
@@ -380,9 +382,44 @@ class Names:
         return only if isinstance(only, ast.Constant | ast.List | ast.Tuple) else node
 
     def text(self, node: ast.expr | None, scope: Scope) -> str | None:
-        """Return the string value of an expression, or None if it is computed."""
-        literal = self.literal(node, scope)
-        return literal.value if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else None
+        """Return the string value of an expression of constants, or None if it is computed from anything else."""
+        value = self._constant(node, scope, MAX_DEPTH)
+        return value if isinstance(value, str) and len(value) <= MAX_TEXT else None
+
+    def number(self, node: ast.expr | None, scope: Scope) -> int | None:
+        """Return the whole number behind a constant or a name that is bound once to one, or None."""
+        value = self._constant(node, scope, MAX_DEPTH)
+        return value if isinstance(value, int) else None
+
+    def _constant(self, node: ast.expr | None, scope: Scope, depth: int) -> Any:
+        """Return the value of an expression of constants, or None; names count if they are bound once."""
+
+        def value_of(part: ast.expr | None) -> Any:
+            return self._constant(part, scope, depth - 1) if depth else None
+
+        match self.literal(node, scope) if depth else None:
+            case ast.Constant(value=str() | int() as value):
+                return value
+            case ast.FormattedValue(value=value, format_spec=None, conversion=-1):
+                return None if (found := value_of(value)) is None else str(found)
+            case ast.JoinedStr(values=parts):
+                texts = [value_of(part) for part in parts]
+                return None if None in texts else "".join(texts)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Mult() | ast.Mod() as operator, right=right):
+                return _combined(value_of(left), operator, value_of(right))
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                texts = [value_of(part) for part in parts]
+                return None if None in texts else tuple(texts)
+            case ast.Call(func=ast.Attribute(value=glue, attr="join"), args=[parts]):
+                text, texts = value_of(glue), value_of(parts)
+                return text.join(map(str, texts)) if isinstance(text, str) and isinstance(texts, tuple) else None
+        name = node.id if isinstance(node, ast.Name) else ""
+        holder = scope.holder(name) if name else None
+        bound = holder.bindings.get(name, []) if holder is not None else []
+        only = bound[0] if len(bound) == 1 else None
+        return (
+            self._constant(only.value, only.scope, depth - 1) if only is not None and only.scope is not None else None
+        )
 
     def attribute(self, node: ast.Call, scope: Scope) -> str | None:
         """Return the name that ``getattr(x, "name")`` reads, or None if it is computed."""
@@ -486,6 +523,18 @@ class Names:
         return path.startswith(".") and path[1:] in self.modules and self._owner(path)[0] is None
 
 
+def _combined(left: Any, operator: ast.operator, right: Any) -> str | None:
+    """Return a sum, a repetition or a formatted text; None for anything but a text of moderate length."""
+    if isinstance(left, int) and isinstance(right, str):
+        left, right = right, left
+    match left, operator, right:
+        case str(), ast.Add(), str():
+            return str(left + right)
+        case str(), ast.Mult(), int() if len(left) * right <= MAX_TEXT:
+            return str(left * right)
+    return None
+
+
 class _Binder(ScopedVisitor):
     """First walk: makes the scopes and fills their bindings."""
 
@@ -561,11 +610,6 @@ class _Binder(ScopedVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store | ast.Del):
             self.scope.bind(node.id, NameBinding())
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        if node.name:
-            self.scope.bind(node.name, NameBinding())
-        self.generic_visit(node)
 
     def _bind_pattern(self, node: ast.MatchAs | ast.MatchStar | ast.MatchMapping) -> None:
         name = node.rest if isinstance(node, ast.MatchMapping) else node.name

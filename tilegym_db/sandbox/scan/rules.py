@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
 from tilegym_db.sandbox.scan.grammar import check_class, check_grammar
-from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, ScanReport, Scope, ScopedVisitor, is_external
+from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
 LONG_CONSTANT = 2000
@@ -17,7 +19,7 @@ DANGEROUS_KEYS = {
     "compile_flags": "compiler-flags",
     "extern_libs": "native-extension",
 }
-TAKES_CLASSES = words("builtins.isinstance builtins.issubclass typing.cast typing.TypeVar typing.NewType")
+TAKES_CLASSES = words("builtins.isinstance typing.cast typing.TypeVar")
 
 
 class Checker(ScopedVisitor):
@@ -30,6 +32,9 @@ class Checker(ScopedVisitor):
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)
         }
         self._types_seen: set[ast.AST] = set()
+        self._addresses = Addresses(context)
+        self._assembles = has_assembler(context.module.tree)
+        self._types: set[ast.AST] = set()  # arguments that name types: of isinstance, and what a subscript holds
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
 
     @property
@@ -48,6 +53,7 @@ class Checker(ScopedVisitor):
         """Check the whole source."""
         check_grammar(self.context)
         self.visit_all(self.context.module.tree.body)
+        self._addresses.check()
 
     # -- imports ------------------------------------------------------------------------------------------------------
 
@@ -103,24 +109,25 @@ class Checker(ScopedVisitor):
             return
         if node.id in ("__builtins__", "__loader__", "__spec__", "__annotations__", "__path__", "__class__"):
             self.report.add(node, "namespace-access", f"uses {node.id}")
+        holder = self.scope.holder(node.id)
+        if holder is not None:
+            self._addresses.loads[holder, node.id].append((node, self.scope))
         self._judge(node)
+        check_text(self.context, node, assembles=self._assembles)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         resolved = bool(self.context.resolve(node))
+        check_text(self.context, node, assembles=self._assembles)
+        if node.attr == "data_ptr":
+            self._addresses.found.append((node, self.scope))
         if isinstance(node.ctx, ast.Load):
             self._judge(node)
         else:
             check_attribute_store(self.context, node)
         root: ast.expr = node
-        harmless_class = False
         while isinstance(root, ast.Attribute):  # the chain is checked as one path; its names are checked one by one
-            if not (root.attr == "__class__" and harmless_class):
-                own = is_own(self.context, root.value)
-                self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
-            harmless_class = root.attr in ("__name__", "__qualname__")  # x.__class__.__name__ is a string
+            self.context.check_attribute_name(root, root.attr, resolved=resolved, own=is_own(self.context, root.value))
             root = root.value
-        if harmless_class:
-            self.context.may_hold_class.add(root)
         self.context.may_hold_module.add(root)
         bindings = self.context.names.bindings(root, self.scope)
         if not (resolved and bindings and all(binding.path is not None for binding in bindings)):
@@ -128,8 +135,8 @@ class Checker(ScopedVisitor):
 
     def _judge(self, node: ast.expr) -> None:
         for path in sorted(self.context.resolve(node)):
-            if path == "builtins.getattr" and node not in self.context.may_hold_module:
-                self.report.add(node, "dynamic-attribute", "passes getattr around")
+            if path in ("builtins.getattr", "builtins.hasattr") and node not in self.context.may_hold_module:
+                self.report.add(node, "dynamic-attribute", f"passes {path[9:]} around")
             self.context.check_path(node, path)
             self.context.check_escape(node, path)
 
@@ -140,6 +147,14 @@ class Checker(ScopedVisitor):
             self.report.add(node, "long-constant", f"a constant of {len(value)} characters")  # type: ignore[arg-type]
         if isinstance(value, str) and value in DANGEROUS_KEYS:
             self.report.add(node, DANGEROUS_KEYS[value], f"uses the key '{value}'")
+        if isinstance(value, str) and id(node) not in self._strings_as_statements:
+            check_text(self.context, node, assembles=self._assembles)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr | ast.BinOp) -> None:  # noqa: D102
+        check_text(self.context, node, assembles=self._assembles)
+        self.generic_visit(node)
+
+    visit_BinOp = visit_JoinedStr
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
@@ -169,23 +184,23 @@ class Checker(ScopedVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:  # noqa: D102
         if all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
             self.context.allow_module(node.left)  # 'module is None' gives nothing away
-        self.context.may_hold_class |= {node.left, *node.comparators}
         if all(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops):
             check_environment_item(self.context, node, node.comparators[0], node.left)
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:  # noqa: D102
         check_environment_item(self.context, node, node.value, node.slice)
-        self.context.may_hold_class.add(node.slice)  # Union[torch.Tensor, int]
+        self._types.add(node.slice)
         if not isinstance(node.ctx, ast.Load):
             check_item_store(self.context, node)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:  # noqa: D102
         check_call(self.context, node)
+        check_text(self.context, node, assembles=self._assembles)
         check_mutating_call(self.context, node)
         if self.context.resolve(node.func) & TAKES_CLASSES:
-            self.context.may_hold_class |= {*node.args, *(item.value for item in node.keywords)}
+            self._types |= {*node.args}
         else:
             self._check_classes([*node.args, *(item.value for item in node.keywords)])
         self.generic_visit(node)
@@ -195,7 +210,7 @@ class Checker(ScopedVisitor):
             self.context.check_class(value)
 
     def visit_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> None:  # noqa: D102
-        if node not in self.context.may_hold_class:
+        if node not in self._types:
             self._check_classes(node.elts)
         self.generic_visit(node)
 
@@ -211,10 +226,6 @@ class Checker(ScopedVisitor):
 
     visit_Yield = visit_Return
 
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
-        self.context.may_hold_class.add(node.value)
-        self.generic_visit(node)
-
     def visit_Match(self, node: ast.Match) -> None:  # noqa: D102
         self._check_classes([node.subject])
         self.generic_visit(node)
@@ -223,12 +234,6 @@ class Checker(ScopedVisitor):
         self.report.add(node, "keeps-state", f"rebinds {', '.join(node.names)} outside the function")
 
     visit_Nonlocal = visit_Global
-
-    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:  # noqa: D102
-        self.report.add(node, "try", "catches errors")
-        self.generic_visit(node)
-
-    visit_TryStar = visit_Try
 
     def visit_annotation(self, node: ast.expr) -> None:
         """Check an annotation only for computation: a type cannot be read back, because such reads are refused."""
@@ -276,15 +281,9 @@ def check_call(context: Context, node: ast.Call) -> None:
     paths = context.resolve(node.func)
     count = len(node.args) + len(node.keywords)
     if paths & {"builtins.getattr", "builtins.hasattr"} and node.args:
-        _check_getattr(context, node, reads="builtins.getattr" in paths)
+        _check_getattr(context, node)
     if _is_attention_operator(context, node.func):
         context.called_operators.add(node.func)
-    if "builtins.type" in paths and count > 1:
-        context.report.add(node, "class-factory", "calls type() with three arguments")
-    elif "builtins.type" in paths and node not in context.may_hold_class:
-        context.report.add(
-            node, "class-factory", "uses the class that type() returns otherwise than to compare or name it"
-        )
     if "cuda.tile.launch" in paths and node.args and isinstance(_literal(context, node.args[0]), ast.Constant):
         context.report.add(node, "stream-or-graph", "launches on a stream given by number")
     if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
@@ -339,19 +338,15 @@ def _check_variable(context: Context, node: ast.AST, name: ast.expr | None) -> N
         context.report.add(node, "environment", f"reads {text}")
 
 
-def _check_getattr(context: Context, node: ast.Call, *, reads: bool) -> None:
+def _check_getattr(context: Context, node: ast.Call) -> None:
     context.may_hold_module |= {node.func, node.args[0]}
-    name = context.names.attribute(node, context.scope)
-    if not reads:
+    name, bases = context.names.attribute(node, context.scope), context.resolve(node.args[0])
+    if name is None or not bases or not all(map(context.is_module, bases)):
+        context.report.add(node, "dynamic-attribute", "asks for an attribute of a value, or by a name that is computed")
         return
-    if name is None:
-        context.report.add(node, "dynamic-attribute", "calls getattr with a name that is computed")
-        return
-    paths = context.resolve(node)
-    for path in sorted(paths):
+    for path in sorted(f"{base}.{name}" for base in bases):
         context.check_path(node, path)
         context.check_escape(node, path)
-    context.check_attribute_name(node, name, resolved=bool(paths))
 
 
 def _names_an_intrinsic(context: Context, node: ast.Call) -> bool:
@@ -531,7 +526,8 @@ def _names_a_type(text: str) -> bool:
 
 
 # ---- texts ----------------------------------------------------------------------------------------
-# All texts of a source together must not contain assembler that reads clocks, counts launches, or leaves the kernel.
+# No text of a source may contain assembler that reads clocks, counts launches, or leaves the kernel. A text that is put
+# together from constants is judged whole; in a source with assembler, no word may be put together from anything else.
 
 CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
 """PTX special registers that tell a kernel the time or the number of its launch."""
@@ -540,21 +536,128 @@ OUTSIDE_THE_KERNEL = re.compile(
     r"|nanosleep\b|brkpt\b|pmevent\b|trap\b|exit\b)"
 )
 """PTX that calls a function, defines one, defines memory that outlives a launch, or ends the launch."""
-LONGEST = 16
+SPLIT_REGISTER = re.compile(r"%\w*$")
+TEXT_CHANGES = words(
+    "capitalize casefold format format_map lower maketrans replace swapcase title translate upper zfill"
+)
 
 
-def check_assembler(tree: ast.AST, report: ScanReport) -> None:
-    """Refuse texts with such PTX, including names joined from consecutive parts."""
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    has_assembler = any(name.startswith("inline_asm") for name in attributes | imported)
-    before = ""
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    for node in sorted(texts, key=lambda text: (text.lineno, text.col_offset)):
-        joined = before + str(node.value)
-        found = CLOCK_REGISTER.search(joined)
-        if found:
-            report.add(node, "imports-clock", "names a register that tells the time or counts launches")
-        if has_assembler and ";" in str(node.value) and OUTSIDE_THE_KERNEL.search(str(node.value)):
-            report.add(node, "native-extension", "has assembler that calls, defines or ends more than its own block")
-        before = "" if found else joined[-LONGEST:]
+def has_assembler(tree: ast.AST) -> bool:
+    """Return True if a source names a function of Triton that takes assembler."""
+    named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return any(name.startswith("inline_asm") for name in named)
+
+
+def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
+    """Check the text that an expression is; and, in a source with assembler, the way in which it is put together."""
+    text = context.text(node)
+    if text is not None:
+        if CLOCK_REGISTER.search(text):
+            context.report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        if assembles and ";" in text and OUTSIDE_THE_KERNEL.search(text):
+            context.report.add(
+                node, "native-extension", "has assembler that calls, defines or ends more than its own block"
+            )
+    elif assembles and isinstance(node, ast.JoinedStr) and _splits_a_word(node):
+        context.report.add(node, "native-extension", "computes a part of a word of assembler; write each word out")
+    elif assembles and isinstance(node, ast.BinOp) and _is_sum_with_text(context, node):
+        context.report.add(node, "native-extension", "adds to assembler what is no constant; write it in one f-string")
+    if assembles and isinstance(node, ast.Constant) and SPLIT_REGISTER.search(text or ""):
+        context.report.add(node, "native-extension", "has a part of the name of a register; write each name out")
+    if assembles and isinstance(node, ast.Attribute) and node.attr in TEXT_CHANGES:
+        context.report.add(node, "native-extension", f"changes a text by .{node.attr}; write assembler out")
+    if assembles and "builtins.chr" in context.resolve(node):
+        context.report.add(node, "native-extension", "makes a character of a number; write assembler out")
+
+
+def _splits_a_word(node: ast.JoinedStr) -> bool:
+    """Return True if two parts touch without a space or a sign between, so that they may make one word."""
+    texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values]
+    edges = [(text[0], text[-1]) if text else None for text in texts]
+    for left, right in itertools.pairwise(edges):
+        touching = (right or left or ("_",))[0 if right else -1]
+        if touching.isalnum() or touching in "_.%":
+            return True
+    return False
+
+
+def _is_sum_with_text(context: Context, node: ast.BinOp) -> bool:
+    sides = (node.left, node.right)
+    return isinstance(node.op, ast.Add | ast.Mod) and any(
+        isinstance(side, ast.JoinedStr) or context.text(side) is not None for side in sides
+    )
+
+
+# ---- addresses ------------------------------------------------------------------------------------
+# An address may only decide how wide an access is: ``x.data_ptr() % 16``, or the lowest set bit ``bits & -bits`` of addresses
+# that are joined with ``|``. Anything else could know a tensor again.
+
+MAX_ALIGNMENT = 1024
+Key = tuple[Scope, str]
+
+
+class Addresses:
+    """The addresses of one source, followed through names and the Solution's functions to all their uses."""
+
+    def __init__(self, context: Context) -> None:
+        """Start without addresses; :class:`Checker` adds them and the uses of names while it walks."""
+        self.context = context
+        self.found: list[tuple[ast.expr, Scope]] = []
+        self.loads: dict[Key, list[tuple[ast.expr, Scope]]] = defaultdict(list)
+        self._parents = {child: node for node in ast.walk(context.module.tree) for child in ast.iter_child_nodes(node)}
+
+    def check(self) -> None:
+        """Report every use of an address that is no question about alignment."""
+        followed: set[Key] = set()
+        waiting = [(self._parents[node], scope) for node, scope in self.found]
+        while waiting:
+            node, scope = waiting.pop()
+            keys = self._receivers(node, scope)
+            if keys is None:
+                self.context.report.add(node, "address-as-value", f"uses an address in {ast.unparse(node)[:40]}")
+            for key in set(keys or ()) - followed:
+                followed.add(key)
+                waiting += self.loads[key]
+
+    def _receivers(self, node: ast.AST, scope: Scope) -> list[Key] | None:
+        """Return the names that an address goes to; None if its use is not allowed."""
+        if not isinstance(node, ast.Call | ast.Name):
+            return None
+        child: ast.AST = node
+        parent = self._parents[node]
+        while True:
+            match parent:
+                case ast.BinOp(op=ast.BitOr() | ast.Mult()) | ast.IfExp() if child is not getattr(parent, "test", None):
+                    child, parent = parent, self._parents[parent]
+                case ast.BinOp(op=ast.FloorDiv(), left=left) if left is child:
+                    child, parent = parent, self._parents[parent]
+                case ast.BinOp(op=ast.Mod(), left=left, right=right) if left is child:
+                    return [] if 0 < (self.context.names.number(right, scope) or 0) <= MAX_ALIGNMENT else None
+                case ast.BinOp(
+                    op=ast.BitAnd(), left=ast.Name(id=one), right=ast.UnaryOp(op=ast.USub(), operand=ast.Name(id=two))
+                ):
+                    return [] if one == two else None
+                case ast.UnaryOp(op=ast.USub()) if isinstance(self._parents[parent], ast.BinOp):
+                    child, parent = parent, self._parents[parent]
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AugAssign(op=ast.BitOr(), target=ast.Name(id=name)):
+                    return self._key(name, scope)
+                case ast.For(target=ast.Name(id=name), iter=values) if values is child:
+                    return self._key(name, scope)
+                case ast.Call(args=args) if child in args:
+                    return self._parameter(parent, args.index(child), scope)
+                case _:
+                    return None
+
+    def _key(self, name: str, scope: Scope) -> list[Key]:
+        holder = scope.holder(name)
+        return [(holder, name)] if holder is not None else []
+
+    def _parameter(self, call: ast.Call, place: int, scope: Scope) -> list[Key] | None:
+        """Return the parameter of one of the source's own functions, which a call passes an address to."""
+        made = [binding.node for binding in self.context.names.bindings(call.func, scope)]
+        if len(made) != 1 or not isinstance(made[0], ast.FunctionDef):
+            return None
+        arguments = made[0].args
+        named = [*arguments.posonlyargs, *arguments.args, *([arguments.vararg] if arguments.vararg else [])]
+        return [(self.context.module.scopes[made[0]], named[min(place, len(named) - 1)].arg)] if named else None

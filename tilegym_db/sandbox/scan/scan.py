@@ -6,12 +6,13 @@ import ast
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import PurePosixPath
 
-from tilegym_db.records import TILE_LANGUAGES, Solution
+from tilegym_db.errors import RecordError
+from tilegym_db.records import TILE_LANGUAGES, Definition, Solution
 from tilegym_db.sandbox.scan.names import (
     FUNCTIONS,
     Context,
@@ -22,11 +23,12 @@ from tilegym_db.sandbox.scan.names import (
     ScopedVisitor,
     every_argument,
 )
-from tilegym_db.sandbox.scan.rules import Checker, check_assembler
+from tilegym_db.sandbox.scan.rules import Checker
 from tilegym_db.sandbox.scan.tables import (
     FORBIDDEN,
     KNOWN_ROOTS,
     OPERATOR_MAKERS,
+    REFERENCE,
     RULES,
     WORDS,
     Finding,
@@ -49,10 +51,20 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
         solution: its language and dependencies decide which imports and which rules hold.
         sources: path -> bytes, as the catalog read them.
     """
+    return _scan(sources, solution.spec.language, distribution_roots(solution.spec.dependencies))
+
+
+def scan_definition(definition: Definition) -> tuple[Finding, ...]:
+    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch."""
+    texts = definition.texts.items()
+    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
+
+
+def _scan(sources: Mapping[str, bytes], language: str, declared: frozenset[str]) -> tuple[Finding, ...]:
     reports = {path: ScanReport(path) for path in sources}
-    modules = _parse(sources, reports, distribution_roots(solution.spec.dependencies))
+    modules = _parse(sources, reports, declared)
     try:
-        _judge(solution, modules, reports)
+        _judge(language, declared, modules, reports)
     except RecursionError:
         _refuse(reports, "is nested too deeply to walk")
     except ValueError as error:  # from Names: a name has too many meanings
@@ -69,6 +81,17 @@ def hard_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def soft_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return the findings that are noted with the Solution's traces."""
     return tuple(finding for finding in findings if finding.severity is Severity.SOFT)
+
+
+def require_clean(findings: Iterable[Finding], where: object, what: str) -> None:
+    """Raise :class:`RecordError` with every line and rule if ``what`` at ``where`` has hard findings."""
+    refused = hard_findings(findings)
+    if refused:
+        lines = "\n".join(f"  {finding}" for finding in refused)
+        raise RecordError(
+            f"{where}: the static scan refuses {what}, and nothing of it ran or was added.\n{lines}",
+            code="scan_refused",
+        )
 
 
 def rule_table() -> str:
@@ -127,17 +150,18 @@ def _parse_one(content: bytes, report: ScanReport) -> ast.Module | None:
     return tree
 
 
-def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[str, ScanReport]) -> None:
+def _judge(
+    language: str, declared: frozenset[str], modules: Mapping[str, Module], reports: Mapping[str, ScanReport]
+) -> None:
     names = Names(modules)
-    language = solution.spec.language
-    declared = distribution_roots(solution.spec.dependencies)
     own = own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
-        check_assembler(module.tree, reports[module.path])
     surveys = [survey(module, names) for module in modules.values()]
-    for found, handler, what in fallbacks(surveys):
-        reports[found.module.path].add(handler, "except-fallback", what)
+    for found in surveys:
+        for function in found.named:
+            if function is not None and calls_itself(function, surveys):
+                reports[found.module.path].add(function, "outside-language", "calls itself; write a loop")
     if language not in TILE_LANGUAGES:
         return
     device = device_functions(surveys)
@@ -146,11 +170,11 @@ def _judge(solution: Solution, modules: Mapping[str, Module], reports: Mapping[s
             if use.anywhere or use.function not in device:
                 reports[found.module.path].add(use.node, use.rule, use.what)
     if surveys and not any(found.makes_kernel for found in surveys):
-        reports[solution.spec.entry_path].add(None, "no-kernel", f"no source makes a {language} kernel")
+        next(iter(reports.values())).add(None, "no-kernel", f"no source makes a {language} kernel")
 
 
 # ---- compute --------------------------------------------------------------------------------------
-# Computing with torch is refused in tile languages outside kernels, and in every ``except`` handler.
+# Computing with torch is refused in tile languages outside kernels.
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod)
 
@@ -177,10 +201,7 @@ class Survey(ScopedVisitor):
         self.uses: list[Use] = []
         self.named: dict[ast.AST | None, set[ast.AST]] = defaultdict(set)
         """Function (None: the module itself) -> the Solution's functions that it names."""
-        self.handlers: dict[ast.ExceptHandler, tuple[list[Use], dict[ast.AST, str]]] = {}
-        """``except`` handler -> its torch operations, and the functions that it names."""
         self.makes_kernel = False
-        self._handlers_around: list[ast.ExceptHandler] = []
         self._tensors = _tensor_names(module, names)
 
     def open_scope(self, node: ast.AST) -> Scope:  # noqa: D102
@@ -194,21 +215,14 @@ class Survey(ScopedVisitor):
         if node.value is not None:
             self.visit(node.value)
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:  # noqa: D102
-        self.handlers[node] = ([], {})
-        self._handlers_around.append(node)
-        self.visit_all(node.body)
-        self._handlers_around.pop()
-
     def visit_Name(self, node: ast.Name) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
             return
         self._judge(node)
         for binding in self.names.bindings(node, self.scope):
-            if isinstance(binding.node, FUNCTIONS):
-                self.named[self._function].add(binding.node)
-                for handler in self._handlers_around:
-                    self.handlers[handler][1][binding.node] = node.id
+            function = binding.value if isinstance(binding.value, ast.Lambda) else binding.node
+            if isinstance(function, FUNCTIONS):
+                self.named[self._function].add(function)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: D102
         if not isinstance(node.ctx, ast.Load):
@@ -260,10 +274,7 @@ class Survey(ScopedVisitor):
                     return
 
     def _add(self, node: ast.AST, rule: str, what: str, *, anywhere: bool = False) -> None:
-        use = Use(node, rule, what, self._function, anywhere)
-        self.uses.append(use)
-        for handler in self._handlers_around:
-            self.handlers[handler][0].append(use)
+        self.uses.append(Use(node, rule, what, self._function, anywhere))
 
 
 class _Tensors(ScopedVisitor):
@@ -338,25 +349,16 @@ def _is_kernel(node: ast.FunctionDef, scope: Scope, names: Names) -> bool:
     return any(names.resolve(decorator, scope) & WORDS["device-decorators"] for decorator in called)
 
 
-def fallbacks(surveys: Iterable[Survey]) -> Iterator[tuple[Survey, ast.ExceptHandler, str]]:
-    """Return every ``except`` handler that computes with torch, directly or through the Solution's functions, and the use."""
-    surveys = list(surveys)
-    every = [use for found in surveys for use in found.uses if use.rule != "copies-with-torch"]
-    computing = {use.function for use in every if use.function is not None}
-    pending = True
-    while pending:
-        named = ((caller, called) for found in surveys for caller, called in found.named.items())
-        more = {caller for caller, called in named if caller is not None and called & computing} - computing
-        computing |= more
-        pending = bool(more)
-    for found in surveys:
-        for handler, (uses, names) in found.handlers.items():
-            computes = next((use.what for use in uses if use.rule != "copies-with-torch"), None)
-            named_one = next((name for function, name in names.items() if function in computing), None)
-            if computes is not None:
-                yield found, handler, f"{computes}, after an error"
-            elif named_one is not None:
-                yield found, handler, f"calls {named_one}, which computes with torch, after an error"
+def calls_itself(function: ast.AST, surveys: Iterable[Survey]) -> bool:
+    """Return True if a function names itself, directly or through other functions."""
+    named = {caller: called for found in surveys for caller, called in found.named.items()}
+    reached, waiting = set[ast.AST](), list(named.get(function, ()))
+    while waiting:
+        one = waiting.pop()
+        if one not in reached:
+            reached.add(one)
+            waiting += named.get(one, ())
+    return function in reached
 
 
 # ---- own ------------------------------------------------------------------------------------------

@@ -140,7 +140,15 @@ LIBRARIES: dict[str, str] = {
 """Distribution, spelt as an import -> its import name, for libraries with reviewed members. A Solution that declares one may
 use only the listed members. It may use all public members of any other declared library."""
 
-LANGUAGE_ROOTS = {"python": (), "triton": ("triton",), "tilelang": ("tilelang",), "cutile": ("cuda.tile",)}
+REFERENCE = "reference"
+"""The language of the texts of a Definition: plain PyTorch, with gradients."""
+LANGUAGE_ROOTS = {
+    "python": (),
+    REFERENCE: (),
+    "triton": ("triton",),
+    "tilelang": ("tilelang",),
+    "cutile": ("cuda.tile",),
+}
 _TOOLCHAINS = words("triton tilelang cuda numpy")
 ALLOWED_ROOTS = (LISTED_ROOTS - _TOOLCHAINS - set(LIBRARIES.values())) | {"typing_extensions"}
 """Import roots that every Solution may use."""
