@@ -132,7 +132,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "requires_grad": lambda value: value.requires_grad_(),
     "its hooks": lambda value: value.requires_grad_().register_hook(print),
     "its attributes": lambda value: setattr(value, "seen", True),
-    "its version": lambda value: value.mul_(1),
+    "the number of writes to it": lambda value: value.mul_(1),
 }
 
 

@@ -223,7 +223,7 @@ def described(value: torch.Tensor, *, written: bool) -> Described:
         ("its hooks", len(value._backward_hooks or ())),
         ("its attributes", tuple(name for name in value.__dict__ if not name.startswith("_dynamo"))),
         # Tensors of inference mode have no version, and empty ones share it with others.
-        ("its version", None if written or value.is_inference() or not value.numel() else value._version),
+        ("the number of writes to it", None if written or value.is_inference() or not value.numel() else value._version),
     )
 
 
