@@ -142,7 +142,7 @@ def test_a_pass_that_was_taken_back_names_the_failure(cli, journal_traces):
     passed, failed = journal_traces(10.0), None
     (_, failed) = journal_traces(1.0, 1.0, **FAILED, tier="screen")
     shown = " ".join(cli("show", passed[0]).out.split())
-    assert f"no: a later failure revoked it, see tilegym-db show {failed[:8]}" in shown
+    assert f"no: a failure revoked it, see tilegym-db show {failed[:8]}" in shown
 
 
 def test_several_traces_with_one_prefix_are_listed(cli, journal_traces):
