@@ -143,6 +143,11 @@ class WorkerProcess:
         return processor_us(running), queued_us([*running, os.getpid()])
 
     @property
+    def queued_us(self) -> float:
+        """The microseconds in which threads of the worker and its living processes were ready and had no processor."""
+        return queued_us(descendants(self._supervisor.pid))
+
+    @property
     def sandbox_level(self) -> int:
         """The sandbox level that the confining code reports. The property waits until it is known.
 

@@ -165,35 +165,39 @@ def _distances(
 # ---- TF32 -----------------------------------------------------------------------------------------
 # Tensor cores read ten bits of the mantissa of each float32 operand of a product, and sum in float32. The operands may be
 # rounded to nearest or cut off. Each error is small beside its operand, and not beside the sum if its terms cancel. So no bound
-# relative to the sum, or to its row, holds: one in two verifications of correct kernels was refused (decision 0061). The
-# errors of the terms are independent, so their effect is a standard deviation per element, which random moves of the inputs
-# show. Operands with seven bits, as bfloat16 has them, are off by eight times that.
+# relative to the sum, or to its row, holds: one in two verifications of correct kernels was refused (decision 0060). The
+# errors of the terms are mostly independent, so their effect is a standard deviation per element, which random moves of the
+# inputs show. Equal operands, and the mean of what is cut off, err alike, which the rounded inputs themselves show. Operands
+# with seven bits, as bfloat16 has them, are off by eight times that.
 
 TF32_STEP = 2.0**-11
 """Maximum rounding of an operand relative to itself, and maximum distance of a cut-off operand from the mean of the cut-off."""
 TF32_DRAWS = 16
 TF32_SPREAD = 6.0
 """Factor on the standard deviation. Sixteen draws show it within a half, and an operand that is itself a result adds to it."""
-_TF32_LOST_BITS = 0x1FFF
+_TF32_LOST_BITS, _HALF_OF_THEM = 0x1FFF, 0x1000
 
 
 def _tf32_rounding(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) -> dict[str, torch.Tensor]:
     """Return how far a correct product in TF32 may move each element; empty if the oracle cannot be evaluated with moved inputs.
 
-    It is twice the move by cutting off the inputs, for the mean of the cut-off, plus :data:`TF32_SPREAD` standard deviations.
+    It is twice the move by rounding the inputs either way, plus :data:`TF32_SPREAD` standard deviations of random moves.
     """
     try:
         distances, lifted = _distances(definition, inputs, truth)
         numbers = [name for name in lifted if _is_float32(inputs[name])]
         draws = [distances(numbers, TF32_STEP, SEED + number) for number in range(TF32_DRAWS)]
-        cut = in_fp64(definition, {**inputs, **{name: _cut_off(inputs[name]) for name in numbers}})
+        rounded = [
+            in_fp64(definition, {**inputs, **{name: _to_tf32(inputs[name], added) for name in numbers}})
+            for added in (0, _HALF_OF_THEM)
+        ]
     except (RecordError, torch.OutOfMemoryError):
         return {}
     found = {}
     for name in draws[0]:
         deviation = torch.stack([each[name] for each in draws]).square().mean(dim=0).sqrt()
-        mean = torch.nan_to_num((cut[name].double() - truth[name].double()).abs(), nan=0.0, posinf=0.0, neginf=0.0)
-        found[name] = 2.0 * mean + TF32_SPREAD * deviation
+        moved = torch.stack([each[name].double() - truth[name].double() for each in rounded]).abs().amax(dim=0)
+        found[name] = 2.0 * torch.nan_to_num(moved, nan=0.0, posinf=0.0, neginf=0.0) + TF32_SPREAD * deviation
     return found
 
 
@@ -201,9 +205,10 @@ def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
-def _cut_off(value: torch.Tensor) -> torch.Tensor:
-    cut = (value.contiguous().view(torch.int32) & ~_TF32_LOST_BITS).view(torch.float32)
-    return torch.where(value.isfinite(), cut, value)
+def _to_tf32(value: torch.Tensor, added: int) -> torch.Tensor:
+    """Return the tensor with ten bits of the mantissa, after a number was added to the others: 0 cuts them off."""
+    rounded = ((value.contiguous().view(torch.int32) + added) & ~_TF32_LOST_BITS).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value)
 
 
 def _uncertainty(draws: Sequence[_Moved]) -> torch.Tensor:
