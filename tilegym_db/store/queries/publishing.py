@@ -216,8 +216,11 @@ def not_verified(store: Store, gpu: str) -> dict[str, int]:
     return counts
 
 
-def disagreements(store: Store, gpu: str) -> list[Refusal]:
-    """Return a refusal for each source and config of today on a GPU that has passes and a wrong number."""
+def disagreements(store: Store, gpu: str, solutions: Collection[str] | None = None) -> list[Refusal]:
+    """Return a refusal for each source and config of today on a GPU that has passes and a wrong number.
+
+    ``solutions`` names those to look at; None means all.
+    """
     return [
         Refusal(
             "attempts_disagree",
@@ -226,6 +229,7 @@ def disagreements(store: Store, gpu: str) -> list[Refusal]:
             f"solution: tilegym-db data overrule {row['failed'][:8]} --because 'TEXT'",
         )
         for row in store.rows(DISAGREEING, {"gpu": gpu})
+        if solutions is None or row["solution"] in solutions
     ]
 
 
