@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import pytest
 from sample import SAMPLE, Sample, beyond_the_sample, check_marks, is_by_hand
 
 from tilegym_db.paths import use_root
+from tilegym_db.sandbox import processes
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -100,6 +102,14 @@ def nothing_stays_compiled() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def busy_machine_decides() -> Iterator[None]:
+    """Let times of a busy CPU count: tests run side by side, so that threads always wait. ``test_busy.py`` sets the limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "MAX_WAITING_SHARE", math.inf)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,7 @@ def test_a_pass_that_was_taken_back_names_the_failure(cli, journal_traces):
     passed, failed = journal_traces(10.0), None
     (_, failed) = journal_traces(1.0, 1.0, **FAILED, tier="screen")
     shown = " ".join(cli("show", passed[0]).out.split())
-    assert f"no: a later failure revoked it, see tilegym-db show {failed[:8]}" in shown
+    assert f"no: a failure revoked it, see tilegym-db show {failed[:8]}" in shown
 
 
 def test_several_traces_with_one_prefix_are_listed(cli, journal_traces):
@@ -157,3 +157,15 @@ def test_several_traces_with_one_prefix_are_listed(cli, journal_traces):
 def test_a_failure_without_a_case_has_no_section_for_it(cli, journal_traces):
     (trace_id,) = journal_traces(1.0, status="TIMEOUT", reason="60 s", correctness=None, performance=None)
     assert "failed at" not in cli("show", trace_id).out
+
+
+def test_overruled_failure_says_by_whom_and_why(cli, journal_traces):
+    (passed,) = journal_traces(10.0)
+    (failed,) = journal_traces(1.0, **FAILED, tier="screen")
+    refused = cli("data", "overrule", failed[:8])
+    assert refused.code == 2
+    assert cli("data", "overrule", failed[:8], "--because", "a loose cable").code == 0
+    shown = " ".join(cli("show", failed).out.split())
+    assert "counts overruled by" in shown
+    assert "a loose cable" in shown
+    assert "verified yes" in " ".join(cli("show", passed).out.split())

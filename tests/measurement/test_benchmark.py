@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from raising import raises
+from verdicts import conclusive
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError
@@ -15,6 +16,7 @@ from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
+from tilegym_db.store.journal import Journal
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 TRITON = """
@@ -236,3 +238,23 @@ def test_new_kernel_is_compared_with_the_best_in_the_same_rounds(make_catalog, t
         assert list(row.values()) == ["row_scale_fast", found.ratio, found.ci_low]
         (best,) = store.rows("SELECT solution, run_id FROM best")
     assert best == {"solution": "row_scale_fast", "run_id": second.run_id}
+
+
+def test_verify_says_that_a_wrong_number_outweighs_its_pass(make_catalog, tmp_path):
+    source = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
+    catalog, home = make_catalog(tmp_path / "catalog", {"honest": source}), tmp_path / "home"
+
+    def of_honest(report: BenchReport) -> Trace:
+        return next(trace for trace in report.traces if trace.solution == "honest")
+
+    def promoted() -> BenchReport:
+        return verify("honest", devices="cpu", catalog=catalog, store_home=home, quick=True, force=True)
+
+    passed = of_honest(conclusive(promoted, of_honest)).to_dict()
+    kept = {key: value for key, value in passed.items() if key not in ("performance", "correctness", "audit")}
+    wrong = Trace.from_dict({**kept, "trace_id": "wrong", "status": "INCORRECT_SHAPE", "reason": "planted"})
+    with Journal("planted", home) as journal:
+        journal.append(wrong)
+    again = conclusive(promoted, of_honest)
+    assert of_honest(again).status == "PASSED"
+    assert any("attempts_disagree" in note and "trace wrong" in note for note in again.notes)

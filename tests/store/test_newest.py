@@ -21,6 +21,7 @@ CHOICES = {
     "gpu": ("h200", "l4"),
     "tier": ("promotion",) * 6 + ("screen", "interpreter"),
     "status": ("PASSED",) * 8 + ("TIMEOUT", "COMPILE_ERROR", "REJECTED", "UNSUPPORTED"),
+    "gate": ("wall clock",) * 30 + ("state",),  # of REJECTED
     "config": ({}, {"BLOCK_M": 4}),
     "sandbox_level": (0, 3),
 }
@@ -56,6 +57,8 @@ def test_marked_traces_answer_as_all_of_them_would(opened, write_traces, trace, 
             picked = {name: rng.choice(values) for name, values in CHOICES.items()}
             if made and rng.random() < 0.3:
                 picked["timestamp"] = rng.choice(made).timestamp  # older than others, or at the same instant
+            point = {"gate": picked.pop("gate"), "axes": {}, "contents": "", "seed": "", "command": ""}
+            picked["failure"] = point if picked["status"] == "REJECTED" else None
             made.append(trace(**picked, latency_us=rng.uniform(1, 9)))
         return made[-count:]
 

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tilegym_db.published.table import revoked_passes
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import VERIFIED_TIERS
 from tilegym_db.store.connection import ingest
@@ -155,10 +156,34 @@ def test_later_failure_takes_back_passes_of_source_and_config(filled, trace, sta
     elsewhere = trace(gpu="l4")
     failed = trace(m=4096, status=status)
     again = trace(m=4096, latency_us=99.0)
-    kept = {again.trace_id} if status == "REJECTED" else {tuned.trace_id}  # the tuned one is faster than `again`
+    kept = set() if status == "REJECTED" else {tuned.trace_id}  # the tuned one is faster than `again`
     with filled(passed, tuned, elsewhere, failed, again) as store:
         assert set(verified_ids(store)) == kept
         assert verified_ids(store, "l4") == [elsewhere.trace_id]
+
+
+@pytest.mark.parametrize(
+    ("status", "gate", "counts"),
+    [
+        ("INCORRECT_NUMERICAL", None, False),
+        ("INCORRECT_SHAPE", "shape", False),
+        ("REJECTED", "fresh contents", False),
+        ("REJECTED", "state", False),
+        ("REJECTED", "wall clock", True),
+        ("REJECTED", "physics floor", True),
+        ("REJECTED", "scan", True),
+        ("COMPILE_ERROR", None, True),
+        ("TIMEOUT", None, True),
+    ],
+)
+@pytest.mark.parametrize("tier", ["screen", "promotion"])
+def test_no_later_pass_outweighs_a_wrong_number(filled, trace, status, gate, counts, tier):
+    point = {"axes": {"M": 1}, "contents": "normal", "seed": "1", "command": "none"}
+    failed = trace(status=status, tier=tier, failure=None if gate is None else {"gate": gate, **point})
+    again = trace()
+    with filled(failed, again) as store:
+        assert verified_ids(store) == ([again.trace_id] if counts else [])
+    assert (revoked_passes([failed.to_dict(), again.to_dict()]) == frozenset()) is counts
 
 
 def test_an_earlier_failure_takes_nothing_back(filled, trace):
@@ -346,7 +371,7 @@ def test_passes_of_a_screen_are_counted_until_they_are_verified(filled, trace):
 
 def test_trace_is_found_by_a_prefix_of_its_id_with_its_standing(filled, trace):
     passed, changed = trace(), trace("shift", solution_digest="0" * 64)
-    failed = trace(status="REJECTED")
+    failed = trace(status="TIMEOUT")
     again = trace()
     with filled(passed, changed, failed, again) as store:
         (row,) = find_traces(store, passed.trace_id[:8])

@@ -37,7 +37,7 @@ def test_a_slower_pass_is_a_regression_only_beyond_its_interval(trace: Any, home
 
 def test_failure_revokes_only_after_a_promotion(trace: Any, home: Path, opened: Callable[..., Any]):
     passed, failed = trace(), trace(status="INCORRECT_NUMERICAL")
-    early, late = trace(kind="tilelang", status="INCORRECT_NUMERICAL"), trace(kind="tilelang")
+    early, late = trace(kind="tilelang", status="RUNTIME_ERROR"), trace(kind="tilelang")
     journaled(home, passed, failed, early, late)
     with opened() as store:
         rows = change_rows(store)

@@ -24,6 +24,7 @@ from tilegym_db.published.trace_file import packed, unpacked
 from tilegym_db.records import Trace
 from tilegym_db.resolver.explain import shared_tables
 from tilegym_db.store.connection import ingest, open_store
+from tilegym_db.store.overruling import overrule
 from tilegym_db.store.publish import publish
 from tilegym_db.store.table_exchange import FetchedTables, fetch_tables, share_tables
 
@@ -210,13 +211,27 @@ def test_it_adds_to_the_published_table_which_comes_first(team, on, trace):
 
 def test_failure_in_one_table_takes_back_a_pass_in_another(team, on):
     team.share("ada", on(), on(m=1))
-    passed, failed = on(), on(status="INCORRECT_NUMERICAL")
+    passed, failed = on(), on(status="RUNTIME_ERROR")
     assert team.share("bob", passed, failed)
     team.sync("carl", trust=True)
     assert team.served("carl") == {}
     team.share("ada", on(m=1))
     team.sync("carl", trust=True)
     assert team.served("carl") == {1: ["scale_triton foreign"]}  # measured after the failure
+
+
+def test_overruling_in_one_table_counts_in_all(team, on):
+    team.share("ada", on(m=1))
+    passed, failed = on(), on(status="INCORRECT_NUMERICAL")
+    team.share("bob", passed, failed)
+    team.share("ada", on(m=1))
+    team.sync("carl", trust=True)
+    assert team.served("carl") == {}  # also the pass measured after the wrong number
+    with open_store(team.home("bob"), catalog=Catalog((team.root,))) as store:
+        overrule(store, failed.trace_id, "the driver was replaced")
+    team.share("bob")
+    team.sync("carl", trust=True)
+    assert set(team.served("carl")) == {1, 4096}
 
 
 # -- what is not whole ------------------------------------------------------------------------------------------------

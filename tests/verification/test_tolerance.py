@@ -6,6 +6,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
+from tilegym_db.records import Definition
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
 
 CATALOG = Catalog((shipped_root(),))
@@ -24,8 +25,9 @@ def test_integers_booleans_and_scales_have_no_room(dtype, operator):
     assert limits_for(operator(), dtype) is None
 
 
-def test_tf32_is_allowed_only_in_float32_and_only_if_declared(operator):
-    assert limits_for(operator(), "float32", "tf32") == LIMITS["tf32"]
+def test_tf32_is_allowed_only_in_declared_float32_products(operator):
+    assert limits_for(CATALOG.definition("gemm"), "float32", "tf32") == LIMITS["tf32"]
+    assert limits_for(operator(), "float32", "tf32") == LIMITS["float32"]
     assert limits_for(operator(), "float32") == LIMITS["float32"]
     assert limits_for(operator(), "float16", "tf32") == LIMITS["float16"]
 
@@ -42,8 +44,9 @@ def test_absolute_error_is_forgiven_only_if_a_definition_says_so(operator):
     assert limits_for(definition, "bfloat16") == replace(LIMITS["bfloat16"], atol=1e-6)
 
 
-def test_an_override_of_float32_does_not_widen_declared_tf32(operator):
-    definition = operator(tolerance={"float32": {"tau": 2e-5, "reason": REASON}})
+def test_an_override_of_float32_does_not_widen_declared_tf32():
+    tolerance = {"float32": {"tau": 2e-5, "reason": REASON}}
+    definition = Definition.from_dict({**CATALOG.definition("gemm").to_dict(), "tolerance": tolerance})
     assert limits_for(definition, "float32").tau == 2e-5
     assert limits_for(definition, "float32", "tf32").tau >= LIMITS["tf32"].tau
 

@@ -537,6 +537,34 @@ def ingest_command(
         raise typer.Exit(1)
 
 
+# ---- Overrule -------------------------------------------------------------------------------------------
+
+
+@app.command("overrule")
+def overrule_command(
+    trace_id: Annotated[
+        str, typer.Argument(help="The failed trace, by its id or the start of it.", metavar="TRACE_ID")
+    ],
+    because: Annotated[str, typer.Option("--because", help="The cause of the failure, if it was not the solution.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say that a failed trace does not count, so that the passes it took back count again.
+
+    A wrong number outweighs every pass of that source and config on that GPU, before and after it. Overrule it only if you know
+    that the machine was at fault. Your name, the time and the reason are journaled and published. Nothing is removed.
+    """
+    from tilegym_db.store.connection import open_store
+    from tilegym_db.store.overruling import overrule
+
+    with open_store() as store:
+        overruling = overrule(store, trace_id, because)
+    if as_json:
+        print_json(overruling.to_dict())
+    else:
+        typer.echo(f"trace {trace_id} of {overruling.solution} on {overruling.gpu} is overruled: {overruling.reason}")
+        note(f"Next: tilegym-db best {overruling.definition} --gpu {overruling.gpu}")
+
+
 # ---- Sync -----------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def publish_command(
 
     In a checkout, runs of whole models (model bench) are published too, as evidence for models.
     From then on resolve() and patch() on that GPU use the published kernels. Only traces that the promotion tier verified in a
-    confined process are published, and traces that a later failure revoked are removed. If workers cannot be confined, verified
+    confined process are published, and traces that a failure revoked are removed. If workers cannot be confined, verified
     kernels that the package ships are published, but only into the user's folder.
 
     With --to nothing is written here. The data set gets every missing trace of that GPU from this installation, and a resolver
@@ -88,7 +88,8 @@ def _record(report: PublishReport) -> dict[str, Any]:
     names = ("traces", "entries", "left_out", "revocations", "model_runs", "unconfined")
     facts = {name: getattr(report, name) for name in names}
     paths = {name: [str(path) for path in getattr(report, name)] for name in ("written", "leftover")}
-    return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **paths}
+    refused = {"disagreements": [one._asdict() for one in report.disagreements]}
+    return {"gpu": report.folder.name, "folder": str(report.folder), **facts, **refused, **paths}
 
 
 def _print(report: PublishReport, *, paths: bool) -> None:
@@ -104,7 +105,9 @@ def _print(report: PublishReport, *, paths: bool) -> None:
         )
     for reason, count in report.left_out.items():
         note(f"left out {count}: {reason}")
+    for refusal in report.disagreements:
+        note(f"not published, {refusal.code}: {refusal.reason}")
     if report.revocations:
-        note(f"{report.revocations} failures are published too, so that other stores revoke those passes")
+        note(f"{report.revocations} failures or overrulings are published too, so that other stores judge the same")
     for path in report.leftover:
         note(f"nothing verified is left in {path}; delete it if this is intended")

@@ -216,7 +216,9 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     )
     if len(traces) > TRACES_SHOWN:
         note(f"the newest {TRACES_SHOWN} of {len(traces)} traces; all of them: --json")
-    failed = next((row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED")), None)
+    failed = next(
+        (row for row in traces[:TRACES_SHOWN] if row["status"] not in ("PASSED", "UNSUPPORTED", "OVERRULED")), None
+    )
     if failed is not None:
         note(f"details of a failure: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
 
@@ -307,7 +309,8 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
     where = f"{row['gpu_name']}, driver {row['driver'] or 'unknown'}, {level}"
     return {
         "reason": row["reason"],
-        "verified": _standing(row),
+        "overrules": "{trace_id}, decided by {by}".format(**row["overrules"]) if row["overrules"] else "",
+        "counts" if row["overruled"] else "verified": _standing(row),
         "workload": _joined(row["axes"], row["dtypes"], row["scalars"], row["layouts"]),
         "contents": ", ".join(f"{name} of the file with sha256 {sha256}" for name, sha256 in row["blobs"].items()),
         "config": spelled_map(row["config"]),
@@ -318,9 +321,11 @@ def _measurement(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _standing(row: dict[str, Any]) -> str:
-    """Return ``yes`` if a pass is verified, else the reason it is not."""
+    """Return ``yes`` if a pass is verified, else the reason it is not; for an overruled failure, the person and the reason."""
     from tilegym_db.records.trace import VERIFIED_TIERS
 
+    if row["overruled"]:
+        return "overruled by {by} on {timestamp:%Y-%m-%d}: {reason}".format(**row["overruled"])
     if row["status"] != "PASSED":
         return ""
     if row["is_verified"]:
@@ -328,7 +333,7 @@ def _standing(row: dict[str, Any]) -> str:
     if not row["is_current"]:
         return "no: the definition or the source has changed since"
     if row["revoked_by"]:
-        return f"no: a later failure revoked it, see tilegym-db show {row['revoked_by'][:8]}"
+        return f"no: a failure revoked it, see tilegym-db show {row['revoked_by'][:8]}"
     if row["tier"] == "untimed":
         return "no: it omits an output, so it was verified but not timed"
     if row["tier"] not in VERIFIED_TIERS:

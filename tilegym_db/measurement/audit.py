@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from tilegym_db.measurement.runner import (
+    MACHINE_SLOW,
     BufferPool,
     Elapsed,
     Runner,
@@ -54,7 +55,6 @@ CLOCK_ATTEMPTS, GPU_CLOCK_ATTEMPTS = 5, 8
 """Attempts of the clock audit. A busy machine can disturb a run; a slow Solution is slow every time. On two H100 of a
 virtual machine the host disturbed one attempt in six, for 1 to 20 ms.
 """
-_MACHINE_SLOW = "the machine became slower while this was measured"
 PAUSE_S = 1.0
 """Seconds of pause after the first attempt for which a CPU may have been too slow; the pause doubles each time."""
 
@@ -169,13 +169,13 @@ def audit_clock(
 def _machine_reason(runner: Runner, pool: BufferPool, claimed_us: float, run: WallRun) -> str | Failure:
     """Return the reason why this machine, not the Solution, may have slowed down a run on a CPU; empty without one."""
     if may_be_host_delay(claimed_us, run):
-        return f"{_MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when the host is less busy"
+        return f"{MACHINE_SLOW}: its host ran something else on its processors. Repeat the command when the host is less busy"
     now_us = _latency_now(runner, range(pool.slots // 4, pool.slots))
     if isinstance(now_us, Failure):
         return now_us
     if check_latency(now_us, run, on_gpu=False) is None:
         return (
-            f"{_MACHINE_SLOW}: {claimed_us:.4g} us per call first and {now_us:.4g} us later, by the same clock. Repeat the "
+            f"{MACHINE_SLOW}: {claimed_us:.4g} us per call first and {now_us:.4g} us later, by the same clock. Repeat the "
             "command when the machine is less busy"
         )
     return ""

@@ -22,7 +22,7 @@ from tilegym_db.sandbox.confine import Sandbox
 from tilegym_db.sandbox.landlock import MINIMAL_VERSION, landlock_version
 from tilegym_db.sandbox.worker import best_level
 from tilegym_db.store.database import Store
-from tilegym_db.store.loop import append, award_rows, journaled, loop_lock, verified_baselines
+from tilegym_db.store.loop import append, award_rows, cited_traces, journaled, loop_lock, verified_baselines
 from tilegym_db.verification.worker_handle import MIN_SANDBOX_LEVEL
 
 BASELINES = ("stock", "library", "compile")
@@ -101,10 +101,19 @@ def record_awards(
         known = _known(rows, {trace.definition for trace in traces}, home)
         standing = {row["id"] for row in rows if row["status"] == "standing"}
         baselines = verified_baselines(store, {trace.definition_digest for trace in traces})
+        revoked = {
+            row["trace_id"]
+            for row in cited_traces(store, [trace.trace_id for trace in traces if trace.status == "PASSED"])
+            if row["is_revoked"]
+        }
         for trace in sorted(traces, key=lambda item: (_prefix(item), item.solution_digest, item.trace_id)):
             verified = baselines.get((trace.definition_digest, trace.workload_uuid, trace.gpu), {})
             is_shipped = source_key(trace.definition_digest, trace.solution_digest) in shipped
             claim = claim_of(trace, verified, min_speedup, is_shipped=is_shipped)
+            if trace.trace_id in revoked:
+                claim = AwardClaim(
+                    None, f"a failure of this source takes the pass back: tilegym-db show {trace.trace_id[:8]}"
+                )
             if claim.baseline is None:
                 if trace.role == "kernel" and trace.tier == "promotion":
                     reasons[trace.trace_id] = claim.reason

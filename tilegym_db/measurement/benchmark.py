@@ -37,7 +37,14 @@ from tilegym_db.records.trace import new_run_id
 from tilegym_db.sandbox.worker import prepare_workers
 from tilegym_db.scaffold.function_source import function_source, language_of
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries import done_keys, failed_screen, likely_fastest_of, read_peaks, tuned_configs
+from tilegym_db.store.queries import (
+    disagreements,
+    done_keys,
+    failed_screen,
+    likely_fastest_of,
+    read_peaks,
+    tuned_configs,
+)
 from tilegym_db.verification.inputs import draws_spread
 from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN, UNTIMED, TierPolicy
 
@@ -235,6 +242,9 @@ def _run(
     with setup.store() as store:
         if policy is PROMOTION:
             report.awards, _ = record_awards(store, report.traces, setup.home)
+            passed = {trace.solution for trace in report.traces if trace.status == "PASSED"}
+            found = disagreements(store, machine.gpu, passed) if passed else []
+            report.notes += [f"a pass does not count ({one.code}): {one.reason}" for one in found]
     return report
 
 

@@ -6,8 +6,9 @@ The module also has the shared buffers for timing and the wall-clock check of la
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
@@ -34,6 +35,8 @@ class Runner:
     handle: WorkerHandle
     sm: str
     notes: tuple[str, ...] = ()
+    waits: Waits = field(default_factory=lambda: Waits())
+    """Those of the timed blocks on a CPU."""
     _has_been_timed: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Runner:
         """Map the shared memory for timing. If the verified worker was lost, start a fresh one first."""
         if self.handle.is_given_up:
             return self.handle.broken
-        self._has_been_timed = False
+        self._has_been_timed, self.waits = False, Waits()
         return self.handle.load() or self.handle.attach(pool.buffers, pool.contents[0].case)
 
     def leave(self) -> None:
@@ -94,7 +97,8 @@ class Runner:
         limits = self.handle.limits
         # A fresh worker compiles now, and so does a worker whose compiler caches only a few shapes.
         timeout_s = limits.call_s if self._has_been_timed else limits.first_call_s
-        reply = self.handle.ask("time", timeout_s, slots=list(slots))
+        with self._waiting():
+            reply = self.handle.ask("time", timeout_s, slots=list(slots))
         if isinstance(reply, Failure):
             return replace(reply, reason=f"while it was timed: {reply.reason}")
         device, host = reply.content.get("device_us"), reply.content.get("host_us")
@@ -102,6 +106,22 @@ class Runner:
             return Failure("REJECTED", "the worker's timing reply is not a list of positive times", gate="timing reply")
         self._has_been_timed = True
         return device, host  # type: ignore[return-value]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Add to :attr:`waits` for how long a block on a CPU ran, and for how long it waited.
+
+        The first block is left out, because it may compile.
+        """
+        worker = self.handle.worker
+        if self.device != CPU or worker is None or not self._has_been_timed:
+            yield
+            return
+        stolen_before, queued, start = stolen_us(), worker.queued_us, time.perf_counter_ns()
+        yield
+        wall = (time.perf_counter_ns() - start) / 1e3
+        stolen = max((now - then for then, now in zip(stolen_before, stolen_us(), strict=False)), default=0.0)
+        self.waits = self.waits.plus(wall, max(worker.queued_us - queued, 0.0) + stolen)
 
     def check_timed_outputs(self, pool: BufferPool, verified: VerifiedWorkload, slots: Sequence[int]) -> Failure | None:
         """Return a failure if the timed calls left other outputs in their slots than the verified calls on the same
@@ -154,6 +174,49 @@ def _are_times(value: object, count: int) -> bool:
         isinstance(value, list)
         and len(value) == count
         and all(isinstance(item, float) and 0 < item < 1e12 for item in value)
+    )
+
+
+# ---- waiting --------------------------------------------------------------------------------------
+# Decide whether other programs kept the timed calls on a CPU waiting for too long. Pure.
+#
+# Interleaved rounds share a slow machine fairly only if their calls wait alike. A call with two threads waits for the second one,
+# and a call with one thread may find a free processor. On a busy machine a kernel seemed 1.76x as fast as stock code, with an
+# interval from 1.59x, and was 0.98x as fast minutes later.
+
+MACHINE_SLOW = "the machine became slower while this was measured"
+
+
+class Waits(NamedTuple):
+    """Microseconds of timed blocks: by the clock, and those in which threads were ready and had no processor, or the host of a
+    virtual machine withheld one.
+    """
+
+    wall_us: float = 0.0
+    waited_us: float = 0.0
+
+    def plus(self, wall_us: float, waited_us: float) -> Waits:
+        """Return the sum with another block."""
+        return Waits(self.wall_us + wall_us, self.waited_us + waited_us)
+
+
+def why_too_busy(waits: Mapping[str, Waits], most: float, load: float) -> str | None:
+    """Return the reason why the times of runners on a CPU decide nothing, or None.
+
+    Times are compared with each other, so the runner that waited longest decides for all.
+
+    Args:
+        waits: by name of the runner.
+        most: maximum share of waiting in the time.
+        load: number of threads on this machine that ran or were ready, for the reason.
+    """
+    shares = {name: found.waited_us / found.wall_us for name, found in waits.items() if found.wall_us > 0}
+    name = max(shares, key=lambda one: shares[one], default="")
+    if not name or shares[name] <= most:
+        return None
+    return (
+        f"{MACHINE_SLOW}: threads of {name} waited for a processor for {shares[name]:.0%} of the time of its calls, and at most "
+        f"{most:.0%} is allowed. Other programs were busy (load {load:.1f}); repeat the command when the machine is less busy"
     )
 
 

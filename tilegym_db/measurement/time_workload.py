@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -15,11 +16,12 @@ from tilegym_db.measurement.audit import PROFILED_CALLS, AuditWorker, Ownership,
 from tilegym_db.measurement.machine import require_healthy, timing_lock
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.measurement.run_setup import RunContext, fuzz_cases_of
-from tilegym_db.measurement.runner import BufferPool, Runner
+from tilegym_db.measurement.runner import BufferPool, Runner, Waits, why_too_busy
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light
 from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
+from tilegym_db.sandbox import processes
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.phases import TIME, WAIT
@@ -98,7 +100,7 @@ class WorkloadTiming:
                     stack.enter_context(timing_lock(device))
                 clocks = stack.enter_context(ClockWatch(device, CLOCK_INTERVAL_S))
                 stack.enter_context(self.context.phases(TIME))
-                results = time_interleaved(candidates, pool, self.budget, order, clocks)
+                results = self._results(candidates, pool, order, clocks)
                 self.after_timing(contents.workload, candidates)
                 for candidate in candidates:
                     self._judge(workload_run, contents, pool, candidate, results[candidate.runner.name])
@@ -106,6 +108,30 @@ class WorkloadTiming:
             for candidate in candidates:
                 candidate.runner.leave()
             pool.close()
+
+    def _results(
+        self, candidates: list[TimedCandidate[Runner]], pool: BufferPool, order: int, clocks: ClockWatch
+    ) -> dict[str, Performance | Failure]:
+        """Return the outcome of the timing; a verdict on a busy CPU is repeated once, and then decides nothing."""
+        results = time_interleaved(candidates, pool, self.budget, order, clocks)
+        if self.audit_worker is None or self._why_too_busy(candidates) is None:
+            return results
+        for candidate in candidates:
+            candidate.forget()
+            candidate.runner.waits = Waits()
+        results = time_interleaved(candidates, pool, self.budget, order + 1, clocks)
+        busy = self._why_too_busy(candidates)
+        if busy is None:
+            return results
+        return {
+            name: found if isinstance(found, Failure) else Failure("UNSUPPORTED", busy)
+            for name, found in results.items()
+        }
+
+    @staticmethod
+    def _why_too_busy(candidates: Sequence[TimedCandidate[Runner]]) -> str | None:
+        waits = {candidate.runner.name: candidate.runner.waits for candidate in candidates}
+        return why_too_busy(waits, processes.MAX_WAITING_SHARE, os.getloadavg()[0])
 
     def _judge(
         self,

@@ -113,6 +113,11 @@ class TimedCandidate(Generic[P]):
         self.samples += block.device
         self.host += block.host
 
+    def forget(self) -> None:
+        """Remove all times, before the timing is repeated."""
+        for times in (self.rounds, self.samples, self.host):
+            times.clear()
+
     @property
     def latency(self) -> Interval:
         """The median of all calls, with the 99% interval of the median of the rounds."""

@@ -38,6 +38,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import config_id
+from tilegym_db.records.trace import is_wrong
 
 _log = logging.getLogger(__name__)
 
@@ -282,8 +283,8 @@ def _peaks_of_team(snapshot: Snapshot) -> GpuPeaks | None:
 
 # ---- merged ---------------------------------------------------------------------------------------
 # Adds a team's tables to the published one, by Definition: new points, and candidates at points that both have.
-# If the published table has a source and config at a point, other times of it do not count. A failure revokes earlier
-# passes of its source in all tables, as it does in the database.
+# If the published table has a source and config at a point, other times of it do not count. A failure revokes passes of its
+# source in all tables, as it does in the database.
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,9 @@ class TraceFile:
 
     def entries(self) -> MeasuredEntries:
         """Return its entries, with the origin of the folder; raises as :meth:`traces`."""
-        return self.entries_of(self.traces())
+        traces = self.traces()
+        lost = revoked_passes(traces)
+        return self.entries_of([trace for trace in traces if trace.get("trace_id") not in lost])
 
     def entries_of(self, traces: Sequence[dict[str, Any]]) -> MeasuredEntries:
         """Return the entries of its traces, which :meth:`traces` read."""
@@ -339,8 +342,11 @@ def merged_entries(own: TraceFile | None, shared: Sequence[TraceFile]) -> Measur
 
 
 def revoked_passes(traces: Sequence[dict[str, Any]]) -> frozenset[str]:
-    """Return the ids of passes revoked by a later failure of the same source, as in the view ``revocations``."""
-    failures = [trace for trace in traces if _revokes(trace)]
+    """Return the ids of passes revoked by a failure of the same source, as the view ``revocations`` does for the database."""
+    overruled = {
+        (trace.get("overrules") or {}).get("trace_id") for trace in traces if trace.get("status") == "OVERRULED"
+    }
+    failures = [trace for trace in traces if _revokes(trace) and trace["trace_id"] not in overruled]
     return frozenset(
         trace["trace_id"]
         for trace in traces
@@ -349,12 +355,15 @@ def revoked_passes(traces: Sequence[dict[str, Any]]) -> frozenset[str]:
 
 
 def _revokes(said: dict[str, Any]) -> bool:
-    return said.get("status") not in ("PASSED", "UNSUPPORTED") and said.get("tier") != "interpreter"
+    return said.get("status") not in ("PASSED", "UNSUPPORTED", "OVERRULED") and said.get("tier") != "interpreter"
 
 
 def _takes_back(failure: dict[str, Any], passed: dict[str, Any]) -> bool:
     source = ("definition_digest", "solution_digest", "gpu")
-    if any(failure[name] != passed[name] for name in source) or _time(failure) < _time(passed):
+    if any(failure[name] != passed[name] for name in source):
+        return False
+    is_final = is_wrong(failure["status"], (failure.get("failure") or {}).get("gate"))
+    if not is_final and _time(failure) < _time(passed):
         return False
     if failure["status"] == "COMPILE_ERROR" and failure["workload_uuid"] != passed["workload_uuid"]:
         return False

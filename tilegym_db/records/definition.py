@@ -46,7 +46,7 @@ from tilegym_db.records.definition_rules import (
 from tilegym_db.records.dtypes import DTYPE_BYTES, DType
 from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.python_source import check_function
+from tilegym_db.records.python_source import check_function, has_product
 from tilegym_db.records.serving import Serving, serving_problem
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -240,6 +240,14 @@ class Definition(Record):
     def var_axes(self) -> tuple[str, ...]:
         """The axes that a Workload binds, in order."""
         return tuple(name for name, axis in self.axes.items() if axis.type == "var")
+
+    @cached_property
+    def multiplies_float32(self) -> bool:
+        """True if its reference multiplies matrices and an input may be float32, so that TF32 may be declared."""
+        dtypes = {
+            name for spec in self.inputs.values() for name in self.dtypes.get(spec.dtype, (spec.dtype,)) if spec.shape
+        }
+        return "float32" in dtypes and has_product(self.reference)
 
     @cached_property
     def size_scalars(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Records of the loop from a task to an award: Task, Attempt, Award, Experiment and Pattern.
 
 They hold what was asked, tried and found. The database decides what still counts: an award is void if its trace is
-gone, or if a later failure revoked it.
+gone, or if a failure revoked it.
 """
 
 from __future__ import annotations

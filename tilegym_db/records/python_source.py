@@ -84,6 +84,51 @@ def _header(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]
     return b"\n".join(lines[function.lineno - 1 : first.lineno - 1]).decode() + "\n pass\n"
 
 
+_PRODUCTS = frozenset(
+    (
+        *(
+            "addbmm",
+            "addmm",
+            "addmv",
+            "baddbmm",
+            "bilinear",
+            "bmm",
+            "chain_matmul",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "dot",
+        ),
+        *(
+            "einsum",
+            "inner",
+            "linear",
+            "matmul",
+            "mm",
+            "multi_dot",
+            "mv",
+            "scaled_dot_product_attention",
+            "tensordot",
+            "vdot",
+        ),
+    )
+)
+"""Functions of PyTorch that multiply matrices, which a GPU may do in TF32."""
+
+
+@functools.lru_cache(maxsize=512)
+def has_product(source: str) -> bool:
+    """Return True if a source multiplies matrices, by ``@`` or by a function of PyTorch."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+            return True
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in _PRODUCTS:
+                return True
+    return False
+
+
 def check_function(source: str, where: str, parameters: tuple[str, ...]) -> None:
     """Raise :class:`RecordError` unless ``source`` is Python that defines ``run`` with exactly these parameters, in order."""
     try:

@@ -259,7 +259,14 @@ class Solution(Record):
         return length_prefixed_digest(parts)
 
     def check_against(self, definition: Definition) -> None:
-        """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have."""
+        """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have, or declares
+        TF32 for one without products of float32.
+        """
+        if self.spec.math == "tf32" and not definition.multiplies_float32:
+            raise RecordError(
+                f"spec.math: {definition.name} multiplies no float32 matrices, so it has nothing for TF32; leave 'math' out",
+                code="math_unfit",
+            )
         tensors = {*definition.tensor_inputs, *definition.outputs}
         for name in self.spec.layouts:
             if name not in tensors:

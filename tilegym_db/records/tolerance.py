@@ -68,9 +68,10 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
     Args:
         definition: its ``tolerance`` may override the defaults, with a stated reason.
         dtype: the output's concrete dtype.
-        math: ``tf32`` if the Solution declares it for its fp32 products.
+        math: ``tf32`` if the Solution declares it for its fp32 products; without products it changes nothing.
     """
-    default = LIMITS.get("tf32" if dtype == "float32" and math == "tf32" else dtype)
+    tf32 = math == "tf32" and dtype == "float32" and definition.multiplies_float32
+    default = LIMITS.get("tf32" if tf32 else dtype)
     override = definition.tolerance.get(dtype)
     exact = override is None or (override.rtol or 0.0) < _FLOAT32_STEP
     if exact and dtype == "float32" and definition.oracle == "as_written" and _has_codes(definition):
@@ -88,7 +89,7 @@ def limits_for(definition: Definition, dtype: str, math: str = "ieee") -> Limits
         0.0 if override.tau else default.row_tau,
         share=override.share or 1.0,
     )
-    if math != "tf32" or dtype != "float32":
+    if not tf32:
         return found
     # A Definition's float32 override is about IEEE products; declared TF32 keeps at least its own tolerance.
     wider = {name: max(getattr(found, name), getattr(default, name)) for name in ("tau", "rtol", "a")}

@@ -26,14 +26,25 @@ Status = Literal[
     "TIMEOUT",
     "UNSUPPORTED",
     "REJECTED",
+    "OVERRULED",
 ]
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 Tier = Literal["interpreter", "untimed", "screen", "promotion"]
 UNTIMED_TIERS: tuple[Tier, ...] = ("interpreter", "untimed")
-"""Tiers without a time: the interpreter, and Solutions that omit an output."""
+"""Tiers without a time: the interpreter, Solutions that omit an output, and what a person overruled."""
 
 VERIFIED_TIERS: tuple[str, ...] = ("promotion",)
 """Tiers whose passes count as verified. Never ``interpreter``: it runs no GPU code."""
+
+REPEATABLE_GATES = ("wall clock", "physics floor", "scan")
+"""Gates of REJECTED traces that do not say that a number was wrong. A busy machine, false peaks or a rule of the scan may be
+the cause, so a later pass counts again."""
+
+
+def is_wrong(status: str, gate: str | None) -> bool:
+    """Return True if a verdict says that a number was wrong, or that the source cheated: no pass outweighs it."""
+    return status.startswith("INCORRECT_") or (status == "REJECTED" and gate not in REPEATABLE_GATES)
+
 
 MAX_LOG_CHARACTERS = 4000
 MAX_ERROR_LINE = 300
@@ -158,8 +169,19 @@ class FailurePoint(RecordPart):
     command: str
 
 
+class Overruling(RecordPart):
+    """A person's decision that a failed trace does not count. The ``reason`` of the overruling trace says why."""
+
+    trace_id: str
+    by: str
+    """Login name of the person."""
+
+
 class Trace(Record):
-    """One measurement. Correctness and performance are present exactly if the status allows them."""
+    """One measurement. Correctness and performance are present exactly if the status allows them.
+
+    A trace with status OVERRULED is not measured: it repeats what identifies the trace that a person overruled.
+    """
 
     kind: ClassVar[str] = "trace"
 
@@ -204,6 +226,7 @@ class Trace(Record):
     performance: Performance | None = None
     audit: Audit | None = None
     failure: FailurePoint | None = None
+    overrules: Overruling | None = None
 
     @field_validator("timestamp")
     @classmethod
@@ -229,6 +252,8 @@ class Trace(Record):
                 raise RecordError(
                     f"a {self.tier} trace with status {self.status} must not have '{name}'", code="figures_unexpected"
                 )
+        if (self.status == "OVERRULED") != (self.overrules is not None):
+            raise RecordError("'overrules' belongs to the status OVERRULED, and to no other", code="overruling_unfit")
         if self.status not in ("PASSED",) and not (self.reason or self.log):
             raise RecordError(f"a trace with status {self.status} needs a reason", code="reason_missing")
         return self

@@ -147,6 +147,11 @@ class WorkerProcess:
         return memory_bytes(descendants(self._supervisor.pid))
 
     @property
+    def queued_us(self) -> float:
+        """The microseconds in which threads of the worker and its living processes were ready and had no processor."""
+        return queued_us(descendants(self._supervisor.pid))
+
+    @property
     def sandbox_level(self) -> int:
         """The sandbox level that the confining code reports. The property waits until it is known.
 

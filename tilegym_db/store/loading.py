@@ -289,7 +289,7 @@ def _bounds(definition: Definition, point: dict[str, Any], peaks: GpuPeaks | Non
 # ---- newest ---------------------------------------------------------------------------------------
 # Marks the passes that no newer one supersedes, so that views need not read every trace.
 # A later measurement of the same source, config, workload and GPU supersedes an earlier one. This is settled at
-# loading: a failure that revokes the newer pass revokes the older one as well, since it revokes everything before it.
+# loading: a failure that revokes the newer pass revokes the older one as well.
 # The current source, the trusted origins, the tiers and the sandbox levels may change later. They are equal for a whole
 # group or part of its key, so the views decide them. More rows than the newest may be marked, but never fewer: every
 # new trace is marked.

@@ -195,10 +195,7 @@ TRACES_OF_SOURCE = """
 CITED_TRACES = """
     SELECT
         c.trace_id, t.trace_id IS NOT NULL AS is_here, t.status,
-        EXISTS (FROM revocations r WHERE r.definition_digest = t.definition_digest
-            AND r.solution_digest = t.solution_digest AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
-            AND coalesce(r.config_key, t.config_key) = t.config_key
-            AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS is_revoked
+        EXISTS (FROM revocations r WHERE takes_back(r, t)) AS is_revoked
     FROM (SELECT unnest($trace_ids::VARCHAR[]) AS trace_id) c LEFT JOIN traces t ON t.trace_id = c.trace_id
 """
 MODEL_RUNS = """
@@ -268,7 +265,7 @@ def traced_digests(store: Store) -> dict[str, set[str]]:
 
 
 def cited_traces(store: Store, trace_ids: list[str]) -> list[dict[str, Any]]:
-    """Return for each id: whether the trace exists, its status, and whether a later failure revoked it."""
+    """Return for each id: whether the trace exists, its status, and whether a failure revoked it."""
     return store.rows(CITED_TRACES, {"trace_ids": trace_ids})
 
 

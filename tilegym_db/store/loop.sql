@@ -34,7 +34,7 @@ WHERE t.kind = 'task'
 QUALIFY row_number() OVER (PARTITION BY t.record->>'id' ORDER BY t.line) = 1;
 
 -- What may be said of each award now. (Awards are journaled and published as promotions, so the view keeps that name.) An award
--- stands on a trace, and falls with it: `standing`; `revoked` by a later failure of this source; `not repeated` where a later verification of the same source on the same workload is slower than the bar;
+-- stands on a trace, and falls with it: `standing`; `revoked` by a failure of this source; `not repeated` where a later verification of the same source on the same workload is slower than the bar;
 -- `no evidence` where its trace is gone, is not what the record says, or does not count here.
 -- `verify` journals awards in the home where it runs, and what the package ships was measured in another: of shipped traces
 -- they are derived, by the rule of measurement/awards.py. Their numbers count shipped traces alone.
@@ -110,10 +110,7 @@ LEFT JOIN (
     SELECT p.id, arg_max(r.trace_id, r.revoked_at) AS trace_id, max(r.revoked_at) AS revoked_at
     FROM listed p
     JOIN passes t ON t.trace_id = p.trace_id
-    JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
-        AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
-        AND coalesce(r.config_key, t.config_key) = t.config_key
-        AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+    JOIN revocations r ON takes_back(r, t)
     GROUP BY p.id) r ON r.id = p.id
 LEFT JOIN (
     SELECT p.id, any_value(n.trace_id) AS trace_id

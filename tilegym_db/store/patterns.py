@@ -62,13 +62,13 @@ def _why_gone(text: str, here: Cited) -> str:
         known = here.cases.get(name)
         if known is None:
             return "is no GPU/SOLUTION/AXES that was verified (AXES as `best` prints them: M=1,N=4096)"
-        return "" if known else "was taken back by a later failure, or its source changed"
+        return "" if known else "was taken back by a failure, or its source changed"
     row = here.traces[name]
     if not row["is_here"]:
         return "is no trace that is here"
     if row["status"] != "PASSED":
         return f"has the status {row['status']}"
-    return "was taken back by a later failure" if row["is_revoked"] else ""
+    return "was taken back by a failure" if row["is_revoked"] else ""
 
 
 def _version_findings(pattern: Pattern, pinned: Mapping[str, str]) -> list[str]:

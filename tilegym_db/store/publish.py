@@ -5,9 +5,9 @@
 ``traces/<gpu>/peaks.json`` has the calibrated peaks behind the speed-of-light ratios.
 ``traces/<gpu>/<model>.models.jsonl`` has the newest runs of a model.
 
-A trace file also has the failures that revoked passes, since a store with an older snapshot would still count those
-passes. ``traces/<gpu>/traces.lock.json`` has the digest of every file. All content is prepared before the first file is
-written, and the lock is written last, so that it never names a missing file.
+A trace file also has the failures that revoked passes, and what a person overruled: a store with an older snapshot would
+still judge otherwise. ``traces/<gpu>/traces.lock.json`` has the digest of every file. All content is prepared before the
+first file is written, and the lock is written last, so that it never names a missing file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilegym_db.published.input_files import (
     trace_files,
     tuning_files,
 )
-from tilegym_db.published.servable import Audience
+from tilegym_db.published.servable import Audience, Refusal
 from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.published.trace_file import SUFFIX, json_lines, packed, trace_lines, unpacked
 from tilegym_db.records.hardware import gpus_meant
@@ -49,7 +49,7 @@ DOUBTED = "tilegym-db sql 'SELECT solution, gpu, axes, doubt FROM traces WHERE d
 """Command that shows the traces with impossible figures, and the reasons."""
 
 _LEFT_OUT = {
-    "revoked": "a later failure took the pass back",
+    "revoked": "a failure took the pass back",
     "doubted": f"the figures cannot be true ({DOUBTED})",
     "unconfined": f"the worker was not confined (sandbox level below {PUBLISHED_SANDBOX_LEVEL})",
     "of_files": "measured on contents of files, which say nothing of a call on others",
@@ -74,7 +74,7 @@ class PublishReport:
     entries: int
     traces: int
     revocations: int
-    """Number of published failures that revoked earlier passes."""
+    """Number of published failures that revoke passes, and of overrulings."""
     model_runs: int
     """Number of published model runs; 0 for the user's own folder, whose home has them."""
     left_out: dict[str, int]
@@ -84,6 +84,8 @@ class PublishReport:
     """Trace files of this GPU without verified traces, which the user may delete."""
     unconfined: int = 0
     """Number of traces from unconfined workers with shipped sources; only in the user's own folder."""
+    disagreements: tuple[Refusal, ...] = ()
+    """Sources and configs that are not published because one trace passed and another found a wrong number."""
 
 
 def published_folder(gpu: str, root: Path | None = None) -> Path:
@@ -144,7 +146,16 @@ def publish(
     shapes = len({tuple(row[key] for key in SHAPE) for row in rows})
     unconfined = sum(row["sandbox_level"] < PUBLISHED_SANDBOX_LEVEL for row in rows)
     return PublishReport(
-        folder, shapes, len(rows), len(failures), len(runs), left_out, changed, tuple(sorted(leftover)), unconfined
+        folder,
+        shapes,
+        len(rows),
+        len(failures),
+        len(runs),
+        left_out,
+        changed,
+        tuple(sorted(leftover)),
+        unconfined,
+        tuple(queries.disagreements(store, gpu)),
     )
 
 

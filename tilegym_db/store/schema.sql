@@ -118,6 +118,7 @@ CREATE TABLE trace_records (
         gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR), layouts MAP(VARCHAR, VARCHAR),
         contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR, "index" BIGINT[], expected VARCHAR,
         got VARCHAR, worst_row BIGINT, command VARCHAR),
+    overrules STRUCT(trace_id VARCHAR, "by" VARCHAR),
     origin VARCHAR NOT NULL DEFAULT 'foreign',
     trusted BOOLEAN NOT NULL DEFAULT false,
     doubt VARCHAR,

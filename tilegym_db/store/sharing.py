@@ -399,7 +399,7 @@ _TOLD = f"""
 """
 _OWN = f"""
     SELECT trace_id FROM traces
-    WHERE origin = 'local' AND tier NOT IN ({listed(UNTIMED_TIERS)})
+    WHERE origin = 'local' AND (tier NOT IN ({listed(UNTIMED_TIERS)}) OR status = 'OVERRULED')
         AND NOT (status = 'PASSED' AND tier IN ({listed(VERIFIED_TIERS)}) AND sandbox_level < {PUBLISHED_SANDBOX_LEVEL})
         AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
 """

@@ -10,9 +10,16 @@ from string import Template
 
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
 from tilegym_db.records.loop import MIN_SPEEDUP
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, STATUSES, UNTIMED_TIERS, VERIFIED_TIERS, Tier
+from tilegym_db.records.trace import (
+    PUBLISHED_SANDBOX_LEVEL,
+    REPEATABLE_GATES,
+    STATUSES,
+    UNTIMED_TIERS,
+    VERIFIED_TIERS,
+    Tier,
+)
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Version of ``schema.sql``."""
 
 
@@ -32,7 +39,10 @@ def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
     families = {slug: gpu_family(slug) for slug in GPU_SLUGS}
     named = " ".join(f"WHEN '{slug}' THEN '{family}'" for slug, family in families.items() if slug != family)
     return Template(text).substitute(
-        verified_tiers=listed(tiers), sandbox_level=PUBLISHED_SANDBOX_LEVEL, gpu_families=named
+        verified_tiers=listed(tiers),
+        sandbox_level=PUBLISHED_SANDBOX_LEVEL,
+        gpu_families=named,
+        repeatable_gates=listed(REPEATABLE_GATES),
     )
 
 
@@ -171,7 +181,8 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
     audit: 'STRUCT(wall_us DOUBLE, owned_share DOUBLE, profiled_us DOUBLE, kernels VARCHAR[], notes VARCHAR[])',
     failure: 'STRUCT(gate VARCHAR, axes MAP(VARCHAR, BIGINT), dtypes MAP(VARCHAR, VARCHAR),
         layouts MAP(VARCHAR, VARCHAR), contents VARCHAR, seed VARCHAR, "offset" BIGINT, output VARCHAR,
-        "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)'})"""
+        "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)',
+    overrules: 'STRUCT(trace_id VARCHAR, "by" VARCHAR)'})"""
 
 # The rules of records.Trace that views and resolver rely on. NOT NULL in schema.sql covers the required keys.
 _IS_TRACE = f"""coalesce(
@@ -184,6 +195,7 @@ _IS_TRACE = f"""coalesce(
     AND (audit IS NULL OR audit.owned_share IS NULL OR audit.owned_share BETWEEN 0 AND 1)
     AND (failure IS NULL OR (failure.gate IS NOT NULL AND failure.axes IS NOT NULL AND failure.contents IS NOT NULL
         AND failure.seed IS NOT NULL AND failure.command IS NOT NULL))
+    AND (overrules.trace_id IS NOT NULL AND overrules."by" IS NOT NULL) = (status = 'OVERRULED')
     AND (status = 'PASSED' OR coalesce(reason, '') <> '' OR coalesce(log, '') <> ''), false)"""
 
 
@@ -209,7 +221,7 @@ INSERT_TRACES = f"""
         gpu, gpu_name, coalesce(sm, ''), coalesce(driver, ''), coalesce(cuda, ''), coalesce(libs, MAP {{}}),
         coalesce(gpu_uuid, ''), coalesce(host, ''),
         tier, coalesce(attempt, 0), coalesce(sandbox_level, 0), coalesce(evidence_level, 'op'),
-        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure,
+        envelope, status, coalesce(reason, ''), coalesce(log, ''), correctness, performance, audit, failure, overrules,
         $origin, $trusted, NULL, status = 'PASSED' AND performance.latency_us IS NOT NULL
     FROM {_FILES} ANTI JOIN trace_records USING (trace_id)
     WHERE CASE WHEN {_IS_TRACE} THEN true ELSE error('not a trace') END

@@ -1,5 +1,5 @@
--- What users query. Recreated whenever this text changes; $verified_tiers and $sandbox_level are filled in from
--- statements.VERIFIED_TIERS and PUBLISHED_SANDBOX_LEVEL.
+-- What users query. Recreated whenever this text changes; $verified_tiers, $sandbox_level and $repeatable_gates are filled in
+-- from records/trace.py.
 
 -- 'h100' for 'h100-sxm': what one calls a GPU whichever of its kind it is.
 CREATE OR REPLACE MACRO gpu_family_of(gpu) AS CASE gpu $gpu_families ELSE gpu END;
@@ -102,6 +102,7 @@ SELECT
     audit.notes AS scan_notes,
     failure.command AS failure_command,
     failure,
+    overrules,
     is_newest
 FROM trace_records;
 
@@ -127,20 +128,34 @@ SELECT
 FROM peak_records;
 
 -- What a failure takes back, whatever tier and sandbox found it: nothing makes a failure look better than a pass. A null
--- column means "any". A wrong, crashing or hanging kernel loses every earlier pass of that source and config on that
--- GPU; a cheating source loses them in every config; a compile error says nothing about workloads that did compile, so
--- it only takes back its own. UNSUPPORTED is the solution's own, honest limit; and an interpreter runs no code of a GPU.
+-- column means "any". A wrong, crashing or hanging kernel loses the passes of that source and config on that GPU; a cheating
+-- source loses them in every config; a compile error says nothing about workloads that did compile, so it only takes back
+-- its own. UNSUPPORTED is the solution's own, honest limit; and an interpreter runs no code of a GPU.
+-- A wrong number or a cheat (`is_final`, records.trace.is_wrong) outweighs later passes too: a lucky repetition proves nothing.
+-- A person may overrule a failure, which then takes nothing back.
 CREATE OR REPLACE VIEW revocations AS
 SELECT
     definition_digest, solution_digest, gpu, gpu_family_of(gpu) AS gpu_family,
     weakest_origin(list(origin)) AS origin,
     CASE WHEN status <> 'REJECTED' THEN config_key END AS config_key,
     CASE WHEN status = 'COMPILE_ERROR' THEN workload_uuid END AS workload_uuid,
-    max(timestamp) AS revoked_at,
-    arg_max(trace_id, row(timestamp, trace_id)) AS trace_id
-FROM trace_records
-WHERE status NOT IN ('PASSED', 'UNSUPPORTED') AND tier <> 'interpreter' AND is_counted(origin, trusted)
+    bool_or(is_wrong) AS is_final,
+    arg_max(timestamp, row(is_wrong, timestamp, trace_id)) AS revoked_at,
+    arg_max(trace_id, row(is_wrong, timestamp, trace_id)) AS trace_id
+FROM (
+    SELECT *, starts_with(status, 'INCORRECT_')
+        OR (status = 'REJECTED' AND coalesce(failure.gate, '') NOT IN ($repeatable_gates)) AS is_wrong
+    FROM trace_records
+    WHERE status NOT IN ('PASSED', 'UNSUPPORTED', 'OVERRULED') AND tier <> 'interpreter' AND is_counted(origin, trusted)) f
+ANTI JOIN trace_records o ON o.status = 'OVERRULED' AND o.overrules.trace_id = f.trace_id AND is_counted(o.origin, o.trusted)
 GROUP BY ALL;
+
+-- The only answer to: does this failure `r`, of the view above, take back this pass `t`? table.py has it for published files.
+CREATE OR REPLACE MACRO takes_back(r, t) AS
+    r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest AND r.gpu = t.gpu
+    AND (r.is_final OR r.revoked_at >= t.timestamp)
+    AND coalesce(r.config_key, t.config_key) = t.config_key
+    AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid;
 
 -- Passed in a tier that counts, with exactly the definition and source that the catalog holds now, and not taken back.
 -- The joins match one row each; as semi joins they would say so, but DuckDB then plans the anti join twice as slow.
@@ -149,10 +164,7 @@ CREATE OR REPLACE VIEW standing AS
 SELECT t.* EXCLUDE (is_newest) FROM marked_traces t
 JOIN definition_records d ON d.is_current AND d.name = t.definition AND d.digest = t.definition_digest
 JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t.solution_digest
-ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
-    AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
-    AND coalesce(r.config_key, t.config_key) = t.config_key
-    AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+ANTI JOIN revocations r ON takes_back(r, t)
 WHERE t.is_newest AND t.status = 'PASSED' AND t.tier IN ($verified_tiers) AND t.latency_us IS NOT NULL
     AND is_counted(t.origin, t.trusted) AND t.doubt IS NULL AND gives_all(s.record);
 

@@ -283,7 +283,9 @@ def judge(
 
     large = any(value.numel() > SMALL_ELEMENTS for value in outputs.values())
     with _comparing if large else contextlib.nullcontext():
-        verdicts = excuse_ill_conditioned(definition, expected.inputs, expected.outputs, outputs, check)
+        verdicts = excuse_ill_conditioned(
+            definition, expected.inputs, expected.outputs, outputs, check, math=solution.spec.math
+        )
     for name, verdict in verdicts.items():
         if verdict.gate is not None:
             return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)

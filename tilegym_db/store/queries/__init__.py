@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         tuned_configs,
     )
     from tilegym_db.store.queries.publishing import (
+        disagreements,
         kept_back_runs,
         not_verified,
         promoted_rows,
@@ -53,6 +54,7 @@ __all__ = [
     "count_traces",
     "count_unverified",
     "definition_by_digest",
+    "disagreements",
     "done_keys",
     "failed_screen",
     "find_traces",
@@ -96,6 +98,7 @@ _SUBJECTS = {
         "traces_of",
     ),
     "publishing": (
+        "disagreements",
         "kept_back_runs",
         "not_verified",
         "promoted_rows",

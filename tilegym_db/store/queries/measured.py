@@ -48,15 +48,12 @@ TUNED = """
     FROM (
         SELECT
             solution_digest, definition_digest, gpu, workload_uuid, config_key, any_value(config) AS config,
-            min(timestamp) AS found_at, max(timestamp) AS judged_at
+            min(timestamp) AS found_at, max(timestamp) AS timestamp
         FROM trace_records WHERE gpu = $gpu AND tier IN ('screen', 'promotion') AND json(config) <> '{}'
             AND is_counted(origin, trusted)
         GROUP BY solution_digest, definition_digest, gpu, workload_uuid, config_key
         HAVING arg_max(status, row(timestamp, trace_id)) = 'PASSED') t
-    ANTI JOIN revocations r ON r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
-        AND r.gpu = t.gpu AND r.revoked_at >= t.judged_at
-        AND coalesce(r.config_key, t.config_key) = t.config_key
-        AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid
+    ANTI JOIN revocations r ON takes_back(r, t)
     GROUP BY solution_digest, definition_digest, workload_uuid
 """
 
@@ -177,11 +174,9 @@ FIND_TRACES = """
         t.*, v.trace_id IS NOT NULL AS is_verified,
         EXISTS (FROM definition_records d WHERE d.is_current AND d.digest = t.definition_digest)
             AND EXISTS (FROM solution_records s WHERE s.is_current AND s.digest = t.solution_digest) AS is_current,
-        (SELECT arg_max(r.trace_id, r.revoked_at) FROM revocations r
-            WHERE r.definition_digest = t.definition_digest AND r.solution_digest = t.solution_digest
-                AND r.gpu = t.gpu AND r.revoked_at >= t.timestamp
-                AND coalesce(r.config_key, t.config_key) = t.config_key
-                AND coalesce(r.workload_uuid, t.workload_uuid) = t.workload_uuid) AS revoked_by
+        (SELECT arg_max(r.trace_id, row(r.is_final, r.revoked_at)) FROM revocations r WHERE takes_back(r, t)) AS revoked_by,
+        (SELECT arg_max({"by": o.overrules."by", timestamp: o.timestamp, reason: o.reason}, o.timestamp) FROM trace_records o
+            WHERE o.overrules.trace_id = t.trace_id AND is_counted(o.origin, o.trusted)) AS overruled
     FROM traces t LEFT JOIN verified v ON v.trace_id = t.trace_id
     WHERE starts_with(t.trace_id, $prefix) ORDER BY t.trace_id LIMIT $most
 """
@@ -208,7 +203,8 @@ def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any
     """Return at most ``most`` traces whose id has the prefix.
 
     Columns are those of the view, and ``is_verified``, ``is_current`` (measured with the catalog's definition and
-    source of today) and ``revoked_by`` (the id of the later failure that revokes a pass, or None).
+    source of today), ``revoked_by`` (the id of the failure that revokes a pass, or None) and ``overruled`` (the person, time
+    and reason if a failure was overruled, or None).
     """
     return parsed(store.rows(FIND_TRACES, {"prefix": prefix, "most": most}))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.published.checked import source_key
 from tilegym_db.published.entries import Candidate
-from tilegym_db.published.servable import Audience, why_not_trusted
+from tilegym_db.published.servable import Audience, Refusal, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
@@ -34,7 +34,7 @@ PROMOTED = f"""
 """
 
 # Counts of the solutions, configs and shapes promoted on a GPU with today's sources that have no verified pass left: revoked
-# by a later failure, or with impossible figures. The last count is passes that omit an output.
+# by a failure, or with impossible figures. The last count is passes that omit an output.
 NOT_VERIFIED = """
     SELECT
         count(*) FILTER (NOT verified AND NOT doubted) AS revoked,
@@ -65,12 +65,27 @@ REVOKING = """
         JOIN definition_records d ON d.is_current AND d.digest = r.definition_digest
         JOIN solution_records s ON s.is_current AND s.digest = r.solution_digest
         SEMI JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion' AND is_counted(p.origin, p.trusted)
-            AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
-            AND p.gpu = r.gpu AND p.timestamp <= r.revoked_at
-            AND p.config_key = coalesce(r.config_key, p.config_key)
-            AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid)
-        WHERE r.gpu = $gpu)
+            AND takes_back(r, p)
+        WHERE r.gpu = $gpu
+        UNION ALL
+        SELECT o.trace_id FROM trace_records o
+        JOIN definition_records d ON d.is_current AND d.digest = o.definition_digest
+        JOIN solution_records s ON s.is_current AND s.digest = o.solution_digest
+        WHERE o.gpu = $gpu AND o.status = 'OVERRULED' AND is_counted(o.origin, o.trusted))
     ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key, solution, trace_id
+"""
+
+# Sources and configs with passes that a wrong number outweighs: the newest pass, and the wrong number.
+DISAGREEING = """
+    SELECT f.definition, f.solution, f.trace_id AS failed, f.status, f.axes_key, count(*) AS passes,
+        arg_max(p.trace_id, row(p.timestamp, p.trace_id)) AS passed
+    FROM revocations r
+    JOIN trace_records f ON f.trace_id = r.trace_id
+    JOIN trace_records p ON p.status = 'PASSED' AND p.tier = 'promotion' AND is_counted(p.origin, p.trusted) AND takes_back(r, p)
+    JOIN definition_records d ON d.is_current AND d.digest = r.definition_digest
+    JOIN solution_records s ON s.is_current AND s.digest = r.solution_digest
+    WHERE r.is_final AND r.gpu = $gpu
+    GROUP BY ALL ORDER BY ALL
 """
 
 PUBLISHABLE_STEPS = """
@@ -194,13 +209,32 @@ def unconfined_definitions(store: Store, gpu: str) -> list[str]:
 def not_verified(store: Store, gpu: str) -> dict[str, int]:
     """Return code -> number of promoted solutions, configs and shapes of a GPU that are not verified any more.
 
-    The codes are ``revoked`` (a later failure) and ``doubted`` (figures that cannot be true). ``output_omitted`` counts
+    The codes are ``revoked`` (a failure) and ``doubted`` (figures that cannot be true). ``output_omitted`` counts
     passes that omit an output, which are never promoted.
     """
     (counts,) = store.rows(NOT_VERIFIED, {"gpu": gpu})
     return counts
 
 
+def disagreements(store: Store, gpu: str, solutions: Collection[str] | None = None) -> list[Refusal]:
+    """Return a refusal for each source and config of today on a GPU that has passes and a wrong number.
+
+    ``solutions`` names those to look at; None means all.
+    """
+    return [
+        Refusal(
+            "attempts_disagree",
+            f"{row['solution']} on {gpu}: trace {row['passed']} passed ({row['passes']} in all), but trace {row['failed']} is "
+            f"{row['status']} at {row['axes_key']}. Compare: tilegym-db show {row['failed'][:8]}. If its cause is not the "
+            f"solution: tilegym-db data overrule {row['failed'][:8]} --because 'TEXT'",
+        )
+        for row in store.rows(DISAGREEING, {"gpu": gpu})
+        if solutions is None or row["solution"] in solutions
+    ]
+
+
 def revoking_rows(store: Store, gpu: str) -> list[dict[str, Any]]:
-    """Return the newest failures that revoked passes of today's sources on a GPU, by shape: ids and target files."""
+    """Return the failures that revoke passes of today's sources on a GPU, and what was overruled, by shape: ids and target
+    files.
+    """
     return store.rows(REVOKING, {"gpu": gpu})

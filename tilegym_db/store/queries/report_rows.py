@@ -82,11 +82,8 @@ CHANGES = """
     FROM revocations r JOIN trace_records t ON t.trace_id = r.trace_id
     WHERE ($since::TIMESTAMP IS NULL OR r.revoked_at >= $since::TIMESTAMP)
         AND EXISTS (
-            FROM trace_records p WHERE p.status = 'PASSED' AND p.tier = 'promotion' AND p.gpu = r.gpu
-                AND p.definition_digest = r.definition_digest AND p.solution_digest = r.solution_digest
-                AND p.timestamp <= r.revoked_at AND is_counted(p.origin, p.trusted)
-                AND p.config_key = coalesce(r.config_key, p.config_key)
-                AND p.workload_uuid = coalesce(r.workload_uuid, p.workload_uuid))
+            FROM trace_records p WHERE p.status = 'PASSED' AND p.tier = 'promotion' AND is_counted(p.origin, p.trusted)
+                AND takes_back(r, p))
     GROUP BY ALL
     ORDER BY newest DESC, kind, definition, solution, gpu
 """
