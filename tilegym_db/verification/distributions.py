@@ -24,6 +24,8 @@ VARIED = "varied"
 """A different distribution for every input (:func:`tilegym_db.verification.distributions.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
 """Distributions on which the reference as written may overflow, so that the case is dropped."""
+MASSIVE = "massive"
+"""Modifier on which it may overflow too (:func:`may_overflow`)."""
 ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 EXTREME = frozenset({"large", "channels", "shifted"})
@@ -227,6 +229,254 @@ STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
 """Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
 
 
+# ---- modifiers ------------------------------------------------------------------------------------
+# Changes of drawn values that models have: padding, massive channels, equal rows, winners in one place, ragged lengths.
+#
+# A case's contents are a distribution and up to two of these, such as ``normal+clustered+padded``. Each draws its kind and
+# sizes from the generator of the tensor, so the cases of one promotion meet kinds that no list names.
+
+Modify = Callable[[torch.Tensor, torch.Generator, torch.dtype], torch.Tensor]
+
+RAGGED = "ragged"
+"""Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
+NAN_ROWS = "nan_rows"
+EDGES = (16, 32, 64, 128, 256)
+_PLAIN_SHARE, _ONE_SHARE = 0.15, 0.45
+"""Share of cases without a modifier, and with one; the others have two."""
+_SPECIAL_ROWS = 0.25
+_MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
+"""Decades of most massive values; a few go to the square root of the dtype's end, or to its end if that is below 1e6."""
+
+
+def _one_in(generator: torch.Generator, names: tuple[str, ...]) -> str:
+    return names[int(_between(generator, 0, len(names)))]
+
+
+def _power(generator: torch.Generator, most: int) -> int:
+    """Return a random power of two up to ``most``, all exponents alike."""
+    return int(2 ** int(_between(generator, 0, math.log2(max(most, 1)) + 1)))
+
+
+def _some_rows(value: torch.Tensor, generator: torch.Generator, share: float) -> torch.Tensor:
+    """Return True for a share of the rows and at least for one, ``[..., 1]``."""
+    some = torch.rand((*value.shape[:-1], 1), generator=generator, device=value.device)
+    return (some < share) | (some == some.min())
+
+
+def _clustered(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Lift the elements of one block, of the end or of a stride above all others of their row; a few become near-ties."""
+    columns = value.shape[-1]
+    place, width = torch.arange(columns, device=value.device), _power(generator, columns)
+    kind = _one_in(generator, ("block", "block", "block of each row", "end", "stride"))
+    if kind == "end":
+        lifted = place >= columns - width
+    elif kind == "stride":
+        lifted = place % width == int(_between(generator, 0, width))
+    else:
+        each = (*value.shape[:-1], 1) if kind == "block of each row" else (1,)
+        lifted = place // width == torch.randint(-(-columns // width), each, generator=generator, device=value.device)
+    most = torch.where(value.isfinite(), value, 0).abs().amax(dim=-1, keepdim=True)
+    above = value + 2 * most
+    if _between(generator, 0, 1) < 0.25:
+        steps = torch.randint(0, 4, value.shape, generator=generator, device=value.device)
+        above = torch.where(value.isfinite(), 2 * most * (1 + steps * torch.finfo(dtype).eps), value)
+    return torch.where(lifted, above, value)
+
+
+def _massive(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Set one to three columns to values of 1e4 up to the dtype's end, in all rows, a few or one."""
+    most = torch.finfo(dtype).max
+    end = math.log10(most) if most < 10**_MASSIVE_TO else math.log10(most) / 2 - 1
+    start = min(_MASSIVE_FROM, end - 0.5)
+    far = _between(generator, 0, 1) < 0.25
+    exponent = _between(generator, start, end if far else min(end, _MASSIVE_TO))
+    size = min(10**exponent, most) * (1 if _between(generator, -1, 1) > 0 else -1)
+    columns = torch.randint(
+        0, value.shape[-1], (1 + int(_between(generator, 0, 3)),), generator=generator, device=value.device
+    )
+    there = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
+    there[columns] = True
+    rows = _one_in(generator, ("all", "all", "few", "one"))
+    if rows != "all":
+        there = there & _some_rows(value, generator, 0.125 if rows == "few" else 0.0)
+    return torch.where(there, size, value)
+
+
+def _equal_rows(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Return the first row everywhere, in half of the cases except for one row."""
+    first = value.reshape(-1, value.shape[-1])[0]
+    if _between(generator, 0, 1) < 0.5:
+        return first.expand_as(value).clone()
+    return torch.where(_some_rows(value, generator, 0.0), value, first)
+
+
+def _padded(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Set the begin or end of rows to -inf, by whole tiles or any length, up to the whole row."""
+    columns, each = value.shape[-1], (*value.shape[:-1], 1)
+    length = torch.rand(each, generator=generator, device=value.device) * (columns + 1)
+    if _between(generator, 0, 1) < 0.5:
+        length = length.reshape(-1)[:1]
+    if _between(generator, 0, 1) < 0.6:
+        tile = _power(generator, columns)
+        length = (length / tile).ceil() * tile
+    place = torch.arange(columns, device=value.device)
+    left = place if _between(generator, 0, 1) < 0.6 else columns - 1 - place
+    padding = left < length.floor()
+    if _between(generator, 0, 1) < 0.5:
+        padding = padding & _some_rows(value, generator, 0.5)
+    return value.masked_fill(padding, -math.inf)
+
+
+def _infinite(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Set one element of a quarter of the rows to infinity, of either sign."""
+    there = _some_rows(value, generator, _SPECIAL_ROWS) & _one_of_row(value, generator)
+    return value.masked_fill(there, math.inf if _between(generator, 0, 1) < 0.5 else -math.inf)
+
+
+def _nan_rows(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Set a quarter of the rows, or one element of each of these, to NaN."""
+    there = _some_rows(value, generator, _SPECIAL_ROWS)
+    if _between(generator, 0, 1) < 0.5:
+        there = there & _one_of_row(value, generator)
+    return value.masked_fill(there, math.nan)
+
+
+def _one_of_row(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    place = torch.randint(0, value.shape[-1], (*value.shape[:-1], 1), generator=generator, device=value.device)
+    return torch.arange(value.shape[-1], device=value.device) == place
+
+
+MODIFIERS: dict[str, Modify] = {
+    "clustered": _clustered,
+    MASSIVE: _massive,
+    "equal_rows": _equal_rows,
+    "padded": _padded,
+    "infinite": _infinite,
+    NAN_ROWS: _nan_rows,
+}
+"""Name -> change of the values of one tensor, in the order in which they are applied."""
+
+
+def parts_of(contents: str) -> tuple[str, tuple[str, ...]]:
+    """Return the distribution of a case's contents, and the modifiers."""
+    distribution, *modifiers = contents.split("+")
+    return distribution, tuple(modifiers)
+
+
+def are_contents(contents: str) -> bool:
+    """Return True for a known distribution, with any known modifiers."""
+    distribution, modifiers = parts_of(contents)
+    return distribution in CONTENTS and all(name in MODIFIERS or name == RAGGED for name in modifiers)
+
+
+def may_overflow(contents: str) -> bool:
+    """Return True if the reference as written may overflow on these contents."""
+    distribution, modifiers = parts_of(contents)
+    return distribution in REFERENCE_MAY_FAIL or MASSIVE in modifiers
+
+
+def with_modifiers(definition: Definition, distribution: str, seed: int) -> str:
+    """Return the contents of one case: the distribution and up to two modifiers that the Definition allows."""
+    allowed = _allowed(definition, distribution)
+    drawn = _drawn(seed, "modifiers")
+    share = drawn.random()
+    count = 0 if share < _PLAIN_SHARE else 1 if share < _PLAIN_SHARE + _ONE_SHARE else 2
+    chosen = drawn.sample(allowed, min(count, len(allowed)))
+    return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
+
+
+def _allowed(definition: Definition, distribution: str) -> list[str]:
+    if distribution in (EXACT, STEPS):
+        return []
+    names = [RAGGED] if any(spec.kind in _LENGTHS for spec in definition.input_generators.values()) else []
+    if not _targets(definition):
+        return names
+    specials = definition.special_values
+    names += ["clustered", "equal_rows"]
+    names += [MASSIVE] if distribution not in ILL_CONDITIONED | EXTREME and not chosen_from(definition) else []
+    names += ["padded", "infinite"] if "inf" in specials else []
+    return names + ([NAN_ROWS] if "nan" in specials or chosen_from(definition) else [])
+
+
+_LENGTHS = ("distinct_ids", "offsets", "integers")
+
+
+def chosen_from(definition: Definition) -> str | None:
+    """Return the floating-point input among whose columns the Definition chooses indices; None if it chooses none.
+
+    These are routers, samplers and sorts: an output of indices, and no input of whole numbers that they could be read from.
+    """
+    dtypes = {
+        name: definition.dtypes.get(definition.inputs[name].dtype, (definition.inputs[name].dtype,))[0]
+        for name in definition.tensor_inputs
+    }
+    if not all(dtype.startswith(("float", "bfloat")) for dtype in dtypes.values()):
+        return None
+    if not any(is_index(definition, name) for name in definition.outputs):
+        return None
+    return next((name for name in dtypes if len(definition.inputs[name].shape or ()) >= _MATRIX), None)
+
+
+def is_index(definition: Definition, name: str) -> bool:
+    """Return True for an output of indices: one that the Definition names as such, or of int64."""
+    return name in definition.gathers or name in definition.sampled or definition.outputs[name].dtype == "int64"
+
+
+def _targets(definition: Definition) -> list[str]:
+    """Return the inputs that modifiers may change: data without a generator or joint draw, and the rows of a choice."""
+    matrices = [name for name in definition.tensor_inputs if len(definition.inputs[name].shape or ()) >= _MATRIX]
+    drawn = [name for name in matrices if _is_drawn(definition, name) and _is_floating(definition, name)]
+    rows = chosen_from(definition)
+    return [name for name in drawn if name not in definition.input_generators] or ([rows] if rows else drawn)
+
+
+def _is_floating(definition: Definition, name: str) -> bool:
+    dtype = definition.inputs[name].dtype
+    return all(choice.startswith(("float", "bfloat")) for choice in definition.dtypes.get(dtype, (dtype,)))
+
+
+def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, tuple[str, ...]]:
+    """Return input -> the modifiers of its values: all of them for one input, and equal rows for half of the others."""
+    _, modifiers = parts_of(contents)
+    names = _targets(definition) if modifiers else []
+    if not names:
+        return {}
+    drawn = _drawn(seed, "modified")
+    one = drawn.choice(names)
+    found = {name: ("equal_rows",) for name in names if "equal_rows" in modifiers and drawn.random() < 0.5}
+    return found | {one: tuple(name for name in modifiers if name != RAGGED)}
+
+
+def modified(
+    value: torch.Tensor, modifiers: tuple[str, ...], generator: torch.Generator, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return drawn values, changed by these modifiers, in fp32 unless they were drawn in another dtype."""
+    for name in modifiers if value.dim() and value.numel() else ():
+        value = MODIFIERS[name](value, generator, dtype)
+    return value
+
+
+def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch.Tensor:
+    """Return lengths of groups that add up to a total: most empty or next to the edge of a tile, and one with the rest.
+
+    The first or the last group is empty in half of the cases each, if another one is left.
+    """
+    device = generator.device
+    tile = EDGES[int(_between(generator, 0, len(EDGES)))]
+    edges = torch.tensor([0, 0, tile - 1, tile, tile + 1], device=device)
+    lengths = edges[torch.randint(0, len(edges), (groups,), generator=generator, device=device)]
+    takers = torch.ones(groups, dtype=torch.bool, device=device)
+    for end in (0, -1):
+        if _between(generator, 0, 1) < 0.5 and int(takers.sum()) > 1:
+            takers[end] = False
+    lengths = torch.where(takers, lengths, 0)
+    begins = lengths.cumsum(0) - lengths
+    lengths = torch.minimum(lengths, (total - begins).clamp_min(0))
+    places = takers.nonzero().reshape(-1)
+    lengths[places[int(_between(generator, 0, len(places)))]] += total - int(lengths.sum())
+    return lengths
+
+
 # ---- variation ------------------------------------------------------------------------------------
 # Values that a model varies from call to call: ranges of inputs, kinds of weights, continuous scalars.
 #
@@ -258,12 +508,14 @@ def vary_scalars(
     A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
     """
     drawn = _drawn(seed, "scalars")
+    distribution, modifiers = parts_of(distribution)
+    grows = distribution not in ILL_CONDITIONED | EXTREME and MASSIVE not in modifiers
     keeps = distribution == EXACT or drawn.random() < KEEPS_ITS_SCALARS
     varied: dict[str, Scalar] = {}
     for name, value in scalars.items():
         if name not in definition.inputs:
             continue
-        exponent = drawn.uniform(-DECADES_DOWN, 0.0 if distribution in ILL_CONDITIONED | EXTREME else DECADES_UP)
+        exponent = drawn.uniform(-DECADES_DOWN, DECADES_UP if grows else 0.0)
         continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
         varied[name] = float(f"{value * 10**exponent:.6g}") if continuous and not keeps else value  # type: ignore[operator]
     return varied
@@ -287,6 +539,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
     range. At most one input of a case has extreme contents, because otherwise products and exponentials lose all information.
     """
     drawn = _drawn(seed, "styles")
+    distribution, _ = parts_of(distribution)
     names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
     matrices = [name for name in names if len(definition.inputs[name].shape or ()) >= _MATRIX]
     extreme = drawn.choice(matrices or names or [""])
