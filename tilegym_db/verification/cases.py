@@ -298,7 +298,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
-    contents = with_modifiers(definition, contents, seed)
+    contents = with_modifiers(definition, contents, seed, number)
     scalars = scalars_with_axes(definition, scalars, case.call.axes)
     call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
     return replace(case, call=call, distribution=contents, seed=seed)

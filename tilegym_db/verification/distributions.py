@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from tilegym_db.records.case import EXACT
 from tilegym_db.records.dtypes import Scalar
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
@@ -241,15 +243,16 @@ RAGGED = "ragged"
 """Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
 NAN_ROWS = "nan_rows"
 EDGES = (16, 32, 64, 128, 256)
-_PLAIN_SHARE, _ONE_SHARE = 0.15, 0.45
-"""Share of cases without a modifier, and with one; the others have two."""
+_COUNTS = (0, 1, 1, 1, 2, 2)
+"""Numbers of modifiers of a case, all alike."""
+_RAGGED_SHARE = 0.5
 _SPECIAL_ROWS = 0.25
 _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
-"""Decades of most massive values; a few go to the square root of the dtype's end, or to its end if that is below 1e6."""
+"""Decades of half of the massive values. The others go up to the dtype's end, or to its root if the end is above 1e6."""
 
 
-def _one_in(generator: torch.Generator, names: tuple[str, ...]) -> str:
-    return names[int(_between(generator, 0, len(names)))]
+def _one_of(generator: torch.Generator, choices: tuple[T, ...]) -> T:
+    return choices[int(_between(generator, 0, len(choices)))]
 
 
 def _power(generator: torch.Generator, most: int) -> int:
@@ -267,7 +270,7 @@ def _clustered(value: torch.Tensor, generator: torch.Generator, dtype: torch.dty
     """Lift the elements of one block, of the end or of a stride above all others of their row; a few become near-ties."""
     columns = value.shape[-1]
     place, width = torch.arange(columns, device=value.device), _power(generator, columns)
-    kind = _one_in(generator, ("block", "block", "block of each row", "end", "stride"))
+    kind = _one_of(generator, ("block", "block", "block of each row", "end", "stride"))
     if kind == "end":
         lifted = place >= columns - width
     elif kind == "stride":
@@ -288,7 +291,7 @@ def _massive(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype
     most = torch.finfo(dtype).max
     end = math.log10(most) if most < 10**_MASSIVE_TO else math.log10(most) / 2 - 1
     start = min(_MASSIVE_FROM, end - 0.5)
-    far = _between(generator, 0, 1) < 0.25
+    far = _between(generator, 0, 1) < 0.5
     exponent = _between(generator, start, end if far else min(end, _MASSIVE_TO))
     size = min(10**exponent, most) * (1 if _between(generator, -1, 1) > 0 else -1)
     columns = torch.randint(
@@ -296,7 +299,7 @@ def _massive(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype
     )
     there = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
     there[columns] = True
-    rows = _one_in(generator, ("all", "all", "few", "one"))
+    rows = _one_of(generator, ("all", "all", "few", "one"))
     if rows != "all":
         there = there & _some_rows(value, generator, 0.125 if rows == "few" else 0.0)
     return torch.where(there, size, value)
@@ -311,17 +314,19 @@ def _equal_rows(value: torch.Tensor, generator: torch.Generator, dtype: torch.dt
 
 
 def _padded(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Set the begin or end of rows to -inf, by whole tiles or any length, up to the whole row."""
+    """Set the begin, the end or both of rows to -inf, by whole tiles or any length, up to the whole row."""
     columns, each = value.shape[-1], (*value.shape[:-1], 1)
     length = torch.rand(each, generator=generator, device=value.device) * (columns + 1)
-    if _between(generator, 0, 1) < 0.5:
+    if _between(generator, 0, 1) < 0.3:
         length = length.reshape(-1)[:1]
     if _between(generator, 0, 1) < 0.6:
-        tile = _power(generator, columns)
-        length = (length / tile).ceil() * tile
+        tile = _power(generator, columns // 2)
+        length = (length / tile).round() * tile
     place = torch.arange(columns, device=value.device)
-    left = place if _between(generator, 0, 1) < 0.6 else columns - 1 - place
-    padding = left < length.floor()
+    from_end = torch.where(_some_rows(value, generator, _one_of(generator, (0.0, 0.5, 1.0))), place.flip(0), place)
+    if _between(generator, 0, 1) < 0.25:
+        from_end = torch.minimum(place, place.flip(0))
+    padding = from_end < length.floor()
     if _between(generator, 0, 1) < 0.5:
         padding = padding & _some_rows(value, generator, 0.5)
     return value.masked_fill(padding, -math.inf)
@@ -375,27 +380,40 @@ def may_overflow(contents: str) -> bool:
     return distribution in REFERENCE_MAY_FAIL or MASSIVE in modifiers
 
 
-def with_modifiers(definition: Definition, distribution: str, seed: int) -> str:
-    """Return the contents of one case: the distribution and up to two modifiers that the Definition allows."""
-    allowed = _allowed(definition, distribution)
-    drawn = _drawn(seed, "modifiers")
-    share = drawn.random()
-    count = 0 if share < _PLAIN_SHARE else 1 if share < _PLAIN_SHARE + _ONE_SHARE else 2
-    chosen = drawn.sample(allowed, min(count, len(allowed)))
+def with_modifiers(definition: Definition, distribution: str, seed: int, turn: int | None = None) -> str:
+    """Return the contents of one case: the distribution and up to two modifiers that the Definition allows.
+
+    Args:
+        definition: its special values and inputs decide which modifiers it allows.
+        distribution: small integers and code steps stay as they are.
+        seed: of the case.
+        turn: number of the case, if its first modifier is the next one in turn.
+    """
+    if distribution in (EXACT, STEPS):
+        return distribution
+    allowed, drawn = _allowed(definition, distribution), _drawn(seed, "modifiers")
+    chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
+    if allowed and turn is not None:
+        chosen.add(allowed[turn % len(allowed)])
+    chosen |= set(drawn.sample(allowed, min(int(drawn.choice(_COUNTS)), len(allowed))))
     return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
 
 
 def _allowed(definition: Definition, distribution: str) -> list[str]:
-    if distribution in (EXACT, STEPS):
-        return []
-    names = [RAGGED] if any(spec.kind in _LENGTHS for spec in definition.input_generators.values()) else []
     if not _targets(definition):
-        return names
-    specials = definition.special_values
-    names += ["clustered", "equal_rows"]
-    names += [MASSIVE] if distribution not in ILL_CONDITIONED | EXTREME and not chosen_from(definition) else []
-    names += ["padded", "infinite"] if "inf" in specials else []
-    return names + ([NAN_ROWS] if "nan" in specials or chosen_from(definition) else [])
+        return []
+    chooses, specials = chosen_from(definition) is not None, definition.special_values
+    asked = {
+        MASSIVE: distribution not in REFERENCE_MAY_FAIL and not chooses,
+        "padded": "inf" in specials,
+        "infinite": "inf" in specials,
+        NAN_ROWS: "nan" in specials or chooses,
+    }
+    return [name for name in MODIFIERS if asked.get(name, True)]
+
+
+def _has_lengths(definition: Definition) -> bool:
+    return any(spec.kind in _LENGTHS for spec in definition.input_generators.values())
 
 
 _LENGTHS = ("distinct_ids", "offsets", "integers")
@@ -450,9 +468,9 @@ def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, 
 def modified(
     value: torch.Tensor, modifiers: tuple[str, ...], generator: torch.Generator, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return drawn values, changed by these modifiers, in fp32 unless they were drawn in another dtype."""
+    """Return drawn values, changed by these modifiers, which may round to ``dtype`` later."""
     for name in modifiers if value.dim() and value.numel() else ():
-        value = MODIFIERS[name](value, generator, dtype)
+        value = MODIFIERS[name](value, generator, dtype).to(value.dtype)
     return value
 
 
@@ -462,8 +480,8 @@ def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch
     The first or the last group is empty in half of the cases each, if another one is left.
     """
     device = generator.device
-    tile = EDGES[int(_between(generator, 0, len(EDGES)))]
-    edges = torch.tensor([0, 0, tile - 1, tile, tile + 1], device=device)
+    tiles = [tile for tile in EDGES if tile <= max(total // 2, EDGES[0])]
+    edges = torch.tensor([edge for tile in tiles for edge in (0, tile - 1, tile, tile + 1)], device=device)
     lengths = edges[torch.randint(0, len(edges), (groups,), generator=generator, device=device)]
     takers = torch.ones(groups, dtype=torch.bool, device=device)
     for end in (0, -1):
