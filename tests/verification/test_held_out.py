@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +20,7 @@ from tilegym_db.verification.verifier import Failure, judge
 
 CATALOG = Catalog.default()
 PROMOTIONS, MEMBERS, GOAL = 3, 200, 0.95
-ROWS = {"moe_experts": 1024}
+ROWS = {"moe_experts": 1024, "swiglu": 256}
 FEW_ROWS = 48
 RECORD = Solution.from_dict(
     {
@@ -40,7 +41,8 @@ def promotion(name: str, dtype: str, number: int) -> list[tuple[OracleCase, Outp
     """Return the fuzz cases and siblings of one promotion that the reference passes, with its outputs."""
     definition, workloads = CATALOG.definition(name), CATALOG.workloads_for(name)
     dtypes = {variable: dtype if dtype in choices else choices[0] for variable, choices in definition.dtypes.items()}
-    anchors, scalars = [workload.axes for workload in workloads], workloads[0].scalars()
+    anchors = sorted((workload.axes for workload in workloads), key=lambda axes: math.prod(axes.values()))[:3]
+    scalars = workloads[0].scalars()
     cases = fuzz_cases(
         definition, RECORD, anchors, dtypes, scalars, count=24, seed=7919 * number, max_rows=ROWS.get(name, FEW_ROWS)
     )

@@ -417,7 +417,7 @@ MAX_STEPS = 4.0
 """An element counts with at most this error, in steps, so that a few elements do not decide."""
 SMALL_IN_ROW = 1 / 16
 """Size in units of the row's rms below which an element does not count, because it may be a difference of large terms."""
-MIN_BIAS_SIDE = 16
+MIN_BIAS_SIDE = 8
 """Minimum rows and columns, because the elements of a row or a column may share the rounding of a factor."""
 MIN_BIAS_VALUES = 256
 """Minimum different values of the oracle; equal values have equal errors."""
