@@ -380,6 +380,18 @@ def may_overflow(contents: str) -> bool:
     return distribution in REFERENCE_MAY_FAIL or MASSIVE in modifiers
 
 
+def shows_bias(contents: str) -> bool:
+    """Return True if the values of a call differ enough that roundings to nearest cancel out.
+
+    Equal rows, shifted ones and tiny scores share factors such as a probability, and with it the rounding of that factor.
+    """
+    distribution, modifiers = parts_of(contents)
+    return distribution in _SPREAD_OUT and not {"clustered", MASSIVE, "equal_rows"} & {*modifiers}
+
+
+_SPREAD_OUT = frozenset({"normal", "outliers", "sorted_rows", PLANTED})
+
+
 def with_modifiers(definition: Definition, distribution: str, seed: int, turn: int | None = None) -> str:
     """Return the contents of one case: the distribution and up to two modifiers that the Definition allows.
 

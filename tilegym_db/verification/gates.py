@@ -27,7 +27,7 @@ class ReferenceDeviation(NamedTuple):
     """The error of the reference as written, in the output dtype.
 
     ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in
-    units of its bound. ``bias``: the mean signed error of its elements (:func:`bias_of`).
+    units of its bound. ``bias``: the mean signed error of its elements (:func:`bias_of`); inf if contents say nothing about it.
     """
 
     rel_fro: float = 0.0
@@ -418,7 +418,7 @@ MAX_STEPS = 4.0
 SMALL_IN_ROW = 1 / 16
 """Size in units of the row's rms below which an element does not count, because it may be a difference of large terms."""
 MIN_BIAS_SIDE = 8
-"""Minimum rows and columns, because the elements of a row or a column may share the rounding of a factor."""
+"""Minimum rows, columns and heads, because the elements of each may share the rounding of a factor."""
 MIN_BIAS_VALUES = 256
 """Minimum different values of the oracle; equal values have equal errors."""
 _BIAS_ELEMENTS = 1 << 18
@@ -427,40 +427,43 @@ _BIAS_ELEMENTS = 1 << 18
 def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
     """Return the mean error away from zero or upwards, whichever is more significant, in steps of the dtype; 0 if unknown.
 
-    The second number is its standard error, from the means of rows and of columns, whose elements may share a rounding. Only
-    half-precision outputs with enough rows, columns and different values have a bias.
+    The second number is its standard error. It counts the means along each axis, because the elements of a token, a head or a
+    column may share the rounding of a factor. Outputs with few tokens, heads, columns or different values have no bias.
 
     Args:
         actual: a result in the output dtype.
         rows: its comparison with the oracle.
     """
     count, columns = rows.want.shape
-    if actual.dtype not in (torch.float16, torch.bfloat16) or min(count, columns) < MIN_BIAS_SIDE:
+    few = min(count, *actual.shape[1:]) < MIN_BIAS_SIDE if actual.dim() > 1 else True
+    if actual.dtype not in (torch.float16, torch.bfloat16) or few:
         return 0.0, 0.0
-    info, every = torch.finfo(actual.dtype), max(1, count * columns // _BIAS_ELEMENTS)
-    want = rows.want[::every]
+    every = max(1, count * columns // _BIAS_ELEMENTS)
+    shape = actual.shape if every == 1 else (-(-count // every), columns)
+    want, info = rows.want[::every], torch.finfo(actual.dtype)
     steps = torch.ldexp(torch.full_like(want, info.eps), torch.frexp(want).exponent - 1)
     counted = (want.abs() >= (SMALL_IN_ROW * rows.rms[::every]).clamp_min(info.tiny)) & (want.abs() <= info.max)
     if rows.finite is not None:
         counted &= rows.finite.reshape(count, columns)[::every]
     error = actual.reshape(count, columns)[::every].double().sub_(want).div_(steps).clamp_(-MAX_STEPS, MAX_STEPS)
     error = torch.where(counted, error, 0.0)
-    found = max((_mean(value, counted) for value in (error * want.sign(), error)), key=_significance)
+    signed = (error * want.sign(), error)
+    found = max((_mean(value.reshape(shape), counted.reshape(shape)) for value in signed), key=_significance)
     if abs(found[0]) > MAX_BIAS and want[counted].unique().numel() < MIN_BIAS_VALUES:
         return 0.0, 0.0
     return found
 
 
 def _mean(error: torch.Tensor, counted: torch.Tensor) -> tuple[float, float]:
-    """Return the mean of the counted elements and its standard error, by rows and by columns; 0 if they are too few."""
-    variance = 0.0
-    mean = float(error.sum() / counted.sum().clamp_min(1))
-    for dim in (0, 1):
-        share = counted.sum(dim=dim)
+    """Return the mean of the counted elements and its standard error, by every axis; 0 if an axis has too few."""
+    total, variance = counted.sum().clamp_min(1), 0.0
+    mean = float(error.sum() / total)
+    for dim in (dim for dim in range(error.dim()) if error.shape[dim] >= MIN_BIAS_SIDE):
+        others = [other for other in range(error.dim()) if other != dim]
+        share = counted.sum(dim=others)
         if int((share > 0).sum()) < MIN_BIAS_SIDE:
             return 0.0, 0.0
-        apart = (error.sum(dim=dim) - mean * share) / counted.sum()
-        variance += float(apart.square().sum())
+        variance += float(((error.sum(dim=others) - mean * share) / total).square().sum())
     return mean, math.sqrt(variance)
 
 
@@ -476,8 +479,8 @@ def _check_bias(
     close: OutputComparison,
     rows: Rows,
 ) -> OutputComparison:
-    mean, error = bias_of(actual, rows)
     allowed = max(MAX_BIAS, E_BASE_FACTOR * abs(e_base.bias))
+    mean, error = bias_of(actual, rows) if allowed < math.inf else (0.0, 0.0)
     if abs(mean) <= allowed + BIAS_ERRORS * error:
         return close
     what = f"{name}: elements are off by {mean:+.2g} steps of the dtype on average, more than {allowed:.2g}; round to nearest"
