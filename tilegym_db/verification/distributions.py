@@ -32,6 +32,8 @@ ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 EXTREME = frozenset({"large", "channels", "shifted"})
 """Contents that at most one input of a call has."""
+MODERATE = frozenset({"normal", "constant_rows", "one_hot", "ties", "tiny", "sparse", "sorted_rows"})
+"""Contents that infinities may join. Elsewhere a factor may be zero or just not, such as GELU of -100, and times inf differ."""
 ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
@@ -246,6 +248,7 @@ EDGES = (16, 32, 64, 128, 256)
 _COUNTS = (0, 1, 1, 1, 2, 2)
 """Numbers of modifiers of a case, all alike."""
 _RAGGED_SHARE = 0.5
+_INFINITE = {"padded", "infinite"}
 _SPECIAL_ROWS = 0.25
 _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
 """Decades of half of the massive values. The others go up to the dtype's end, or to its root if the end is above 1e6."""
@@ -393,32 +396,36 @@ _SPREAD_OUT = frozenset({"normal", "outliers", "sorted_rows", PLANTED})
 
 
 def with_modifiers(definition: Definition, distribution: str, seed: int, turn: int | None = None) -> str:
-    """Return the contents of one case: the distribution and up to two modifiers that the Definition allows.
+    """Return the contents of one case: a distribution and up to three modifiers that the Definition allows.
 
     Args:
         definition: its special values and inputs decide which modifiers it allows.
         distribution: small integers and code steps stay as they are.
         seed: of the case.
-        turn: number of the case, if its first modifier is the next one in turn.
+        turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
     """
     if distribution in (EXACT, STEPS):
         return distribution
-    allowed, drawn = _allowed(definition, distribution), _drawn(seed, "modifiers")
+    allowed, drawn = _allowed(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
     chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
     if allowed and turn is not None:
         chosen.add(allowed[turn % len(allowed)])
     chosen |= set(drawn.sample(allowed, min(int(drawn.choice(_COUNTS)), len(allowed))))
+    if chosen & _INFINITE:
+        chosen.discard(MASSIVE)
+        distribution = distribution if distribution in MODERATE else "normal"
     return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
 
 
-def _allowed(definition: Definition, distribution: str) -> list[str]:
+def _allowed(definition: Definition, distribution: str, *, any_range: bool) -> list[str]:
     if not _targets(definition):
         return []
     chooses, specials = chosen_from(definition) is not None, definition.special_values
+    infinite = "inf" in specials and (any_range or distribution in MODERATE)
     asked = {
         MASSIVE: distribution not in REFERENCE_MAY_FAIL and not chooses,
-        "padded": "inf" in specials,
-        "infinite": "inf" in specials,
+        "padded": infinite,
+        "infinite": infinite,
         NAN_ROWS: "nan" in specials or chooses,
     }
     return [name for name in MODIFIERS if asked.get(name, True)]
