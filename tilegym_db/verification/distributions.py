@@ -406,7 +406,7 @@ def with_modifiers(definition: Definition, distribution: str, seed: int, turn: i
     """
     if distribution in (EXACT, STEPS):
         return distribution
-    allowed, drawn = _allowed(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
+    allowed, drawn = allowed_modifiers(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
     chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
     if allowed and turn is not None:
         chosen.add(allowed[turn % len(allowed)])
@@ -417,13 +417,16 @@ def with_modifiers(definition: Definition, distribution: str, seed: int, turn: i
     return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
 
 
-def _allowed(definition: Definition, distribution: str, *, any_range: bool) -> list[str]:
-    if not _targets(definition):
+def allowed_modifiers(definition: Definition, distribution: str, *, any_range: bool = False) -> list[str]:
+    """Return the modifiers of values that suit a Definition; those with infinities need moderate contents or ``any_range``."""
+    targets = _targets(definition)
+    if not targets:
         return []
+    drawn = any(name not in definition.input_generators for name in targets)  # others would be ill-conditioned
     chooses, specials = chosen_from(definition) is not None, definition.special_values
     infinite = "inf" in specials and (any_range or distribution in MODERATE)
     asked = {
-        MASSIVE: distribution not in REFERENCE_MAY_FAIL and not chooses,
+        MASSIVE: drawn and distribution not in REFERENCE_MAY_FAIL and not chooses,
         "padded": infinite,
         "infinite": infinite,
         NAN_ROWS: "nan" in specials or chooses,
