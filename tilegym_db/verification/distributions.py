@@ -328,7 +328,7 @@ def _padded(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype)
     place = torch.arange(columns, device=value.device)
     from_end = torch.where(_some_rows(value, generator, _one_of(generator, (0.0, 0.5, 1.0))), place.flip(0), place)
     if _between(generator, 0, 1) < 0.25:
-        from_end = torch.minimum(place, place.flip(0))
+        from_end = 2 * torch.minimum(place, place.flip(0))
     padding = from_end < length.floor()
     if _between(generator, 0, 1) < 0.5:
         padding = padding & _some_rows(value, generator, 0.5)
