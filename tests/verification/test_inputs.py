@@ -273,7 +273,7 @@ def test_a_workload_fixes_sizes_scalars_scales_and_strides(operator, workload_re
 def changed(modifier: str, seed: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (64, 128)):
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(shape, generator=generator)
-    return value, modified(value, (modifier,), generator, dtype)
+    return value, modified(value.clone(), (modifier,), generator, dtype)
 
 
 def test_padding_covers_whole_leading_tiles_and_other_lengths():

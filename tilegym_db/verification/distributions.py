@@ -6,7 +6,6 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 
@@ -16,7 +15,6 @@ from tilegym_db.records.case import EXACT
 from tilegym_db.records.dtypes import Scalar
 
 Shape = tuple[int, ...]
-T = TypeVar("T")
 Draw = Callable[[torch.Generator, Shape, torch.dtype], torch.Tensor]
 
 PLANTED = "planted_special_values"
@@ -239,7 +237,7 @@ STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
 # A case's contents are a distribution and up to two of these, such as ``normal+clustered+padded``. Each draws its kind and
 # sizes from the generator of the tensor, so the cases of one promotion meet kinds that no list names.
 
-Modify = Callable[[torch.Tensor, torch.Generator, torch.dtype], torch.Tensor]
+Modify = Callable[[torch.Tensor, torch.Generator, random.Random, torch.dtype], None]
 
 RAGGED = "ragged"
 """Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
@@ -254,104 +252,98 @@ _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
 """Decades of half of the massive values. The others go up to the dtype's end, or to its root if the end is above 1e6."""
 
 
-def _one_of(generator: torch.Generator, choices: tuple[T, ...]) -> T:
-    return choices[int(_between(generator, 0, len(choices)))]
-
-
-def _power(generator: torch.Generator, most: int) -> int:
+def _power(drawn: random.Random, most: int) -> int:
     """Return a random power of two up to ``most``, all exponents alike."""
-    return int(2 ** int(_between(generator, 0, math.log2(max(most, 1)) + 1)))
+    return int(2 ** drawn.randrange(int(math.log2(max(most, 1))) + 1))
 
 
-def _some_rows(value: torch.Tensor, generator: torch.Generator, share: float) -> torch.Tensor:
-    """Return True for a share of the rows and at least for one, ``[..., 1]``."""
-    some = torch.rand((*value.shape[:-1], 1), generator=generator, device=value.device)
-    return (some < share) | (some == some.min())
+def _some(rows: torch.Tensor, generator: torch.Generator, share: float) -> torch.Tensor:
+    """Return True for a share of the rows and at least for one, ``[rows]``."""
+    chance = torch.rand(rows.shape[0], generator=generator, device=rows.device)
+    return (chance < share) | (chance == chance.min())
 
 
-def _clustered(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _clustered(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Lift the elements of one block, of the end or of a stride above all others of their row; a few become near-ties."""
-    columns = value.shape[-1]
-    place, width = torch.arange(columns, device=value.device), _power(generator, columns)
-    kind = _one_of(generator, ("block", "block", "block of each row", "end", "stride"))
-    if kind == "end":
-        lifted = place >= columns - width
-    elif kind == "stride":
-        lifted = place % width == int(_between(generator, 0, width))
+    count, columns = rows.shape
+    width = _power(drawn, columns)
+    most = torch.stack(torch.aminmax(rows, dim=-1)).abs().amax(dim=0)
+    if not bool(most.isfinite().all()):
+        most = torch.where(rows.isfinite(), rows, 0).abs().amax(dim=-1)
+    kind = drawn.choice(("block", "block", "block of each row", "end", "stride"))
+    if kind == "stride":
+        place = torch.arange(drawn.randrange(width), columns, width, device=rows.device).expand(count, -1)
     else:
-        each = (*value.shape[:-1], 1) if kind == "block of each row" else (1,)
-        lifted = place // width == torch.randint(-(-columns // width), each, generator=generator, device=value.device)
-    most = torch.where(value.isfinite(), value, 0).abs().amax(dim=-1, keepdim=True)
-    above = value + 2 * most
-    if _between(generator, 0, 1) < 0.25:
-        steps = torch.randint(0, 4, value.shape, generator=generator, device=value.device)
-        above = torch.where(value.isfinite(), 2 * most * (1 + steps * torch.finfo(dtype).eps), value)
-    return torch.where(lifted, above, value)
+        each = (count, 1) if kind == "block of each row" else (1, 1)
+        block = torch.randint(0, columns // width, each, generator=generator, device=rows.device)
+        first = block * width if kind != "end" else columns - width
+        place = (first + torch.arange(width, device=rows.device)).expand(count, width)
+    above = rows.gather(-1, place) + 2 * most[:, None]
+    if drawn.random() < 0.25:
+        steps = torch.randint(0, 4, place.shape, generator=generator, device=rows.device)
+        above = torch.where(above.isfinite(), 2 * most[:, None] * (1 + steps * torch.finfo(dtype).eps), above)
+    rows.scatter_(-1, place, above.to(rows.dtype))
 
 
-def _massive(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _massive(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Set one to three columns to values of 1e4 up to the dtype's end, in all rows, a few or one."""
     most = torch.finfo(dtype).max
     end = math.log10(most) if most < 10**_MASSIVE_TO else math.log10(most) / 2 - 1
-    start = min(_MASSIVE_FROM, end - 0.5)
-    far = _between(generator, 0, 1) < 0.5
-    exponent = _between(generator, start, end if far else min(end, _MASSIVE_TO))
-    size = min(10**exponent, most) * (1 if _between(generator, -1, 1) > 0 else -1)
-    columns = torch.randint(
-        0, value.shape[-1], (1 + int(_between(generator, 0, 3)),), generator=generator, device=value.device
-    )
-    there = torch.zeros(value.shape[-1], dtype=torch.bool, device=value.device)
-    there[columns] = True
-    rows = _one_of(generator, ("all", "all", "few", "one"))
-    if rows != "all":
-        there = there & _some_rows(value, generator, 0.125 if rows == "few" else 0.0)
-    return torch.where(there, size, value)
+    far = drawn.random() < 0.5
+    exponent = drawn.uniform(min(_MASSIVE_FROM, end - 0.5), end if far else min(end, _MASSIVE_TO))
+    size = drawn.choice((1, -1)) * min(10**exponent, most)
+    share = drawn.choice((1.0, 1.0, 0.125, 0.0))
+    for _ in range(drawn.randint(1, 3)):
+        column = drawn.randrange(rows.shape[1])
+        rows[:, column] = torch.where(_some(rows, generator, share), size, rows[:, column])
 
 
-def _equal_rows(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Return the first row everywhere, in half of the cases except for one row."""
-    first = value.reshape(-1, value.shape[-1])[0]
-    if _between(generator, 0, 1) < 0.5:
-        return first.expand_as(value).clone()
-    return torch.where(_some_rows(value, generator, 0.0), value, first)
+def _equal_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set all rows to the first one, in half of the cases except for one row."""
+    place = drawn.randrange(rows.shape[0])
+    other = rows[place].clone()
+    rows.copy_(rows[0].clone().expand_as(rows))
+    if drawn.random() < 0.5:
+        rows[place] = other
 
 
-def _padded(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _padded(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Set the begin, the end or both of rows to -inf, by whole tiles or any length, up to the whole row."""
-    columns, each = value.shape[-1], (*value.shape[:-1], 1)
-    length = torch.rand(each, generator=generator, device=value.device) * (columns + 1)
-    if _between(generator, 0, 1) < 0.3:
-        length = length.reshape(-1)[:1]
-    if _between(generator, 0, 1) < 0.6:
-        tile = _power(generator, columns // 2)
+    count, columns = rows.shape
+    length = torch.rand((count, 1), generator=generator, device=rows.device) * (columns + 1)
+    if drawn.random() < 0.3:
+        length = length[:1].expand(count, 1)
+    if drawn.random() < 0.6:
+        tile = _power(drawn, columns // 2)
         length = (length / tile).round() * tile
-    place = torch.arange(columns, device=value.device)
-    from_end = torch.where(_some_rows(value, generator, _one_of(generator, (0.0, 0.5, 1.0))), place.flip(0), place)
-    if _between(generator, 0, 1) < 0.25:
+    if drawn.random() < 0.5:
+        length = torch.where(_some(rows, generator, 0.5)[:, None], length, 0)
+    place = torch.arange(columns, device=rows.device)
+    if drawn.random() < 0.25:
         from_end = 2 * torch.minimum(place, place.flip(0))
-    padding = from_end < length.floor()
-    if _between(generator, 0, 1) < 0.5:
-        padding = padding & _some_rows(value, generator, 0.5)
-    return value.masked_fill(padding, -math.inf)
+    else:
+        from_end = torch.where(_some(rows, generator, drawn.choice((0.0, 0.5, 1.0)))[:, None], place.flip(0), place)
+    rows.masked_fill_(from_end < length.floor(), -math.inf)
 
 
-def _infinite(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _infinite(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Set one element of a quarter of the rows to infinity, of either sign."""
-    there = _some_rows(value, generator, _SPECIAL_ROWS) & _one_of_row(value, generator)
-    return value.masked_fill(there, math.inf if _between(generator, 0, 1) < 0.5 else -math.inf)
+    _set_one_each(rows, _some(rows, generator, _SPECIAL_ROWS), generator, drawn.choice((math.inf, -math.inf)))
 
 
-def _nan_rows(value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+def _nan_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Set a quarter of the rows, or one element of each of these, to NaN."""
-    there = _some_rows(value, generator, _SPECIAL_ROWS)
-    if _between(generator, 0, 1) < 0.5:
-        there = there & _one_of_row(value, generator)
-    return value.masked_fill(there, math.nan)
+    there = _some(rows, generator, _SPECIAL_ROWS)
+    if drawn.random() < 0.5:
+        rows[there] = math.nan
+    else:
+        _set_one_each(rows, there, generator, math.nan)
 
 
-def _one_of_row(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    place = torch.randint(0, value.shape[-1], (*value.shape[:-1], 1), generator=generator, device=value.device)
-    return torch.arange(value.shape[-1], device=value.device) == place
+def _set_one_each(rows: torch.Tensor, there: torch.Tensor, generator: torch.Generator, number: float) -> None:
+    chosen = there.nonzero().reshape(-1)
+    place = torch.randint(0, rows.shape[1], chosen.shape, generator=generator, device=rows.device)
+    rows[chosen, place] = number
 
 
 MODIFIERS: dict[str, Modify] = {
@@ -362,7 +354,7 @@ MODIFIERS: dict[str, Modify] = {
     "infinite": _infinite,
     NAN_ROWS: _nan_rows,
 }
-"""Name -> change of the values of one tensor, in the order in which they are applied."""
+"""Name -> change of the rows of one tensor in place, in the order in which they are applied."""
 
 
 def parts_of(contents: str) -> tuple[str, tuple[str, ...]]:
@@ -490,9 +482,13 @@ def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, 
 def modified(
     value: torch.Tensor, modifiers: tuple[str, ...], generator: torch.Generator, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return drawn values, changed by these modifiers, which may round to ``dtype`` later."""
-    for name in modifiers if value.dim() and value.numel() else ():
-        value = MODIFIERS[name](value, generator, dtype).to(value.dtype)
+    """Return drawn values, changed by these modifiers, perhaps in place; ``dtype`` is the one that they round to later."""
+    if not modifiers or not value.dim() or not value.numel():
+        return value
+    value = value.contiguous()
+    for name in modifiers:
+        drawn = _drawn(generator.initial_seed(), name)
+        MODIFIERS[name](value.view(-1, value.shape[-1]), generator, drawn, dtype)
     return value
 
 
