@@ -485,9 +485,8 @@ def modified(
     """Return drawn values, changed by these modifiers, perhaps in place; ``dtype`` is the one that they round to later."""
     if not modifiers or not value.dim() or not value.numel():
         return value
-    value = value.contiguous()
+    value, drawn = value.contiguous(), random.Random(generator.initial_seed())
     for name in modifiers:
-        drawn = _drawn(generator.initial_seed(), name)
         MODIFIERS[name](value.view(-1, value.shape[-1]), generator, drawn, dtype)
     return value
 
