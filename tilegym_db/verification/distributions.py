@@ -416,12 +416,12 @@ def allowed_modifiers(definition: Definition, distribution: str, *, any_range: b
         return []
     drawn = any(name not in definition.input_generators for name in targets)  # others would be ill-conditioned
     chooses, specials = chosen_from(definition) is not None, definition.special_values
-    infinite = "inf" in specials and (any_range or distribution in MODERATE)
+    infinite = drawn and "inf" in specials and (any_range or distribution in MODERATE)
     asked = {
         MASSIVE: drawn and distribution not in REFERENCE_MAY_FAIL and not chooses,
         "padded": infinite,
         "infinite": infinite,
-        NAN_ROWS: "nan" in specials or chooses,
+        NAN_ROWS: chooses or (drawn and "nan" in specials),
     }
     return [name for name in MODIFIERS if asked.get(name, True)]
 
