@@ -593,3 +593,39 @@ def test_cancelling_sum_is_not_judged_by_the_size_of_its_rest():
     truth = a.double() @ b.double().T
     right, limits = a @ b.T, LIMITS["float32"]
     assert not is_well_conditioned(right, truth, limits, compare_rows(right, truth, limits))
+
+
+def towards_zero(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    near = exact.to(dtype)
+    return torch.where(near.double().abs() > exact.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 64), (2, 8, 32, 64), (2048, 1024)])
+def test_truncation_is_refused_for_its_bias_only(dtype, shape):
+    near, exact = honest(dtype, *shape)
+    assert judge(near, exact).passed
+    assert judge(towards_zero(exact, dtype), exact).gate == "bias"
+    assert judge(towards_zero(exact, dtype), exact, e_base=0.0).reason.startswith("out: elements are off by -0.5 steps")
+
+
+def test_stochastic_rounding_has_no_bias():
+    _, exact = honest(torch.bfloat16, 64, 64)
+    low = towards_zero(exact, torch.bfloat16)
+    high = torch.nextafter(low, torch.full_like(low, torch.inf) * exact.sign().bfloat16())
+    share = (exact - low.double()) / (high.double() - low.double())
+    drawn = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1)) < share
+    assert judge(torch.where(drawn, high, low), exact).passed
+
+
+@pytest.mark.parametrize("axis", [(64, 1), (1, 64)])
+def test_shared_rounding_of_rows_or_columns_is_no_bias(axis):
+    _, exact = honest(torch.bfloat16, 64, 64)
+    factor = 1 + 0.1 * torch.rand(axis, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert judge((exact * factor.bfloat16().double()).bfloat16(), exact * factor).passed
+
+
+def test_contents_that_say_nothing_about_bias_allow_any():
+    _, exact = honest(torch.bfloat16, 64, 64)
+    cut = towards_zero(exact, torch.bfloat16)
+    assert check_output("out", cut, exact, LIMITS["bfloat16"], ReferenceDeviation(bias=math.inf)).passed

@@ -9,7 +9,18 @@ import torch
 from tilegym_db.records import Workload
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
-from tilegym_db.verification.distributions import CONTENTS, DISTRIBUTIONS, PLANTED, STEPS, styles_of, vary_scalars
+from tilegym_db.verification.distributions import (
+    CONTENTS,
+    DISTRIBUTIONS,
+    MODIFIERS,
+    PLANTED,
+    STEPS,
+    are_contents,
+    modified,
+    ragged_lengths,
+    styles_of,
+    vary_scalars,
+)
 from tilegym_db.verification.inputs import draw_inputs
 
 
@@ -257,3 +268,67 @@ def test_a_workload_fixes_sizes_scalars_scales_and_strides(operator, workload_re
     assert drawn_case.call.scalars == {"factor": 3.0}
     x, unscaled = (draw_inputs(definition, item, "cpu")["x"] for item in (drawn_case, plain))
     assert torch.allclose(x, unscaled * 100)
+
+
+def changed(modifier: str, seed: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (64, 128)):
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(shape, generator=generator)
+    return value, modified(value.clone(), (modifier,), generator, dtype)
+
+
+def test_padding_covers_whole_leading_tiles_and_other_lengths():
+    lengths = [(changed("padded", seed)[1] == -torch.inf).int().cummin(dim=-1).values.sum(dim=-1) for seed in range(40)]
+    found = torch.cat(lengths)
+    assert {0, 16, 32, 64, 128} <= {*found.tolist()}
+    assert bool((found % 16 != 0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_massive_channels_reach_the_end_of_short_dtypes(dtype):
+    largest = torch.tensor([float(changed("massive", seed, dtype)[1].abs().max()) for seed in range(200)])
+    assert largest.to(dtype).isfinite().all()
+    assert largest.max() > (5e4 if dtype == torch.float16 else 1e9)
+    assert largest.min() < 2e4
+
+
+def test_clustered_winners_lie_in_blocks_strides_and_near_ties():
+    shares = set()
+    for seed in range(60):
+        value, lifted = changed("clustered", seed)
+        places = lifted[0].topk(int((lifted[0] != value[0]).sum())).indices.sort().values
+        shares.add(tuple(places.diff().unique().tolist()[:1]))
+    assert {(1,), (2,), (4,)} <= shares
+
+
+def test_equal_rows_are_equal_but_for_at_most_one():
+    differing = {
+        int((rows != rows.mode(dim=0).values).any(dim=1).sum())
+        for seed in range(20)
+        for _, rows in [changed("equal_rows", seed)]
+    }
+    assert differing == {0, 1}
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 5), (2, 3, 7)])
+def test_modifiers_keep_shape_and_dtype_of_small_tensors(modifier, shape):
+    for seed in range(8):
+        value, found = changed(modifier, seed, torch.bfloat16, shape)
+        assert (found.shape, found.dtype) == (value.shape, value.dtype)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 9, 300])
+@pytest.mark.parametrize("total", [0, 1, 50, 5000])
+def test_ragged_lengths_add_up_with_empty_ends(groups, total):
+    found = [ragged_lengths(total, groups, torch.Generator().manual_seed(seed)) for seed in range(12)]
+    assert {int(lengths.sum()) for lengths in found} == {total}
+    assert min(int(lengths.min()) for lengths in found) >= 0
+    if groups == 9 and total == 5000:
+        assert {bool(lengths[0] == 0) for lengths in found} == {True, False}
+
+
+def test_contents_are_a_distribution_and_known_modifiers():
+    assert are_contents("normal")
+    assert are_contents("tiny+clustered+ragged")
+    assert not are_contents("clustered")
+    assert not are_contents("normal+unheard_of")

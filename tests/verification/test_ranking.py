@@ -220,3 +220,17 @@ def test_of_a_score_between_two_numbers_either_may_be_ranked() -> None:
         inputs = rank_between(logits[place], above)
         assert run_reference(ROUNDED, inputs)["ids"].tolist() == [[1]]
         assert judged(ROUNDED, inputs, swapped[1], "bfloat16")["ids"] == "exact"
+
+
+@pytest.mark.parametrize(("index", "gate"), [(16, "indices"), (-1, "indices"), (0, "indices"), (None, None)])
+def test_indices_of_a_row_with_nan_must_exist_and_differ(index, gate):
+    logits = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    logits[3] = torch.nan
+
+    def changed(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs["weights"][3] = 0.5
+        if index is not None:
+            outputs["ids"][3, :2] = torch.tensor([0, index])
+        return outputs
+
+    assert judged(SOFTMAX, inputs_of(SOFTMAX, logits, 4, True), changed) == {"weights": None, "ids": gate}

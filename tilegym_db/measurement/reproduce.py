@@ -18,7 +18,7 @@ from tilegym_db.records.layouts import layout_strides
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.contents import ExpectedCache
-from tilegym_db.verification.distributions import CONTENTS
+from tilegym_db.verification.distributions import CONTENTS, MODIFIERS, RAGGED, are_contents
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.session import Verification
 from tilegym_db.verification.verifier import Failure, WorstErrors
@@ -117,10 +117,12 @@ def _verify(
 
 
 def _check_contents(definition: Definition, contents: str, scalars: Mapping[str, Scalar]) -> None:
-    if contents not in CONTENTS:
+    if not are_contents(contents):
         hint = did_you_mean(contents, CONTENTS)
         raise UsageError(
-            f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}.", code="contents_unknown"
+            f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}, each with any of "
+            f"+{', +'.join((*MODIFIERS, RAGGED))}.",
+            code="contents_unknown",
         )
     missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]
     if missing:

@@ -29,6 +29,7 @@ from tilegym_db.verification.distributions import (
     REFERENCE_MAY_FAIL,
     STEPS,
     vary_scalars,
+    with_modifiers,
 )
 
 TILES = (16, 32, 64, 128, 256)
@@ -111,6 +112,8 @@ class _Fuzzer:
                         self.definition, takers, layout, bound, self.dtypes, self.generator, everywhere=everywhere
                     )
                     seed = self.generator.getrandbits(62)
+                    if demand == _Demand():
+                        contents = with_modifiers(self.definition, contents, seed)
                     varied = vary_scalars(
                         self.definition, scalars_with_axes(self.definition, scalars, bound), contents, seed
                     )
@@ -295,6 +298,7 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
+    contents = with_modifiers(definition, contents, seed, number)
     scalars = scalars_with_axes(definition, scalars, case.call.axes)
     call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
     return replace(case, call=call, distribution=contents, seed=seed)

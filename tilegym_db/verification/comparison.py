@@ -14,11 +14,13 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_rules import ROUNDING, codes_are_exact
 from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
+from tilegym_db.verification.distributions import chosen_from, is_index
 from tilegym_db.verification.gates import (
     EXACTLY,
     PASSED,
     OutputComparison,
     ReferenceDeviation,
+    bias_of,
     check_output,
     compare_rows,
     failed,
@@ -57,6 +59,8 @@ def check_outputs(
         exact: outputs in which every element must have the oracle's value (see :func:`exact_outputs`).
         conditioned: outputs whose elements are each checked relative to their size (see :func:`reference_errors`).
     """
+    if is_undefined(definition, inputs):
+        return _check_valid(definition, inputs, outputs)
     verdicts = _check_indices(definition, dtypes, inputs, truth, outputs, math)
     truth = followed(definition, inputs, truth, outputs, [name for name, found in verdicts.items() if not found.passed])
     for name, value in outputs.items():
@@ -142,7 +146,7 @@ def reference_errors(
         if limits is None or limits.codes or not value.numel():
             continue
         rows = compare_rows(value, truth[name], limits)
-        errors[name] = rows.deviation
+        errors[name] = rows.deviation._replace(bias=bias_of(value, rows)[0])
         if name not in definition.gathers and is_well_conditioned(value, truth[name], limits, rows):
             conditioned.add(name)
     return errors, frozenset(conditioned)
@@ -232,14 +236,14 @@ def check_ranked(
 
 
 def _verdict(
-    name: str, actual: torch.Tensor, wanted: torch.Tensor, *found: tuple[torch.Tensor, str]
+    name: str, actual: torch.Tensor, wanted: torch.Tensor, *found: tuple[torch.Tensor, str], gate: str = "exact"
 ) -> OutputComparison:
     for wrong, what in found:
         if bool(wrong.any()):
             count = int(wrong.sum())
             figures = (math.inf, math.inf, math.inf, 1.0 - count / actual.numel())
             reason = f"{name}: {count} of {actual.numel()} {what}"
-            return failed("exact", reason, figures, wrong, actual, wanted, row_of_most(wrong))
+            return failed(gate, reason, figures, wrong, actual, wanted, row_of_most(wrong))
     return PASSED
 
 
@@ -248,6 +252,39 @@ def _repeated(index: torch.Tensor) -> torch.Tensor:
     again = torch.zeros_like(index, dtype=torch.bool)
     again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     return torch.zeros_like(again).scatter_(-1, order, again)
+
+
+# ---- undefined choices ----------------------------------------------------------------------------
+# A choice among NaN is undefined unless the Definition promises one. Its indices must still exist and differ within a row,
+# because a model reads the weights of what they choose.
+
+
+def is_undefined(definition: Definition, inputs: Mapping[str, Any]) -> bool:
+    """Return True if the Definition chooses indices among values that are NaN, for which it promises nothing."""
+    source = chosen_from(definition) if "nan" not in definition.special_values else None
+    return source is not None and bool(torch.isnan(inputs[source]).any())
+
+
+def _check_valid(definition: Definition, inputs: Mapping[str, Any], outputs: Outputs) -> dict[str, OutputComparison]:
+    """Check that indices lie in their row and that several of one row differ; other outputs pass."""
+    shape = inputs[chosen_from(definition) or ""].shape
+    verdicts = dict.fromkeys(outputs, PASSED)
+    for name, index in outputs.items():
+        if not is_index(definition, name) or not index.numel():
+            continue
+        several = index.shape != shape[:-1]
+        columns = shape[index.dim() - 1] if several else shape[-1]
+        outside = (index < 0) | (index >= columns)
+        repeated = _repeated(index.long()) if several else torch.zeros_like(outside)
+        verdicts[name] = _verdict(
+            name,
+            index,
+            index.clamp(0, columns - 1),
+            (outside, f"indices point outside the {columns} columns, in a call with NaN"),
+            (repeated, "indices occur twice in their row, in a call with NaN"),
+            gate="indices",
+        )
+    return verdicts
 
 
 # ---- ranking --------------------------------------------------------------------------------------

@@ -24,10 +24,14 @@ VARIED = "varied"
 """A different distribution for every input (:func:`tilegym_db.verification.distributions.styles_of`)."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
 """Distributions on which the reference as written may overflow, so that the case is dropped."""
+MASSIVE = "massive"
+"""Modifier on which it may overflow too (:func:`may_overflow`)."""
 ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 EXTREME = frozenset({"large", "channels", "shifted"})
 """Contents that at most one input of a call has."""
+MODERATE = frozenset({"normal", "constant_rows", "one_hot", "ties", "tiny", "sparse", "sorted_rows"})
+"""Contents that infinities may join. Elsewhere a factor may be zero or just not, such as GELU of -100, and times inf differ."""
 ORDINARY = ("normal", "normal", "tiny", "sparse", "sorted_rows")
 
 _SPECIAL: dict[str, tuple[float, ...]] = {"nan": (math.nan,), "inf": (math.inf, -math.inf)}
@@ -227,6 +231,287 @@ STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
 """Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
 
 
+# ---- modifiers ------------------------------------------------------------------------------------
+# Changes of drawn values that models have: padding, massive channels, equal rows, winners in one place, ragged lengths.
+#
+# A case's contents are a distribution and up to two of these, such as ``normal+clustered+padded``. Each draws its kind and
+# sizes from the generator of the tensor, so the cases of one promotion meet kinds that no list names.
+
+Modify = Callable[[torch.Tensor, torch.Generator, random.Random, torch.dtype], None]
+
+RAGGED = "ragged"
+"""Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
+NAN_ROWS = "nan_rows"
+EDGES = (16, 32, 64, 128, 256)
+_COUNTS = (0, 1, 1, 1, 2, 2)
+"""Numbers of modifiers of a case, all alike."""
+_RAGGED_SHARE = 0.5
+_INFINITE = {"padded", "infinite"}
+_SPECIAL_ROWS = 0.25
+_MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
+"""Decades of half of the massive values. The others go up to the dtype's end, or to its root if the end is above 1e6."""
+
+
+def _power(drawn: random.Random, most: int) -> int:
+    """Return a random power of two up to ``most``, all exponents alike."""
+    return int(2 ** drawn.randrange(int(math.log2(max(most, 1))) + 1))
+
+
+def _some(rows: torch.Tensor, generator: torch.Generator, share: float) -> torch.Tensor:
+    """Return True for a share of the rows and at least for one, ``[rows]``."""
+    chance = torch.rand(rows.shape[0], generator=generator, device=rows.device)
+    return (chance < share) | (chance == chance.min())
+
+
+def _clustered(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Lift the elements of one block, of the end or of a stride above all others of their row; a few become near-ties."""
+    count, columns = rows.shape
+    width = _power(drawn, columns)
+    most = torch.stack(torch.aminmax(rows, dim=-1)).abs().amax(dim=0)
+    if not bool(most.isfinite().all()):
+        most = torch.where(rows.isfinite(), rows, 0).abs().amax(dim=-1)
+    kind = drawn.choice(("block", "block", "block of each row", "end", "stride"))
+    if kind == "stride":
+        place = torch.arange(drawn.randrange(width), columns, width, device=rows.device).expand(count, -1)
+    else:
+        each = (count, 1) if kind == "block of each row" else (1, 1)
+        block = torch.randint(0, columns // width, each, generator=generator, device=rows.device)
+        first = block * width if kind != "end" else columns - width
+        place = (first + torch.arange(width, device=rows.device)).expand(count, width)
+    above = rows.gather(-1, place) + 2 * most[:, None]
+    if drawn.random() < 0.25:
+        steps = torch.randint(0, 4, place.shape, generator=generator, device=rows.device)
+        above = torch.where(above.isfinite(), 2 * most[:, None] * (1 + steps * torch.finfo(dtype).eps), above)
+    rows.scatter_(-1, place, above.to(rows.dtype))
+
+
+def _massive(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set one to three columns to values of 1e4 up to the dtype's end, in all rows, a few or one."""
+    most = torch.finfo(dtype).max
+    end = math.log10(most) if most < 10**_MASSIVE_TO else math.log10(most) / 2 - 1
+    far = drawn.random() < 0.5
+    exponent = drawn.uniform(min(_MASSIVE_FROM, end - 0.5), end if far else min(end, _MASSIVE_TO))
+    size = drawn.choice((1, -1)) * min(10**exponent, most)
+    share = drawn.choice((1.0, 1.0, 0.125, 0.0))
+    for _ in range(drawn.randint(1, 3)):
+        column = drawn.randrange(rows.shape[1])
+        rows[:, column] = torch.where(_some(rows, generator, share), size, rows[:, column])
+
+
+def _equal_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set all rows to the first one, in half of the cases except for one row."""
+    place = drawn.randrange(rows.shape[0])
+    other = rows[place].clone()
+    rows.copy_(rows[0].clone().expand_as(rows))
+    if drawn.random() < 0.5:
+        rows[place] = other
+
+
+def _padded(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set the begin, the end or both of rows to -inf, by whole tiles or any length, up to the whole row."""
+    count, columns = rows.shape
+    length = torch.rand((count, 1), generator=generator, device=rows.device) * (columns + 1)
+    if drawn.random() < 0.3:
+        length = length[:1].expand(count, 1)
+    if drawn.random() < 0.6:
+        tile = _power(drawn, columns // 2)
+        length = (length / tile).round() * tile
+    if drawn.random() < 0.5:
+        length = torch.where(_some(rows, generator, 0.5)[:, None], length, 0)
+    place = torch.arange(columns, device=rows.device)
+    if drawn.random() < 0.25:
+        from_end = 2 * torch.minimum(place, place.flip(0))
+    else:
+        from_end = torch.where(_some(rows, generator, drawn.choice((0.0, 0.5, 1.0)))[:, None], place.flip(0), place)
+    rows.masked_fill_(from_end < length.floor(), -math.inf)
+
+
+def _infinite(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set one element of a quarter of the rows to infinity, of either sign."""
+    _set_one_each(rows, _some(rows, generator, _SPECIAL_ROWS), generator, drawn.choice((math.inf, -math.inf)))
+
+
+def _nan_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set a quarter of the rows, or one element of each of these, to NaN."""
+    there = _some(rows, generator, _SPECIAL_ROWS)
+    if drawn.random() < 0.5:
+        rows[there] = math.nan
+    else:
+        _set_one_each(rows, there, generator, math.nan)
+
+
+def _set_one_each(rows: torch.Tensor, there: torch.Tensor, generator: torch.Generator, number: float) -> None:
+    chosen = there.nonzero().reshape(-1)
+    place = torch.randint(0, rows.shape[1], chosen.shape, generator=generator, device=rows.device)
+    rows[chosen, place] = number
+
+
+MODIFIERS: dict[str, Modify] = {
+    "clustered": _clustered,
+    MASSIVE: _massive,
+    "equal_rows": _equal_rows,
+    "padded": _padded,
+    "infinite": _infinite,
+    NAN_ROWS: _nan_rows,
+}
+"""Name -> change of the rows of one tensor in place, in the order in which they are applied."""
+
+
+def parts_of(contents: str) -> tuple[str, tuple[str, ...]]:
+    """Return the distribution of a case's contents, and the modifiers."""
+    distribution, *modifiers = contents.split("+")
+    return distribution, tuple(modifiers)
+
+
+def are_contents(contents: str) -> bool:
+    """Return True for a known distribution, with any known modifiers."""
+    distribution, modifiers = parts_of(contents)
+    return distribution in CONTENTS and all(name in MODIFIERS or name == RAGGED for name in modifiers)
+
+
+def may_overflow(contents: str) -> bool:
+    """Return True if the reference as written may overflow on these contents."""
+    distribution, modifiers = parts_of(contents)
+    return distribution in REFERENCE_MAY_FAIL or MASSIVE in modifiers
+
+
+def shows_bias(contents: str) -> bool:
+    """Return True if the values of a call differ enough that roundings to nearest cancel out.
+
+    Equal rows, shifted ones and tiny scores share factors such as a probability, and with it the rounding of that factor.
+    """
+    distribution, modifiers = parts_of(contents)
+    return distribution in _SPREAD_OUT and not {"clustered", MASSIVE, "equal_rows"} & {*modifiers}
+
+
+_SPREAD_OUT = frozenset({"normal", "outliers", "sorted_rows", PLANTED})
+
+
+def with_modifiers(definition: Definition, distribution: str, seed: int, turn: int | None = None) -> str:
+    """Return the contents of one case: a distribution and up to three modifiers that the Definition allows.
+
+    Args:
+        definition: its special values and inputs decide which modifiers it allows.
+        distribution: small integers and code steps stay as they are.
+        seed: of the case.
+        turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
+    """
+    if distribution in (EXACT, STEPS):
+        return distribution
+    allowed, drawn = allowed_modifiers(definition, distribution, any_range=turn is not None), _drawn(seed, "modifiers")
+    chosen = {RAGGED} if _has_lengths(definition) and drawn.random() < _RAGGED_SHARE else set()
+    if allowed and turn is not None:
+        chosen.add(allowed[turn % len(allowed)])
+    chosen |= set(drawn.sample(allowed, min(int(drawn.choice(_COUNTS)), len(allowed))))
+    if chosen & _INFINITE:
+        chosen.discard(MASSIVE)
+        distribution = distribution if distribution in MODERATE else "normal"
+    return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
+
+
+def allowed_modifiers(definition: Definition, distribution: str, *, any_range: bool = False) -> list[str]:
+    """Return the modifiers of values that suit a Definition; those with infinities need moderate contents or ``any_range``."""
+    targets = _targets(definition)
+    if not targets:
+        return []
+    drawn = any(name not in definition.input_generators for name in targets)  # others would be ill-conditioned
+    chooses, specials = chosen_from(definition) is not None, definition.special_values
+    infinite = drawn and "inf" in specials and (any_range or distribution in MODERATE)
+    asked = {
+        MASSIVE: drawn and distribution not in REFERENCE_MAY_FAIL and not chooses,
+        "padded": infinite,
+        "infinite": infinite,
+        NAN_ROWS: chooses or (drawn and "nan" in specials),
+    }
+    return [name for name in MODIFIERS if asked.get(name, True)]
+
+
+def _has_lengths(definition: Definition) -> bool:
+    return any(spec.kind in _LENGTHS for spec in definition.input_generators.values())
+
+
+_LENGTHS = ("distinct_ids", "offsets", "integers")
+
+
+def chosen_from(definition: Definition) -> str | None:
+    """Return the floating-point input among whose columns the Definition chooses indices; None if it chooses none.
+
+    These are routers, samplers and sorts: an output of indices, and no input of whole numbers that they could be read from.
+    """
+    dtypes = {
+        name: definition.dtypes.get(definition.inputs[name].dtype, (definition.inputs[name].dtype,))[0]
+        for name in definition.tensor_inputs
+    }
+    if not all(dtype.startswith(("float", "bfloat")) for dtype in dtypes.values()):
+        return None
+    if not any(is_index(definition, name) for name in definition.outputs):
+        return None
+    return next((name for name in dtypes if len(definition.inputs[name].shape or ()) >= _MATRIX), None)
+
+
+def is_index(definition: Definition, name: str) -> bool:
+    """Return True for an output of indices: one that the Definition names as such, or of int64."""
+    return name in definition.gathers or name in definition.sampled or definition.outputs[name].dtype == "int64"
+
+
+def _targets(definition: Definition) -> list[str]:
+    """Return the inputs that modifiers may change: data without a generator or joint draw, and the rows of a choice."""
+    matrices = [name for name in definition.tensor_inputs if len(definition.inputs[name].shape or ()) >= _MATRIX]
+    drawn = [name for name in matrices if _is_drawn(definition, name) and _is_floating(definition, name)]
+    rows = chosen_from(definition)
+    return [name for name in drawn if name not in definition.input_generators] or ([rows] if rows else drawn)
+
+
+def _is_floating(definition: Definition, name: str) -> bool:
+    dtype = definition.inputs[name].dtype
+    return all(choice.startswith(("float", "bfloat")) for choice in definition.dtypes.get(dtype, (dtype,)))
+
+
+def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, tuple[str, ...]]:
+    """Return input -> the modifiers of its values: all of them for one input, and equal rows for half of the others."""
+    _, modifiers = parts_of(contents)
+    names = _targets(definition) if modifiers else []
+    if not names:
+        return {}
+    drawn = _drawn(seed, "modified")
+    one = drawn.choice(names)
+    found = {name: ("equal_rows",) for name in names if "equal_rows" in modifiers and drawn.random() < 0.5}
+    return found | {one: tuple(name for name in modifiers if name != RAGGED)}
+
+
+def modified(
+    value: torch.Tensor, modifiers: tuple[str, ...], generator: torch.Generator, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return drawn values, changed by these modifiers, perhaps in place; ``dtype`` is the one that they round to later."""
+    if not modifiers or not value.dim() or not value.numel():
+        return value
+    value, drawn = value.contiguous(), random.Random(generator.initial_seed())
+    for name in modifiers:
+        MODIFIERS[name](value.view(-1, value.shape[-1]), generator, drawn, dtype)
+    return value
+
+
+def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch.Tensor:
+    """Return lengths of groups that add up to a total: most empty or next to the edge of a tile, and one with the rest.
+
+    The first or the last group is empty in half of the cases each, if another one is left.
+    """
+    device = generator.device
+    tiles = [tile for tile in EDGES if tile <= max(total // 2, EDGES[0])]
+    edges = torch.tensor([edge for tile in tiles for edge in (0, tile - 1, tile, tile + 1)], device=device)
+    lengths = edges[torch.randint(0, len(edges), (groups,), generator=generator, device=device)]
+    takers = torch.ones(groups, dtype=torch.bool, device=device)
+    for end in (0, -1):
+        if _between(generator, 0, 1) < 0.5 and int(takers.sum()) > 1:
+            takers[end] = False
+    lengths = torch.where(takers, lengths, 0)
+    begins = lengths.cumsum(0) - lengths
+    lengths = torch.minimum(lengths, (total - begins).clamp_min(0))
+    places = takers.nonzero().reshape(-1)
+    lengths[places[int(_between(generator, 0, len(places)))]] += total - int(lengths.sum())
+    return lengths
+
+
 # ---- variation ------------------------------------------------------------------------------------
 # Values that a model varies from call to call: ranges of inputs, kinds of weights, continuous scalars.
 #
@@ -258,12 +543,14 @@ def vary_scalars(
     A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
     """
     drawn = _drawn(seed, "scalars")
+    distribution, modifiers = parts_of(distribution)
+    grows = distribution not in ILL_CONDITIONED | EXTREME and MASSIVE not in modifiers
     keeps = distribution == EXACT or drawn.random() < KEEPS_ITS_SCALARS
     varied: dict[str, Scalar] = {}
     for name, value in scalars.items():
         if name not in definition.inputs:
             continue
-        exponent = drawn.uniform(-DECADES_DOWN, 0.0 if distribution in ILL_CONDITIONED | EXTREME else DECADES_UP)
+        exponent = drawn.uniform(-DECADES_DOWN, DECADES_UP if grows else 0.0)
         continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
         varied[name] = float(f"{value * 10**exponent:.6g}") if continuous and not keeps else value  # type: ignore[operator]
     return varied
@@ -287,6 +574,7 @@ def styles_of(definition: Definition, distribution: str, seed: int) -> dict[str,
     range. At most one input of a case has extreme contents, because otherwise products and exponentials lose all information.
     """
     drawn = _drawn(seed, "styles")
+    distribution, _ = parts_of(distribution)
     names = [name for name in definition.tensor_inputs if _is_drawn(definition, name)]
     matrices = [name for name in names if len(definition.inputs[name].shape or ()) >= _MATRIX]
     extreme = drawn.choice(matrices or names or [""])

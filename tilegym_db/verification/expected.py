@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
-from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
+from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.oracle import as_written, oracle
@@ -74,6 +75,8 @@ def make_oracle_case(
     # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
+    if not shows_bias(case.distribution):
+        e_base = {name: error._replace(bias=math.inf) for name, error in e_base.items()}
     verdicts = check_reference(definition, case.call.dtypes, inputs, truth, written, e_base)
     if not all(verdict.passed for verdict in verdicts.values()) or _may_overflow(definition, case, inputs, written):
         return None
@@ -104,7 +107,7 @@ def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any],
     A reference that is its own oracle shows this itself. For others, a sum is known to stay in range only in its own order,
     unless it also does with all terms of one sign.
     """
-    if case.distribution not in REFERENCE_MAY_FAIL or not all(map(_is_finite, inputs.values())):
+    if not may_overflow(case.distribution) or not all(map(_is_finite, inputs.values())):
         return False
     if definition.oracle == "as_written":
         return not all(map(_is_finite, written.values()))

@@ -27,17 +27,18 @@ class ReferenceDeviation(NamedTuple):
     """The error of the reference as written, in the output dtype.
 
     ``rel_fro``: relative Frobenius error. ``row``: that of the worst row. ``element``: the largest error of an element, in
-    units of its bound.
+    units of its bound. ``bias``: the mean signed error of its elements (:func:`bias_of`); inf if contents say nothing about it.
     """
 
     rel_fro: float = 0.0
     row: float = 0.0
     element: float = 0.0
+    bias: float = 0.0
 
     @property
     def plain(self) -> ReferenceDeviation:
-        """The overall error alone, so that the worst row and element widen no bound."""
-        return ReferenceDeviation(self.rel_fro)
+        """The overall error and bias alone, so that the worst row and element widen no bound."""
+        return ReferenceDeviation(self.rel_fro, bias=self.bias)
 
 
 EXACTLY = ReferenceDeviation()
@@ -270,9 +271,9 @@ def check_output(
         return _check_codes(name, actual, oracle, limits)
     rows = compare_rows(actual, oracle, limits)
     close = _check_close(name, actual, oracle, limits, e_base, rows)
-    if not conditioned or not close.passed:
-        return close
-    return _check_relative(name, actual, oracle, limits, close, rows)
+    if close.passed and conditioned:
+        close = _check_relative(name, actual, oracle, limits, close, rows)
+    return _check_bias(name, actual, oracle, e_base, close, rows) if close.passed else close
 
 
 def _check_relative(
@@ -402,6 +403,90 @@ def _whole_row(row: int, actual: torch.Tensor) -> torch.Tensor:
     flagged = torch.zeros(actual.numel() // columns, columns, dtype=torch.bool, device=actual.device)
     flagged[row] = True
     return flagged.reshape(actual.shape)
+
+
+# ---- bias -----------------------------------------------------------------------------------------
+# Rounding to nearest errs to both sides. Truncation errs by half a step to one side, which passes all norms, and adds up in
+# the sums of the operators after it.
+
+MAX_BIAS = 0.2
+"""Maximum mean error in steps of the dtype; truncation gives 0.5, and correct code was below 0.05 (0061)."""
+BIAS_ERRORS = 6.0
+"""Standard errors of the mean that are allowed in addition."""
+MAX_STEPS = 4.0
+"""An element counts with at most this error, in steps, so that a few elements do not decide."""
+SMALL_IN_ROW = 1 / 16
+"""Size in units of the row's rms below which an element does not count, because it may be a difference of large terms."""
+MIN_BIAS_SIDE = 8
+"""Minimum rows, columns and heads, because the elements of each may share the rounding of a factor."""
+MIN_BIAS_VALUES = 256
+"""Minimum different values of the oracle; equal values have equal errors."""
+_BIAS_ELEMENTS = 1 << 18
+
+
+def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
+    """Return the mean error away from zero or upwards, whichever is more significant, in steps of the dtype; 0 if unknown.
+
+    The second number is its standard error. It counts the means along each axis, because the elements of a token, a head or a
+    column may share the rounding of a factor. Outputs with few tokens, heads, columns or different values have no bias.
+
+    Args:
+        actual: a result in the output dtype.
+        rows: its comparison with the oracle.
+    """
+    count, columns = rows.want.shape
+    few = min(count, *actual.shape[1:]) < MIN_BIAS_SIDE if actual.dim() > 1 else True
+    if actual.dtype not in (torch.float16, torch.bfloat16) or few:
+        return 0.0, 0.0
+    every = max(1, count * columns // _BIAS_ELEMENTS)
+    shape = actual.shape if every == 1 else (-(-count // every), columns)
+    want, info = rows.want[::every], torch.finfo(actual.dtype)
+    steps = torch.ldexp(torch.full_like(want, info.eps), torch.frexp(want).exponent - 1)
+    counted = (want.abs() >= (SMALL_IN_ROW * rows.rms[::every]).clamp_min(info.tiny)) & (want.abs() <= info.max)
+    if rows.finite is not None:
+        counted &= rows.finite.reshape(count, columns)[::every]
+    error = actual.reshape(count, columns)[::every].double().sub_(want).div_(steps).clamp_(-MAX_STEPS, MAX_STEPS)
+    error = torch.where(counted, error, 0.0)
+    signed = (error * want.sign(), error)
+    found = max((_mean(value.reshape(shape), counted.reshape(shape)) for value in signed), key=_significance)
+    if abs(found[0]) > MAX_BIAS and int((want[counted].sort().values.diff() > 0).sum()) < MIN_BIAS_VALUES:
+        return 0.0, 0.0
+    return found
+
+
+def _mean(error: torch.Tensor, counted: torch.Tensor) -> tuple[float, float]:
+    """Return the mean of the counted elements and its standard error, by every axis; 0 if an axis has too few."""
+    total, variance = counted.sum().clamp_min(1), 0.0
+    mean = float(error.sum() / total)
+    for dim in (dim for dim in range(error.dim()) if error.shape[dim] >= MIN_BIAS_SIDE):
+        others = [other for other in range(error.dim()) if other != dim]
+        share = counted.sum(dim=others)
+        if int((share > 0).sum()) < MIN_BIAS_SIDE:
+            return 0.0, 0.0
+        variance += float(((error.sum(dim=others) - mean * share) / total).square().sum())
+    return mean, math.sqrt(variance)
+
+
+def _significance(found: tuple[float, float]) -> float:
+    return abs(found[0]) - BIAS_ERRORS * found[1]
+
+
+def _check_bias(
+    name: str,
+    actual: torch.Tensor,
+    oracle: torch.Tensor,
+    e_base: ReferenceDeviation,
+    close: OutputComparison,
+    rows: Rows,
+) -> OutputComparison:
+    allowed = max(MAX_BIAS, E_BASE_FACTOR * abs(e_base.bias))
+    mean, error = bias_of(actual, rows) if allowed < math.inf else (0.0, 0.0)
+    if abs(mean) <= allowed + BIAS_ERRORS * error:
+        return close
+    what = f"{name}: elements are off by {mean:+.2g} steps of the dtype on average, more than {allowed:.2g}; round to nearest"
+    figures = (close.rel_fro, close.worst_row_rel, close.max_abs, close.matched_ratio)
+    wrong = (actual.double() != oracle.to(actual.dtype).double()).reshape(actual.shape)
+    return failed("bias", what, figures, wrong, actual, oracle, row_of_most(wrong))
 
 
 # ---- share ----------------------------------------------------------------------------------------

@@ -25,7 +25,18 @@ from tilegym_db.records.definition_parts import InputGenerator
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_int
 from tilegym_db.records.workload import SafetensorsInput
-from tilegym_db.verification.distributions import CONTENTS, PLANTED, STYLES, plant, styles_of
+from tilegym_db.verification.distributions import (
+    CONTENTS,
+    PLANTED,
+    RAGGED,
+    STYLES,
+    modified,
+    modifiers_of,
+    parts_of,
+    plant,
+    ragged_lengths,
+    styles_of,
+)
 from tilegym_db.verification.oracle import as_written, load_function
 
 _INTEGERS = {torch.bool: (0, 2), torch.uint8: (0, 256)}
@@ -91,6 +102,7 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
     """
     drawn: Inputs = {}
     styles = styles_of(definition, case.distribution, case.seed)
+    modifiers = modifiers_of(definition, case.distribution, case.seed)
     together = torch.Generator(device).manual_seed(_input_seed(case.seed, "joint inputs"))
     contents = case.spread if _joint_decides(definition) else case.distribution
     joint = draw_jointly(definition, case.call.axes, case.call.dtypes, case.call.scalars, together, contents)
@@ -103,9 +115,10 @@ def draw_inputs(definition: Definition, case: Case, device: str, *, blobs: BlobR
             shape, dtype = definition.shape_of(name, case.call.axes), definition.dtype_of(name, case.call.dtypes)
             drawn[name] = (blobs or BlobReader()).tensor(name, case.files[name], shape, dtype).to(device)
         elif name in joint:
-            drawn[name] = joint[name]
+            generator = torch.Generator(device).manual_seed(_input_seed(case.seed, name))
+            drawn[name] = modified(joint[name], modifiers.get(name, ()), generator, joint[name].dtype)
         else:
-            drawn[name] = _draw(definition, case, name, device, styles.get(name, "normal"))
+            drawn[name] = _draw(definition, case, name, device, styles.get(name, "normal"), modifiers.get(name, ()))
     return _with_saved(definition, case, drawn, device) if definition.saved else drawn
 
 
@@ -128,7 +141,9 @@ def _with_saved(backward: Definition, case: Case, drawn: Inputs, device: str) ->
     return {name: made[name] if name in backward.saved else drawn[name] for name in backward.inputs}
 
 
-def _draw(definition: Definition, case: Case, name: str, device: str, style: str) -> torch.Tensor:
+def _draw(
+    definition: Definition, case: Case, name: str, device: str, style: str, modifiers: tuple[str, ...]
+) -> torch.Tensor:
     shape = definition.shape_of(name, case.call.axes)
     dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
     generator = torch.Generator(device).manual_seed(_input_seed(case.seed, name))
@@ -150,6 +165,7 @@ def _draw(definition: Definition, case: Case, name: str, device: str, style: str
         value = torch.randn(shape, generator=generator, device=device)
     else:
         value = STYLES[style](generator, shape, dtype) * (1.0 if generated is None else generated.scale)
+        value = modified(value, modifiers, generator, dtype)
         if style == PLANTED:
             value = plant(value, generator, definition.special_values)
     scale = case.scales.get(name, 1.0)
@@ -179,6 +195,8 @@ INTEGER_CONTENTS = ("even", "even", "few", "zipf", "ends", "one")
 SCALE_CONTENTS = ("usual", "decades", "usual", "one_decade", "alike")
 """Spreads of factors: within a decade, over ten decades, around another decade, and all the same."""
 _FEW = 3
+_MAX_GROUPS = 1 << 12
+"""Maximum range of whole numbers that may be the groups of tokens."""
 _DECADES_DOWN, _DECADES_UP = 7.0, 3.0
 LENGTH_CONTENTS = ("even", "skewed", "one_takes_all", "some_empty")
 """Spreads of the lengths between offsets."""
@@ -196,7 +214,7 @@ _NOT_FINITE = {
 
 def contents_among(choices: tuple[str, ...], distribution: str) -> str:
     """Return the contents for a distribution: the first for ``normal``, the others in turn for other distributions."""
-    names = tuple(CONTENTS)
+    names, (distribution, _) = tuple(CONTENTS), parts_of(distribution)
     return choices[(names.index(distribution) if distribution in names else 0) % len(choices)]
 
 
@@ -232,6 +250,9 @@ def _distinct_ids(
         noise = noise - torch.log1p(order.float())
     elif contents == "one_row":
         noise = noise.reshape(-1, high - low)[:1].expand(noise.reshape(-1, high - low).shape).reshape(rows)
+    if RAGGED in distribution:  # some ids are only chosen if there are too few others
+        left_out = torch.rand(high - low, generator=generator, device=device) < 0.5
+        noise = torch.where(left_out, noise - 1e6, noise)
     ids = noise.argsort(dim=-1, descending=True)[..., : shape[-1]] + low
     if contents == "some_none":
         return torch.where(torch.rand(shape, generator=generator, device=device) < NONE_SHARE, -1, ids)
@@ -253,6 +274,10 @@ def _offsets(
         return torch.full(shape, low, device=generator.device)
     contents = contents_among(LENGTH_CONTENTS, distribution)
     sizes, device = (*shape[:-1], count), generator.device
+    if RAGGED in distribution:
+        rows = [ragged_lengths(high - low, count, generator).cumsum(0) + low for _ in range(math.prod(shape[:-1]))]
+        ends = torch.stack(rows).reshape(sizes)
+        return torch.cat([torch.full_like(ends[..., :1], low), ends], dim=-1) if spec.leading else ends
     share = torch.rand(sizes, generator=generator, device=device, dtype=torch.float64)
     if contents == "skewed":
         share = share**8
@@ -306,6 +331,10 @@ def _integers(
         value = (count**share).long().clamp(1, count) - 1
     elif contents == "ends":
         value = torch.where(value % 2 == 0, 0, count - 1)
+    if RAGGED in distribution and value.numel() and count <= _MAX_GROUPS:
+        lengths = ragged_lengths(value.numel(), count, generator)
+        places = torch.randperm(value.numel(), generator=generator, device=device)
+        value = torch.arange(count, device=device).repeat_interleave(lengths)[places].reshape(shape)
     return value + low
 
 

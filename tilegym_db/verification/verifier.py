@@ -23,7 +23,7 @@ from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
 from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
-from tilegym_db.verification.comparison import check_outputs
+from tilegym_db.verification.comparison import check_outputs, is_undefined
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.gates import OutputComparison, compare_rows
@@ -443,7 +443,7 @@ def judge_draws(
         draws: wanted number of draws; 0 skips the check.
         deterministic: the same numbers give the same draws.
     """
-    if not definition.sampled or not draws:
+    if not definition.sampled or not draws or is_undefined(definition, expected.inputs):
         return None
     rows = min(first[name].numel() for name in definition.sampled)
     if not rows:
