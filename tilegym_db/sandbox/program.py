@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +107,11 @@ class Worker:
         self.config = request["config"]
         for index in range(request["buffers"]["slots"]):
             slot = memory[index * plan.size : (index + 1) * plan.size]
-            tensors = {tensor.name: tensor_of_its_own(slot, tensor) for tensor in plan.tensors}
+            made: dict[Any, Any] = {}  # two inputs at one place are one tensor, as in a model
+            tensors = {
+                tensor.name: made.setdefault(replace(tensor, name=""), tensor_of_its_own(slot, tensor))
+                for tensor in plan.tensors
+            }
             self.slots.append({**request["scalars"], **tensors})
         return {}
 
@@ -127,18 +132,21 @@ class Worker:
         """
         import torch
 
+        from tilegym_db.sandbox.shared_buffers import fill_tensor
+
         slot = self.slots[request["slot"]]
         if not request.get("as_in_model"):
             with torch.no_grad() if request.get("without_gradients") else contextlib.nullcontext():
                 mismatch = self._copy_returned(slot, self._bound(slot)())
         else:
             with torch.inference_mode():
-                own = {name: _copied(value) for name, value in slot.items()}
+                copies = {id(value): _copied(value) for value in slot.values()}
+                own = {name: copies[id(value)] for name, value in slot.items()}
                 mismatch = self._copy_returned(own, self._bound(own)())
                 self._synchronize()
                 for name, value in own.items():
                     if isinstance(value, torch.Tensor):
-                        slot[name].copy_(value)
+                        fill_tensor(slot[name], value)
         self._synchronize()
         return {"mismatch": mismatch} if mismatch else {}
 
@@ -255,9 +263,13 @@ def _copied(value: Any) -> Any:
     """Return a copy of a tensor with the same strides; return other values unchanged."""
     import torch
 
+    from tilegym_db.sandbox.shared_buffers import fill_tensor
+
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    fill_tensor(copy, value)
+    return copy
 
 
 def _end_with(harness: int) -> None:

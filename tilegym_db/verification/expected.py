@@ -13,6 +13,7 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.records.layouts import layout_strides, shared_place
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verification.gates import ReferenceDeviation
@@ -59,7 +60,7 @@ def make_oracle_case(
             read or break a rule of the operator.
     """
     if inputs is None:
-        inputs = draw_inputs(definition, case, device, blobs=blobs)
+        inputs = tied(case, draw_inputs(definition, case, device, blobs=blobs))
     broken = broken_constraint(definition, case.call.axes, inputs)
     if broken is not None:
         if case.files:
@@ -79,6 +80,24 @@ def make_oracle_case(
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
     return OracleCase(case, inputs, truth, e_base, exact, conditioned)
+
+
+def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the equal elements that the layouts of a case give one address.
+
+    They repeat along strides of zero, and an input at the place of another input is that input.
+    """
+    found = dict(inputs)
+    places = {name: shared_place(layout) for name, layout in case.call.layouts.items() if name in inputs}
+    for name, place in sorted(places.items(), key=lambda item: item[1] is not None):
+        value = found[name]
+        if place is not None and place[1] == 0:
+            found[name] = found[place[0]]
+        elif value.numel():
+            strides = layout_strides(case.call.layouts[name], value.shape, case.call.axes)
+            first = value[tuple(slice(1) if step == 0 else slice(None) for step in strides)]
+            found[name] = value if first.shape == value.shape else first.expand_as(value).contiguous()
+    return found
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:

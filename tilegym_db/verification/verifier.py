@@ -20,7 +20,14 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.records.trace import Correctness, Status
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
+from tilegym_db.sandbox.shared_buffers import (
+    SharedBuffers,
+    TensorPlan,
+    each_once,
+    fill_tensor,
+    fill_with_garbage,
+    tensor_view,
+)
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
@@ -42,7 +49,7 @@ def fill_slot(
     slot = buffers.slot(index)
     fill_with_garbage(slot) if poison is None else slot.fill_(poison)
     for plan in buffers.plan.inputs:
-        tensor_view(slot, plan).copy_(expected.inputs[plan.name])
+        fill_tensor(tensor_view(slot, plan), expected.inputs[plan.name])
 
 
 def verify_slot(
@@ -211,15 +218,24 @@ def check_memory(
     if torch.equal(before, after):
         return None
     position = int(torch.nonzero(before != after)[0])
-    for plan in buffers.plan.tensors:
-        if plan.offset <= position < plan.offset + plan.span:
-            where = "a gap between its elements" if plan in writable else "an input"
-            what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
-            return incorrect("memory", what, case)
+    within = [plan for plan in buffers.plan.tensors if plan.offset <= position < plan.offset + plan.span]
+    if within:
+        # Inputs of one memory interleave: one may lie in the gaps of another.
+        plan = next((plan for plan in within if _holds(before, plan, position)), within[0])
+        where = "a gap between its elements" if plan in writable else "an input"
+        what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
+        return incorrect("memory", what, case)
     nearest = min(
         buffers.plan.tensors, key=lambda plan: min(abs(position - plan.offset), abs(position - plan.offset - plan.span))
     )
     return incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
+
+
+def _holds(slot: torch.Tensor, plan: TensorPlan, position: int) -> bool:
+    """Return True if a byte of a slot belongs to an element of the tensor."""
+    marks = torch.ones_like(slot)
+    each_once(tensor_view(marks, plan)).zero_()
+    return not marks[position]
 
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
