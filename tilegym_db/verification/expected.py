@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.layouts import layout_strides, shared_place
+from tilegym_db.verification.cases import LargeCase
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
-from tilegym_db.verification.oracle import as_written, oracle
+from tilegym_db.verification.oracle import as_written, at_indices, oracle
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,39 @@ def make_oracle_case(
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
     return OracleCase(case, inputs, truth, e_base, exact, conditioned)
+
+
+@dataclass(frozen=True)
+class LargeOracleCase:
+    """A large call, and the oracle of some of its rows."""
+
+    given: OracleCase
+    """The inputs of the call, without outputs."""
+    compared: OracleCase
+    indices: Mapping[str, torch.Tensor]
+
+    def outputs_at(self, definition: Definition, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs of the call at the compared rows."""
+        return at_indices(definition, outputs, self.indices)
+
+
+def make_large_case(definition: Definition, large: LargeCase, device: str) -> LargeOracleCase | None:
+    """Draw a large case and evaluate the oracle at its compared rows; None if the case proves nothing.
+
+    Raises:
+        Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
+    """
+    axes = large.case.call.axes
+    base = draw_inputs(definition, large.base, device)
+    indices = {axis: torch.tensor(rows, device=device) for axis, rows in large.rows.items()}
+    period = {axis: torch.arange(axes[axis], device=device) % large.base.call.axes[axis] for axis in indices}
+    inputs = {**at_indices(definition, base, period), **large.case.call.scalars}
+    if broken_constraint(definition, axes, inputs) is not None:
+        return None
+    few = {axis: len(rows) for axis, rows in large.rows.items()}
+    case = replace(large.case, call=replace(large.case.call, axes={**axes, **few}))
+    compared = make_oracle_case(definition, case, device, inputs=at_indices(definition, inputs, indices))
+    return compared and LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from tilegym_db.errors import StoreError
 from tilegym_db.records import Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.call import is_code_selecting
@@ -25,10 +26,17 @@ from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.limits import available_processors
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
-from tilegym_db.verification.cases import fuzz_cases, sibling_of
+from tilegym_db.verification.cases import fuzz_cases, large_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import OracleCase
-from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
+from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case
+from tilegym_db.verification.verifier import (
+    CANNOT_VERIFY,
+    POISON_NAN,
+    Failure,
+    WorstErrors,
+    cannot_verify,
+    judge_large,
+)
 from tilegym_db.verification.worker_handle import WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
@@ -121,6 +129,12 @@ class ShapesAhead:
 
 def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContents) -> bool:
     return future.done() and future.result() is contents
+
+
+MAX_LARGE_BYTES_ON_CPU = 96 << 20
+"""Maximum bytes of a large case's tensors there."""
+COPIES_OF_LARGE = 6
+"""Number of times that a large case must fit in the free memory of a GPU, for its inputs, buffers and checks."""
 
 
 # ---- fuzz outcome ---------------------------------------------------------------------------------
@@ -371,6 +385,8 @@ class Verification:
                 max_rows=policy.fuzz_rows,
             )
             outcome = self._check_fuzz_cases(cases, cache, scalars)
+            if isinstance(outcome, FuzzOutcome) and policy.audited and record.spec.role == "kernel":
+                outcome = self._check_large_cases(outcome, dtypes, scalars, seed)
             if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
                 return outcome
             self.fuzz_outcomes[key] = outcome
@@ -408,6 +424,27 @@ class Verification:
         finally:
             self._helpers = []
         return conclude_fuzz(fuzz, proving, queue.failures)
+
+    def _check_large_cases(
+        self, fuzz: FuzzOutcome, dtypes: Mapping[str, str], scalars: Mapping[str, Scalar], seed: int
+    ) -> FuzzOutcome | Failure:
+        """Call once at sizes too large for a whole oracle; compare some rows. Cases without memory are dropped."""
+        handle, budget = self.handle, MAX_LARGE_BYTES_ON_CPU
+        definition, record = handle.definition, handle.solution.record
+        if handle.device != CPU:
+            budget = torch.cuda.mem_get_info(handle.device)[0] // COPIES_OF_LARGE
+        for case in large_cases(
+            definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
+        ):
+            try:
+                large = make_large_case(definition, case, handle.device)
+                outcome = _check_large_case(handle, large) if large is not None else None
+            except (StoreError, torch.OutOfMemoryError):
+                large = outcome = None
+            if isinstance(outcome, Failure) and not outcome.no_memory:
+                return outcome
+            (fuzz.dropped if large is None or outcome is not None else fuzz.passed).append(str(case.case))
+        return fuzz
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
         """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""
@@ -510,6 +547,15 @@ def _check_case(
         return outcome
     verdict.add(outcome[0])
     return verdict
+
+
+def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:
+    with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
+        outcome = handle.attach(buffers, large.given.case) or handle.one_call(buffers, large.given, POISON_NAN)
+        if not isinstance(outcome, Failure):
+            outcome = judge_large(handle.definition, handle.solution.record, large, outcome)
+        handle.detach()
+    return outcome
 
 
 # ---- check of stock code --------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tilegym_db.sandbox.shared_buffers import (
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.comparison import check_outputs
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import LargeOracleCase, OracleCase
 from tilegym_db.verification.gates import OutputComparison, compare_rows
 from tilegym_db.verification.sampling import check_sampled_outputs
 
@@ -278,6 +278,23 @@ def judge(
         if verdict.gate is not None:
             return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
     return verdicts
+
+
+def judge_large(
+    definition: Definition, solution: Solution, large: LargeOracleCase, outputs: Mapping[str, torch.Tensor]
+) -> Failure | None:
+    """Return a failure if a large call left poison in an output, or is wrong at the compared rows."""
+    case = large.given.case
+    for name, value in outputs.items():
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
+        if words is None or not value.is_floating_point() or name in definition.in_place.values():
+            continue
+        if bool((value.view(words) == -1).any()):
+            return incorrect("poison", f"{name}: an element is not written at {case}", case)
+    judged = judge(definition, solution, large.compared, large.outputs_at(definition, outputs))
+    if isinstance(judged, Failure):
+        return replace(judged, reason=f"{judged.reason}, some rows of {case}", case=case)
+    return None
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

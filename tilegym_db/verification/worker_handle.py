@@ -270,11 +270,13 @@ class WorkerHandle:
             self._note_spoilt(outcome.log)
         return outcome
 
-    def one_call(self, buffers: SharedBuffers, expected: OracleCase) -> dict[str, torch.Tensor] | Failure:
+    def one_call(
+        self, buffers: SharedBuffers, expected: OracleCase, poison: int | None = None
+    ) -> dict[str, torch.Tensor] | Failure:
         """Return the outputs of one call on the first slot of attached memory without comparing them."""
         assert self.worker is not None
         timeout_s = self.limits.first_call_s
-        return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
+        return one_call(self.worker, buffers, 0, self.definition, expected, poison, timeout_s)
 
     def call_in_turn(
         self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]
