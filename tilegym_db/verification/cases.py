@@ -642,9 +642,9 @@ FEW_ROWS = (1 << 10, 1 << 14)
 VERY_MANY_ROWS = ((1 << 16) + 1, 1 << 17)
 """More rows than a grid dimension and a 16-bit number can have."""
 LONG_ROWS = (1 << 10, 1 << 15)
-ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 24), (1 << 26, 1 << 30)
+ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
-MAX_FLOPS_ON_CPU, MAX_FLOPS_ON_GPU = 5e8, 2e12
+MAX_FLOPS_ON_CPU, MAX_FLOPS_ON_GPU = 1e8, 2e12
 _PERIODS = (31, 61, 251, 509)
 _MAX_COMPARED = 1 << 19
 """Maximum elements of an oracle's tensor; it limits the rows that are compared."""
@@ -736,12 +736,7 @@ class _Large:
             base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
             rows = {name: self._rows(name, large) for name in self.repeated}
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
-            if (
-                base
-                and compared
-                and self._elements(base) <= _MAX_DRAWN
-                and self._elements(compared) <= 2 * _MAX_COMPARED
-            ):
+            if base and compared and self._are_quick(base, compared):
                 seed = self.generator.getrandbits(62)
                 return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
         return None
@@ -753,6 +748,7 @@ class _Large:
     def _bound(self, axes: Mapping[str, int]) -> dict[str, int] | None:
         try:
             bound = self.definition.bind_axes({name: axes[name] for name in self.definition.var_axes})
+            self._shapes(bound)
             return bound if self.solution.unsupported(bound, self.dtypes) is None else None
         except RecordError:
             return None

@@ -131,7 +131,7 @@ def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContent
     return future.done() and future.result() is contents
 
 
-MAX_LARGE_BYTES_ON_CPU = 96 << 20
+MAX_LARGE_BYTES_ON_CPU = 24 << 20
 """Maximum bytes of a large case's tensors there."""
 COPIES_OF_LARGE = 6
 """Number of times that a large case must fit in the free memory of a GPU, for its inputs, buffers and checks."""
