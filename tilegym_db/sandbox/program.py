@@ -19,7 +19,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,18 +99,14 @@ class Worker:
 
     def attach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Map the buffers and build the arguments of every slot."""
-        from tilegym_db.sandbox.shared_buffers import attach, tensor_of_its_own
+        from tilegym_db.sandbox.shared_buffers import attach, tensors_of_slot
 
         self.detach({})
         memory, plan, self.release = attach(request["buffers"], request["descriptors"][0])
         self.config = request["config"]
         for index in range(request["buffers"]["slots"]):
             slot = memory[index * plan.size : (index + 1) * plan.size]
-            made: dict[Any, Any] = {}  # two inputs at one place are one tensor, as in a model
-            tensors = {
-                tensor.name: made.setdefault(replace(tensor, name=""), tensor_of_its_own(slot, tensor))
-                for tensor in plan.tensors
-            }
+            tensors = tensors_of_slot(slot, plan)
             self.slots.append({**request["scalars"], **tensors})
         return {}
 

@@ -13,7 +13,7 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,17 +127,44 @@ def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     return flat.as_strided(plan.shape, plan.strides)
 
 
-def tensor_of_its_own(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
+def tensors_of_slot(slot: torch.Tensor, plan: SlotPlan) -> dict[str, torch.Tensor]:
+    """Return every tensor of a slot by name, as a model passes them.
+
+    Inputs in one memory are views of one storage, and two at one place are one tensor; see :func:`tensor_of_its_own`.
+    """
+    groups: list[list[TensorPlan]] = []
+    end = 0
+    for tensor in sorted(plan.tensors, key=lambda tensor: tensor.offset):
+        groups += [] if groups and tensor.offset < end + GUARD_BYTES else [[]]
+        groups[-1].append(tensor)
+        end = max(end, tensor.offset + tensor.span)
+    found: dict[str, torch.Tensor] = {}
+    made: dict[TensorPlan, torch.Tensor] = {}
+    for group in groups:
+        end = max(tensor.offset + tensor.span for tensor in group)
+        for tensor in group:
+            place = replace(tensor, name="")
+            if place not in made:
+                made[place] = tensor_of_its_own(slot, tensor, group[0].offset, end)
+            found[tensor.name] = made[place]
+    return found
+
+
+def tensor_of_its_own(
+    slot: torch.Tensor, plan: TensorPlan, begin: int | None = None, end: int | None = None
+) -> torch.Tensor:
     """Return a tensor like :func:`tensor_view`, with a storage that begins at the tensor, as in a model.
 
-    The storage offset of a view would reveal that it lies in shared memory, and so that it is checked.
+    The storage offset of a view would reveal that it lies in shared memory, and so that it is checked. ``begin`` and ``end`` are
+    those of a storage that other tensors share, in bytes.
     """
     if plan.span == 0:
         return tensor_view(slot, plan)
+    begin, end = plan.offset if begin is None else begin, end or plan.offset + plan.span
     # Nothing else leaves the offset behind. The guard band behind it belongs to the storage: what is written there shows. A
     # tensor off its alignment has an offset, as in a model: PyTorch's own attention tells by it, and would read misaligned.
-    start, itemsize = plan.offset // ALIGNMENT * ALIGNMENT, storage_dtype(plan.dtype).itemsize
-    span = torch.utils.dlpack.from_dlpack(slot[start : plan.offset + plan.span + GUARD_BYTES])
+    start, itemsize = begin // ALIGNMENT * ALIGNMENT, storage_dtype(plan.dtype).itemsize
+    span = torch.utils.dlpack.from_dlpack(slot[start : end + GUARD_BYTES])
     whole = span[: span.numel() // itemsize * itemsize].view(storage_dtype(plan.dtype))
     return whole.as_strided(plan.shape, plan.strides, (plan.offset - start) // itemsize)
 
