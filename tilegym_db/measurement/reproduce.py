@@ -15,8 +15,8 @@ from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import TYPICAL, Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.sandbox.interpreters import interpreted_here
+from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.distributions import CONTENTS
