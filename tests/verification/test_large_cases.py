@@ -33,7 +33,7 @@ def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
     assert axes[3]["M"] * axes[3]["N"] >= 1 << 20
 
 
-def test_a_gpu_gets_a_tensor_beyond_32_bit_numbers_if_memory_allows(operator):
+def test_a_gpu_gets_a_tensor_beyond_31_bits_if_memory_allows(operator):
     definition = operator(independent_axes=["M"])
     axes = large(definition, on_gpu=True, budget_bytes=24 << 30)[-1].case.call.axes
     assert axes["M"] * axes["N"] > INDEX_LIMIT
@@ -41,7 +41,7 @@ def test_a_gpu_gets_a_tensor_beyond_32_bit_numbers_if_memory_allows(operator):
     assert max(one["M"] * one["N"] for one in smaller) <= 1 << 30
 
 
-def test_large_cases_need_an_independent_axis_and_meet_constraints(operator):
+def test_large_cases_need_an_independent_axis(operator):
     assert large(operator()) == []
     cases = large(operator(independent_axes=["M"]), "M <= 5000", "N % 8 == 0")
     assert cases
