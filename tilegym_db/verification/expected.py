@@ -113,7 +113,7 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
     few = {axis: len(rows) for axis, rows in large.rows.items()}
     case = replace(large.case, call=replace(large.case.call, axes={**axes, **few}))
     compared = make_oracle_case(definition, case, device, inputs=at_indices(definition, inputs, indices))
-    return compared and LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
+    return None if compared is None else LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -551,11 +551,15 @@ def _check_case(
 
 def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:
     with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
-        outcome = handle.attach(buffers, large.given.case) or handle.one_call(buffers, large.given, POISON_NAN)
-        if not isinstance(outcome, Failure):
-            outcome = judge_large(handle.definition, handle.solution.record, large, outcome)
+        failure = handle.attach(buffers, large.given.case)
+        if failure is None:
+            found = handle.one_call(buffers, large.given, POISON_NAN)
+            if isinstance(found, Failure):
+                failure = found
+            else:
+                failure = judge_large(handle.definition, handle.solution.record, large, found)
         handle.detach()
-    return outcome
+    return failure
 
 
 # ---- check of stock code --------------------------------------------------------------------------
