@@ -14,7 +14,8 @@ from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.layouts import shared_place
-from tilegym_db.verification.cases import fuzz_cases, large_cases
+from tilegym_db.verification.cases import fuzz_cases
+from tilegym_db.verification.large import large_cases
 
 CATALOG = Catalog((shipped_root(),))
 MEMBERS = 200

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tilegym_db.records import Definition, Solution
-from tilegym_db.verification.cases import INDEX_LIMIT, large_cases, sampled_rows
 from tilegym_db.verification.expected import make_large_case
+from tilegym_db.verification.large import INDEX_LIMIT, large_cases, sampled_rows
 from tilegym_db.verification.verifier import Failure, judge_large
 
 

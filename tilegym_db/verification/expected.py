@@ -14,11 +14,11 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.layouts import layout_strides, shared_place
-from tilegym_db.verification.cases import LargeCase
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
+from tilegym_db.verification.large import LargeCase
 from tilegym_db.verification.oracle import as_written, at_indices, oracle
 
 

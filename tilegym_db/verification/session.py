@@ -26,9 +26,10 @@ from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.limits import available_processors
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
-from tilegym_db.verification.cases import fuzz_cases, large_cases, sibling_of
+from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case
+from tilegym_db.verification.large import large_cases
 from tilegym_db.verification.verifier import (
     CANNOT_VERIFY,
     POISON_NAN,
