@@ -31,7 +31,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.program import copy_returned
 from tilegym_db.sandbox.protocol import Channel
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_of_its_own, tensor_view
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_view, tensors_of_slot
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.verifier import (
     POISON_NAN,
@@ -123,7 +123,7 @@ class Job:
         """Fill a slot anew, call the Solution on it and return a copy of all its bytes; raises whatever the Solution raises."""
         spec, outputs, entry = self.files.record.spec, list(self.definition.written_outputs), self.entry
         slot.copy_(self.pristine[fill])
-        tensors = {plan.name: tensor_of_its_own(slot, plan) for plan in self.plan.tensors}
+        tensors = tensors_of_slot(slot, self.plan)
         arguments = {**self.expected.inputs, **tensors}
         given = [arguments[name] for name in self.definition.inputs]
         interpreted = spec.language == "triton" and self.device == "cpu"

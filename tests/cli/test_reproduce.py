@@ -8,11 +8,24 @@ from tilegym_db.measurement.reproduce import reproduce
 CALL = ("--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "cpu")
 
 
-@pytest.mark.parametrize("places", ["x=strided(0, 1)", "x=strided(0, 0)", "x=strided(8, 0)"])
+@pytest.mark.parametrize("places", ["x=strided(1, 1)", "x=strided(4, 1)"])
 def test_input_with_elements_at_one_address_is_refused_by_name(places, cli, row_scale):
     result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", places)
     assert result.code == 2
     assert f"layouts.x: {places.removeprefix('x=')}" in result.err
+
+
+@pytest.mark.parametrize("place", ["x=strided(0, 1)", "x=strided(8, 1),weight=strided(1)@x+32"])
+def test_expanded_inputs_and_shared_memory_are_reproduced(place, cli, row_scale):
+    result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", place)
+    assert (result.code, "status: PASSED" in result.out) == (0, True), result.err
+
+
+def test_memory_of_an_unknown_tensor_is_refused_by_name(cli, row_scale):
+    place = "x=strided(8, 1)@y+0"
+    result = cli("debug", "reproduce", "row_scale_stock", *CALL, "--scalar", "factor=1", "--layout", place)
+    assert result.code != 0
+    assert "layouts.x: 'y'" in result.err
 
 
 def test_such_an_input_is_refused_in_a_file_of_workloads_too(cli, row_scale, workload_record, write_json):

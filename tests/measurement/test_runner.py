@@ -47,7 +47,12 @@ ZOO: dict[str, tuple[str, dict[str, object], str, str]] = {
         "INCORRECT_NUMERICAL",
         "wrote outside the tensors, near out",
     ),
-    "changes_an_input": (HEAD + "out.copy_(right); x.neg_()", {}, "INCORRECT_NUMERICAL", "x: the number of writes to it"),
+    "changes_an_input": (
+        HEAD + "out.copy_(right); x.neg_()",
+        {},
+        "INCORRECT_NUMERICAL",
+        "x: the number of writes to it",
+    ),
     "knows_the_workloads_shape_only": (
         HEAD + "out.copy_(right if tuple(x.shape) in ((40, 32), (24, 48)) else x)",
         {},

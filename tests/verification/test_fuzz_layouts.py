@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import Definition
+from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES
-from tilegym_db.verification.cases import MANY_ROWS, ROWS_ALIGNED, ROWS_OFF, draw_layouts, fuzz_cases, ragged_rows
+from tilegym_db.verification.cases import (
+    MANY_ROWS,
+    ROWS_ALIGNED,
+    ROWS_OFF,
+    LayoutChoices,
+    draw_layouts,
+    fuzz_cases,
+    ragged_rows,
+)
 from tilegym_db.verification.distributions import REFERENCE_MAY_FAIL
 
 CATALOG = Catalog((shipped_root(),))
@@ -30,6 +39,13 @@ def cases_of(name: str, count: int, seed: int) -> tuple[Definition, list[Case]]:
     anchors = [workload.axes for workload in CATALOG.workloads_for(definition.name)]
     dtypes = {name: record.spec.dtypes.get(name, choices)[0] for name, choices in definition.dtypes.items()}
     return definition, fuzz_cases(definition, record, anchors, dtypes, {}, count=count, seed=seed)
+
+
+def solution(**spec: Any) -> Solution:
+    full = {"language": "python", "entry_point": "kernel.py::run", **spec}
+    return Solution.from_dict(
+        {"name": "any", "definition": "row_scale", "author": "tests", "spec": full, "sources": [{"path": "kernel.py"}]}
+    )
 
 
 def rows_of(definition: Definition, case: Case, name: str) -> tuple[int, list[int]]:
@@ -75,11 +91,12 @@ def test_all_operands_of_a_product_fit_the_copy_engine():
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65])
 def test_both_kinds_of_rows_exist_at_every_size(size, dtype, operator):
     definition, itemsize = operator(), STORED_BYTES[dtype]
+    choices = LayoutChoices.of(definition, solution(layouts={"x": "row_contiguous"}))
     drawn: dict[str, set[int]] = {ROWS_ALIGNED: set(), ROWS_OFF: set()}
     axes = {"M": 3, "N": size}
     for layout, strides in drawn.items():
         for seed in range(40):
-            found = draw_layouts(definition, ["x"], layout, axes, {"T": dtype}, random.Random(seed))
+            found, _ = draw_layouts(choices, axes, {"T": dtype}, random.Random(seed), layout)
             strides.add(Case(Call(definition.name, axes, {"T": dtype}, found)).strides(definition, "x")[0])
         assert min(strides) > size
     assert {stride * itemsize % 16 for stride in drawn[ROWS_ALIGNED]} == {0}

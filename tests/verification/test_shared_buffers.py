@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from tilegym_db.errors import StoreError
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.shared_buffers import (
@@ -20,7 +20,10 @@ from tilegym_db.sandbox.shared_buffers import (
     attach,
     plan_slot,
     tensor_view,
+    tensors_of_slot,
 )
+from tilegym_db.verification.expected import make_oracle_case
+from tilegym_db.verification.verifier import check_memory, fill_slot
 
 
 def case(offset: int = 0, dtype: str = "float32", layouts: dict[str, str] | None = None, **axes: int) -> Case:
@@ -113,3 +116,58 @@ def test_device_memory_is_shared_by_descriptor_beyond_its_owner(operator):
     buffers.close()
     assert float(tensor_view(memory[plan.size :], plan.outputs[0]).sum()) == 7.0 * 32
     release()
+
+
+PACKED = {"x": "strided(16, 1)", "weight": "strided(1)@x+8"}
+
+
+def test_inputs_of_one_memory_interleave_without_guards_between(operator):
+    with SharedBuffers(plan_slot(operator(), case(layouts=PACKED)), 1, "cpu") as buffers:
+        x, weight, out = buffers.plan.tensors
+        assert (weight.offset - x.offset, out.offset - (x.offset + x.span) >= GUARD_BYTES) == (8 * 4, True)
+        buffers.tensor(0, "x").fill_(1)
+        buffers.tensor(0, "weight").fill_(2)
+        assert float(buffers.tensor(0, "x").sum()) == 32
+        found = tensors_of_slot(buffers.slot(0), buffers.plan)
+        assert found["x"].untyped_storage().data_ptr() == found["weight"].untyped_storage().data_ptr()
+        assert found["weight"].storage_offset() == 8
+
+
+def test_two_inputs_at_one_place_are_one_tensor(operator):
+    pair = {"x": {"shape": ["M", "N"], "dtype": "T"}, "y": {"shape": ["M", "N"], "dtype": "T"}}
+    definition = operator("return x + y", inputs=pair, cost=None, self_test=None)
+    twice = {"x": "strided(9, 1)", "y": "strided(9, 1)@x+0"}
+    one = Case(Call("row_scale", {"M": 4, "N": 8}, {"T": "float32"}, twice, {}))
+    expected = make_oracle_case(definition, one, "cpu")
+    assert expected is not None
+    assert torch.equal(expected.inputs["x"], expected.inputs["y"])
+    with SharedBuffers(plan_slot(definition, one), 1, "cpu") as buffers:
+        found = tensors_of_slot(buffers.slot(0), buffers.plan)
+        assert found["x"] is found["y"]
+        assert found["x"] is not found["out"]
+
+
+def test_expanded_input_repeats_in_memory_and_in_the_oracle(operator):
+    expanded = case(layouts={"x": "strided(0, 1)"})
+    expected = make_oracle_case(operator(), expanded, "cpu")
+    assert expected is not None
+    assert torch.equal(expected.inputs["x"], expected.inputs["x"][:1].expand(4, 8))
+    with SharedBuffers(plan_slot(operator(), expanded), 1, "cpu") as buffers:
+        fill_slot(buffers, 0, operator(), expected, None)
+        assert torch.equal(buffers.tensor(0, "x"), expected.inputs["x"])
+
+
+@pytest.mark.parametrize("place", ["strided(1)@out+0", "strided(1)@y+0", "strided(1)@weight+0"])
+def test_memory_of_something_else_than_an_input_is_refused(place, operator):
+    with raises(RecordError, "layout_place", "layouts.weight"):
+        plan_slot(operator(), case(layouts={"weight": place}))
+
+
+def test_write_into_a_neighbour_names_the_neighbour(operator):
+    packed = case(layouts=PACKED)
+    with SharedBuffers(plan_slot(operator(), packed), 1, "cpu") as buffers:
+        before = buffers.slot(0).clone()
+        buffers.tensor(0, "weight")[3] = 7
+        failure = check_memory(buffers, 0, before, operator(), packed)
+        assert failure is not None
+        assert "wrote to weight, an input" in failure.reason

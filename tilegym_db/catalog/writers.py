@@ -277,14 +277,22 @@ def check_scalar_values(definition: Definition, scalars: Mapping[str, Scalar]) -
             )
 
 
-def check_layouts(definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str]) -> None:
-    """Raise :class:`RecordError` if a layout is invalid or overlaps itself in memory."""
+def check_layouts(
+    definition: Definition, axes: Mapping[str, int], layouts: Mapping[str, str], *, expanded: bool = False
+) -> None:
+    """Raise :class:`RecordError` if a layout is invalid or overlaps itself in memory.
+
+    With ``expanded``, an input that is not written may have strides of zero, as in fuzz cases.
+    """
     sizes = definition.bind_axes(dict(axes)) if layouts else {}
     for name, text in layouts.items():
         if name in definition.tensor_inputs or name in definition.outputs:
             shape = definition.shape_of(name, sizes)
             try:
-                shared = overlap_words(text, shape, definition.strides_of(name, sizes, text))
+                strides = definition.strides_of(name, sizes, text)
+                if expanded and name in definition.tensor_inputs and name not in definition.in_place:
+                    shape = tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))
+                shared = overlap_words(text, shape, strides)
             except RecordError as error:
                 raise RecordError(f"layouts.{name}: {str(error).rstrip('.')}.", code=error.code) from None
             if shared is not None:

@@ -244,7 +244,7 @@ def _check_values(
 
     try:
         check_scalar_values(definition, scalars)
-        check_layouts(definition, axes, layouts)
+        check_layouts(definition, axes, layouts, expanded=True)
     except RecordError as error:
         raise UsageError(str(error), code=error.code) from None
 

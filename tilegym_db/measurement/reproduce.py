@@ -16,6 +16,7 @@ from tilegym_db.records.case import TYPICAL, Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.sandbox.interpreters import interpreted_here
+from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.admission import require_returning_reference
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.distributions import CONTENTS, MODIFIERS, RAGGED, are_contents
@@ -137,3 +138,4 @@ def _check_layouts(definition: Definition, case: Case) -> None:
         if name not in (*definition.tensor_inputs, *definition.outputs):
             raise UsageError(f"{definition.name} has no tensor '{name}'.", code="tensor_unknown")
         layout_strides(layout, definition.shape_of(name, case.call.axes), case.call.axes)
+    plan_slot(definition, case)  # raises if a tensor is in the memory of something else than an input

@@ -3,6 +3,9 @@
 A Workload states ``contiguous`` or strides such as ``strided(S*Hq*D, D, Hq*D, 1)``, in elements over axes. A Solution
 declares a class (:data:`LAYOUT_CLASSES`) per tensor, and :func:`layout_class` returns the class of strides. A Definition
 states strides that are part of the operator, such as those of column-major scales.
+
+A fuzz case also states inputs in the memory of another input: ``strided(384, 1)@q+128`` begins 128 elements behind the first
+one of ``q``. Such inputs are parts of one projection, lie behind each other, or are one tensor that is passed twice (``@q+0``).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ Overlap = Literal["none", "possible", "certain"]
 MAX_COUNTED_ELEMENTS = 1 << 16
 """Maximum number of elements whose addresses are counted one by one; takes about 10 ms."""
 
-_STRIDED = re.compile(r"^strided\((.*)\)$", re.DOTALL)
+_STRIDED = re.compile(r"^strided\((.*)\)(?:@([A-Za-z_]\w*)\+(\d+))?$", re.DOTALL)
 
 
 def parse_layout(text: str) -> tuple[str, ...] | None:
@@ -39,6 +42,17 @@ def parse_layout(text: str) -> tuple[str, ...] | None:
         except RecordError as error:
             raise RecordError(f"layout {text!r}: {error}", code=error.code) from None
     return entries
+
+
+def shared_place(text: str | None) -> tuple[str, int] | None:
+    """Return the tensor in whose memory a layout begins and the elements from its first one; None for separate memory."""
+    match = _STRIDED.match(text or "")
+    return (match.group(2), int(match.group(3))) if match and match.group(2) else None
+
+
+def spelled(strides: Sequence[int], place: tuple[str, int] | None = None) -> str:
+    """Return the text of a layout, the inverse of :func:`layout_strides` and :func:`shared_place`."""
+    return f"strided({', '.join(map(str, strides))})" + (f"@{place[0]}+{place[1]}" if place else "")
 
 
 def _split(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Real, Record, Rec
 from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
-from tilegym_db.records.layouts import layout_class, overlap_words, parse_layout
+from tilegym_db.records.layouts import layout_class, overlap_words, parse_layout, shared_place
 
 NAMESPACE = uuid.UUID("6f0e6f5e-5a0c-5d0b-9a53-5b8f7f0f6c11")
 """Namespace of every uuid5 of this project."""
@@ -93,8 +93,12 @@ class Workload(Record):
     @field_validator("layouts")
     @classmethod
     def _known_layouts(cls, value: dict[str, str]) -> dict[str, str]:
-        for text in value.values():
+        for name, text in value.items():
             parse_layout(text)
+            if shared_place(text):
+                raise RecordError(
+                    f"layouts.{name}: {text}: only fuzz cases put a tensor in another.", code="layout_place"
+                )
         return value
 
     @model_validator(mode="after")

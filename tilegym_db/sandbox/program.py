@@ -103,20 +103,15 @@ class Worker:
 
     def attach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Map the buffers and build the arguments of every slot."""
-        from tilegym_db.sandbox.shared_buffers import attach, tensor_of_its_own
+        from tilegym_db.sandbox.shared_buffers import attach, tensors_of_slot
 
         self.detach({})
         memory, plans, self.release = attach(request["buffers"], request["descriptors"][0])
         self.config = request["config"]
         scalars = request["scalars"]
         for number, (start, plan) in enumerate(plans):
-            slot, made = memory[start : start + plan.size], dict[tuple[Any, ...], Any]()
-            for tensor in plan.tensors:  # two names of the same memory are one object
-                key = tensor.offset, tensor.shape, tensor.strides, tensor.dtype
-                made[key] = made[key] if key in made else tensor_of_its_own(slot, tensor)
-            tensors = {name: made[t.offset, t.shape, t.strides, t.dtype] for t in plan.tensors for name in [t.name]}
             own_scalars = scalars[number] if isinstance(scalars, list) else scalars
-            self.slots.append({**own_scalars, **tensors})
+            self.slots.append({**own_scalars, **tensors_of_slot(memory[start : start + plan.size], plan)})
         self.described = [self._described(slot) for slot in self.slots]
         return {}
 
@@ -135,6 +130,8 @@ class Worker:
         If the situation has tensors in PyTorch's own memory, they start with the contents of the slot, and their contents are
         copied back afterwards.
         """
+        from tilegym_db.sandbox.shared_buffers import fill_tensor
+
         slot, situation = self.slots[request["slot"]], Situation(**request["situation"])
 
         def call() -> dict[str, str] | None:
@@ -144,7 +141,7 @@ class Worker:
             if situation.own_memory:
                 for name, value in slot.items():
                     if hasattr(value, "copy_"):
-                        value.copy_(given[name].detach())
+                        fill_tensor(value, given[name].detach())
             return mismatch
 
         mismatch = situation.run(self.device, call)
@@ -295,15 +292,6 @@ class Worker:
             kind = "compile" if is_compile_error(error) else "memory" if is_memory_error(error) else "runtime"
             text = "".join(traceback.format_exception(error, limit=-8))
             return {"id": request["id"], "ok": False, "kind": kind, "error": text[-8000:]}
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tensor with the same strides; return other values unchanged."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _end_with(harness: int) -> None:

@@ -13,15 +13,16 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.errors import StoreError
+from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
+from tilegym_db.records.layouts import shared_place
 
 GUARD_BYTES = 4096
 ALIGNMENT = 512
@@ -74,23 +75,49 @@ class SlotPlan:
 
 
 def plan_slot(definition: Definition, case: Case) -> SlotPlan:
-    """Lay out the tensors of one call: 512-byte aligned plus the case's offset, 4 KiB of guard around each."""
-    offset = GUARD_BYTES
+    """Lay out the tensors of one call: 512-byte aligned plus the case's offset, 4 KiB of guard around each.
 
-    def place(name: str) -> TensorPlan:
-        nonlocal offset
+    Inputs that the case puts in the memory of another input have no guard between them, and may interleave with it. Two of
+    equal offset, shape and strides are one tensor.
+
+    Raises:
+        RecordError: an input is in the memory of something else than an input with separate memory.
+    """
+    offset, names = GUARD_BYTES, definition.tensor_inputs
+    hosts = {name: place for name, text in case.call.layouts.items() if (place := shared_place(text))}
+    for name, (host, _) in hosts.items():
+        if name not in names or host not in names or host in hosts:
+            raise RecordError(
+                f"layouts.{name}: '{host}' must be an input with separate memory, and '{name}' an input.",
+                code="layout_place",
+            )
+    placed: dict[str, TensorPlan] = {}
+    # Each host is followed by what lies in its memory, so that the next tensor begins behind all of them.
+    together = sorted(names, key=lambda name: (names.index(hosts[name][0] if name in hosts else name), name in hosts))
+    for name in (*together, *definition.written_outputs):
         dtype = definition.dtype_of(name, case.call.dtypes)
+        itemsize = storage_dtype(dtype).itemsize
         shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
         elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        span = elements * storage_dtype(dtype).itemsize
-        start = offset + case.offset * storage_dtype(dtype).itemsize
-        plan = TensorPlan(name, dtype, shape, strides, start, span)
-        offset = -(-(start + span + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
-        return plan
-
-    inputs = tuple(place(name) for name in definition.tensor_inputs)
-    outputs = tuple(place(name) for name in definition.written_outputs)
+        start = offset + case.offset * itemsize
+        if name in hosts:
+            host, distance = hosts[name]
+            start = placed[host].offset + distance * itemsize
+        placed[name] = TensorPlan(name, dtype, shape, strides, start, elements * itemsize)
+        offset = max(offset, -(-(start + elements * itemsize + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT)
+    inputs, outputs = (tuple(placed[name] for name in part) for part in (names, definition.written_outputs))
     return SlotPlan(inputs, outputs, offset)
+
+
+def fill_tensor(view: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value of the same shape into a strided tensor; along strides of zero, only its first elements."""
+    once = each_once(view)
+    once.copy_(value[tuple(slice(size) for size in once.shape)])
+
+
+def each_once(view: torch.Tensor) -> torch.Tensor:
+    """Return a view with each address once: only the first elements along strides of zero."""
+    return view[tuple(slice(1) if step == 0 else slice(None) for step in view.stride())]
 
 
 def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
@@ -100,17 +127,44 @@ def tensor_view(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
     return flat.as_strided(plan.shape, plan.strides)
 
 
-def tensor_of_its_own(slot: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
+def tensors_of_slot(slot: torch.Tensor, plan: SlotPlan) -> dict[str, torch.Tensor]:
+    """Return every tensor of a slot by name, as a model passes them.
+
+    Inputs in one memory are views of one storage, and two at one place are one tensor; see :func:`tensor_of_its_own`.
+    """
+    groups: list[list[TensorPlan]] = []
+    end = 0
+    for tensor in sorted(plan.tensors, key=lambda tensor: tensor.offset):
+        groups += [] if groups and tensor.offset < end + GUARD_BYTES else [[]]
+        groups[-1].append(tensor)
+        end = max(end, tensor.offset + tensor.span)
+    found: dict[str, torch.Tensor] = {}
+    made: dict[TensorPlan, torch.Tensor] = {}
+    for group in groups:
+        end = max(tensor.offset + tensor.span for tensor in group)
+        for tensor in group:
+            place = replace(tensor, name="")
+            if place not in made:
+                made[place] = tensor_of_its_own(slot, tensor, group[0].offset, end)
+            found[tensor.name] = made[place]
+    return found
+
+
+def tensor_of_its_own(
+    slot: torch.Tensor, plan: TensorPlan, begin: int | None = None, end: int | None = None
+) -> torch.Tensor:
     """Return a tensor like :func:`tensor_view`, with a storage that begins at the tensor, as in a model.
 
-    The storage offset of a view would reveal that it lies in shared memory, and so that it is checked.
+    The storage offset of a view would reveal that it lies in shared memory, and so that it is checked. ``begin`` and ``end`` are
+    those of a storage that other tensors share, in bytes.
     """
     if plan.span == 0:
         return tensor_view(slot, plan)
+    begin, end = plan.offset if begin is None else begin, end or plan.offset + plan.span
     # Nothing else leaves the offset behind. The guard band behind it belongs to the storage: what is written there shows. A
     # tensor off its alignment has an offset, as in a model: PyTorch's own attention tells by it, and would read misaligned.
-    start, itemsize = plan.offset // ALIGNMENT * ALIGNMENT, storage_dtype(plan.dtype).itemsize
-    span = torch.utils.dlpack.from_dlpack(slot[start : plan.offset + plan.span + GUARD_BYTES])
+    start, itemsize = begin // ALIGNMENT * ALIGNMENT, storage_dtype(plan.dtype).itemsize
+    span = torch.utils.dlpack.from_dlpack(slot[start : end + GUARD_BYTES])
     whole = span[: span.numel() // itemsize * itemsize].view(storage_dtype(plan.dtype))
     return whole.as_strided(plan.shape, plan.strides, (plan.offset - start) // itemsize)
 

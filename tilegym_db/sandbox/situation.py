@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from tilegym_db.sandbox.shared_buffers import fill_tensor
+
 Gradients = Literal["on", "off", "inference"]
 
 PARAMETER_SHARE, DEEPEST = 0.5, 200
@@ -119,7 +121,7 @@ class Situation:
                 torch.cuda.current_stream().synchronize()
                 occupy(STREAM_BUSY_US)
             for key, value in tensors.items():
-                given[key].copy_(value)
+                fill_tensor(given[key], value)
         with _outside_inference():
             for key in weights:
                 requires_grad = self.requires_grad and given[key].is_floating_point()
@@ -223,7 +225,10 @@ def described(value: torch.Tensor, *, written: bool) -> Described:
         ("its hooks", len(value._backward_hooks or ())),
         ("its attributes", tuple(name for name in value.__dict__ if not name.startswith("_dynamo"))),
         # Tensors of inference mode have no version, and empty ones share it with others.
-        ("the number of writes to it", None if written or value.is_inference() or not value.numel() else value._version),
+        (
+            "the number of writes to it",
+            None if written or value.is_inference() or not value.numel() else value._version,
+        ),
     )
 
 

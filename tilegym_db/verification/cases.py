@@ -9,19 +9,21 @@ The module's parts are the cases, their layouts, and the repair of sizes to meet
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Solution
+from tilegym_db.records.backward import forward_of
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, parse_expression
-from tilegym_db.records.layouts import accepts, contiguous_strides
+from tilegym_db.records.layouts import accepts, contiguous_strides, spelled
 from tilegym_db.verification.distributions import (
     DISTRIBUTIONS,
     PLANTED,
@@ -61,6 +63,8 @@ _WITH_BOTH = 3
 """Minimum number of cases to test a misaligned address and misaligned padded rows separately; below, one case has both."""
 _CANDIDATES = 16
 _FRUITLESS_ROUNDS = 12
+_LAYOUT_WEIGHT = 3
+"""Number of pairs that a new property of a tensor's layout counts as."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,17 @@ class _Demand:
     zero: str | None = None
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A case that the records allow, before its seed is drawn."""
+
+    axes: dict[str, int]
+    layouts: Layouts
+    contents: str
+    offset: int
+    labels: list[Label]
+
+
 @dataclass
 class _Fuzzer:
     """The properties of cases that may vary, and the pairs of them that are covered."""
@@ -90,10 +105,11 @@ class _Fuzzer:
     distributions: tuple[str, ...]
     max_elements: int = MAX_ELEMENTS
     max_rows: int = MAX_ROWS
-    covered: set[tuple[tuple[str, str], tuple[str, str]]] = field(default_factory=set)
+    covered: set[tuple[Label, Label]] = field(default_factory=set)
+    covered_layouts: set[Label] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.layouts = layout_choices(self.definition, self.solution)
+        self.layouts = LayoutChoices.of(self.definition, self.solution)
         self.constraints = (*self.definition.constraints, *self.solution.spec.constraints)
         self.fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
         specs = {**self.definition.inputs, **self.definition.outputs}
@@ -102,53 +118,60 @@ class _Fuzzer:
     def next_case(self, demand: _Demand, anchored: bool, scalars: Mapping[str, Scalar]) -> Case | None:
         """Return the allowed candidate with the highest coverage; None if the constraints allow none."""
         for _ in range(_FRUITLESS_ROUNDS):
-            candidates = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
-            ranked = sorted(candidates, key=lambda one: (self._meets(demand, one[0]), self._gain(one)), reverse=True)
-            for axes, layout, contents, offset in ranked:
-                if self._fits(axes) and (bound := self._bound(axes)) is not None:
-                    self.covered.update(_pairs(self._features(axes, layout, contents, offset)))
-                    takers, everywhere = self.layouts.get(layout, ()), demand.layout == layout
-                    laid_out = draw_layouts(
-                        self.definition, takers, layout, bound, self.dtypes, self.generator, everywhere=everywhere
-                    )
-                    seed = self.generator.getrandbits(62)
-                    if demand == _Demand():
-                        contents = with_modifiers(self.definition, contents, seed)
-                    varied = vary_scalars(
-                        self.definition, scalars_with_axes(self.definition, scalars, bound), contents, seed
-                    )
-                    call = Call(self.definition.name, bound, dict(self.dtypes), laid_out, varied)
-                    return Case(call, distribution=contents, seed=seed, offset=offset)
+            drawn = [self._candidate(demand, anchored) for _ in range(_CANDIDATES)]
+            allowed = [candidate for candidate in drawn if candidate is not None]
+            if not allowed:
+                continue
+            best = max(allowed, key=lambda one: (self._meets(demand, one), self._gain(one)))
+            self.covered.update(_pairs(best.labels))
+            self.covered_layouts.update(_of_layouts(best.labels))
+            seed, contents = self.generator.getrandbits(62), best.contents
+            if demand == _Demand():
+                contents = with_modifiers(self.definition, contents, seed)
+            scalars = scalars_with_axes(self.definition, scalars, best.axes)
+            varied = vary_scalars(self.definition, scalars, contents, seed)
+            call = Call(self.definition.name, best.axes, dict(self.dtypes), best.layouts, varied)
+            return Case(call, distribution=contents, seed=seed, offset=best.offset)
         return None
 
     def zero_axis(self) -> str | None:
         """Return the first axis that may be empty under all constraints; None if there is none."""
         for name in self.definition.var_axes:
             for _ in range(_FRUITLESS_ROUNDS):
-                axes = {**self._candidate(_Demand(), anchored=False)[0], name: 0}
+                axes = {**self._sizes(_Demand(), False, "normal"), name: 0}
                 if self._fits(axes) and self._bound(axes) is not None:
                     return name
         return None
 
-    def _candidate(self, demand: _Demand, anchored: bool) -> tuple[dict[str, int], str, str, int]:
+    def _candidate(self, demand: _Demand, anchored: bool) -> _Candidate | None:
+        """Return a random candidate; None if the records do not allow its sizes."""
         pick = self.generator.choice
-        asked = demand.layout in self.layouts  # such a case must not be dropped
-        contents = demand.contents or pick([n for n in self.distributions if not asked or n not in REFERENCE_MAY_FAIL])
-        layouts = [name for name in self.layouts if name == demand.layout] or list(self.layouts)
+        rows = demand.layout if self.layouts.padded else None  # such a case must not be dropped
+        contents = demand.contents or pick([n for n in self.distributions if not rows or n not in REFERENCE_MAY_FAIL])
         offset = pick(OFFSETS) if demand.offset is None else demand.offset
-        return self._sizes(demand, anchored, contents), pick(layouts), contents, offset
+        sizes = self._sizes(demand, anchored, contents)
+        axes = self._bound(sizes) if self._fits(sizes) else None
+        if axes is None:
+            return None
+        # Equal elements hide mistakes, so a case with a demand has none.
+        ties = demand == _Demand() and contents != PLANTED
+        layouts, labels = draw_layouts(
+            self.layouts, axes, self.dtypes, self.generator, rows, ties=ties, covered=self.covered_layouts
+        )
+        labels += [(name, _KIND_OF.get(size, WORKLOAD)) for name, size in sizes.items()]
+        return _Candidate(axes, layouts, contents, offset, [*labels, ("contents", contents), ("offset", str(offset))])
 
-    def _meets(self, demand: _Demand, axes: Mapping[str, int]) -> int:
-        """Return how well a case of these sizes tests the demanded layout; 0 if the records do not allow it."""
-        takers = self.layouts.get(demand.layout or CONTIGUOUS)
-        bound = self._bound(axes) if takers and self._fits(axes) else None
-        rows = 0 if bound is None else ragged_rows(self.definition, takers or (), bound, self.dtypes)
+    def _meets(self, demand: _Demand, candidate: _Candidate) -> int:
+        """Return how well a candidate tests the demanded layout."""
+        if demand.layout is None or not self.layouts.padded:
+            return 0
+        rows = ragged_rows(self.definition, self.layouts.padded, candidate.axes, self.dtypes)
         return min(rows, MANY_ROWS if demand.layout == ROWS_ALIGNED else 1)
 
     def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
         generator, names = self.generator, self.definition.var_axes
         # With tiny sizes, one NaN in a tensor would make every output NaN.
-        kinds = list(SIZES)[2 if contents == PLANTED or demand.layout in self.layouts else 0 :]
+        kinds = list(SIZES)[2 if contents == PLANTED or (demand.layout and self.layouts.padded) else 0 :]
         axes = {name: generator.choice(SIZES[generator.choice(kinds)]) for name in names}
         if demand.odd:
             axes = {name: size | 1 for name, size in axes.items()}
@@ -192,16 +215,20 @@ class _Fuzzer:
         except RecordError:
             return None
 
-    def _gain(self, candidate: tuple[dict[str, int], str, str, int]) -> int:
-        return sum(pair not in self.covered for pair in _pairs(self._features(*candidate)))
-
-    def _features(self, axes: Mapping[str, int], layout: str, contents: str, offset: int) -> list[tuple[str, str]]:
-        sizes = [(name, _KIND_OF.get(size, WORKLOAD)) for name, size in axes.items()]
-        return [*sizes, ("layout", layout), ("contents", contents), ("offset", str(offset))]
+    def _gain(self, candidate: _Candidate) -> int:
+        new = sum(pair not in self.covered for pair in _pairs(candidate.labels))
+        return new + _LAYOUT_WEIGHT * len(_of_layouts(candidate.labels) - self.covered_layouts)
 
 
-def _pairs(features: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    return itertools.combinations(features, 2)
+def _of_layouts(labels: Sequence[Label]) -> set[Label]:
+    return {label for label in labels if label[0].startswith(_LAYOUT_OF)}
+
+
+def _pairs(labels: Sequence[Label]) -> Iterator[tuple[Label, Label]]:
+    """Return all pairs of properties; those of one tensor's layout are one property, because they are many."""
+    laid_out = _of_layouts(labels)
+    core = [label for label in labels if label not in laid_out] + [("layout", "strided" if laid_out else CONTIGUOUS)]
+    return itertools.combinations(core, 2)
 
 
 def fuzz_cases(
@@ -312,55 +339,283 @@ def why_no_case(definition: Definition, solution: Solution) -> str:
 
 
 # ---- fuzz layouts ---------------------------------------------------------------------------------
-# Strides that a Solution declares to read and that contiguous tensors do not have.
+# Strides that a Solution declares to read and that contiguous tensors do not have, and inputs that share memory.
 
 CONTIGUOUS = "contiguous"
+ROWS = "row_contiguous"
 ROWS_ALIGNED, ROWS_OFF = "rows_aligned", "rows_off"
 """Padded rows that all begin at multiples of 16 bytes, as vectors and the tensor copy engine (TMA) need them, or not.
 
 If they do but the last extent is not such a multiple, code that writes whole vectors writes into the padding. TMA does so.
 """
+SEPARATE, SAME, BEHIND, PACKED = "separate", "same", "behind", "packed"
+"""Memory of the inputs of a case: separate; two are one tensor; some lie behind each other; or they interleave row by row."""
 
 _VECTOR_BYTES = 16
 _ALIGNED_ELEMENTS = 64
 _PADDING = (1, 2, 3, 5, 7, 8, 9, 13, 16, 24, 64)
 """Odd padding misaligns every second row for any vector; even padding keeps some alignments and breaks others."""
+PERMUTED, BY_FEW, BY_MULTIPLE, EXPANDED = "permuted", "enlarged by a few", "enlarged by a multiple", "expanded"
+"""Properties of a dimension: its place in memory; more memory than its size, as a part of a longer cache or every second row
+has; or none, as a table that is expanded over a batch has."""
+_STEPS = (2, 3)
 
-# Layout -> the class that a Solution must declare for the tensor, and the minimum number of dimensions.
-_NEEDS: dict[str, tuple[str, int]] = {
-    ROWS_ALIGNED: ("row_contiguous", 2),
-    ROWS_OFF: ("row_contiguous", 2),
-    "rows_swapped": ("row_contiguous", 3),
-    "transposed": ("strided", 2),
-    "columns_padded": ("strided", 2),
-    "every_other": ("strided", 1),
-}
+_SHARE_CONTIGUOUS = 0.35
 _SHARE_LAID_OUT = 0.75
-_COLUMNS_START_AT = (4, 4, 8, 7)
+_SHARE_PERMUTED, _SHARE_PADDED, _SHARE_ENLARGED = 0.4, 0.5, 0.3
+_SHARE_EXPANDED, _SHARE_STEPPED, _SHARE_SEPARATE = 0.1, 0.2, 0.5
+_SPARE_ELEMENTS = 1 << 17
+"""Maximum elements of a tensor with gaps, beyond twice its own."""
+
+_LAYOUT_OF = "layout of "
+
+Layouts = dict[str, str]
+Label = tuple[str, str]
+"""A property of a case, and its value."""
 
 
-def layout_choices(definition: Definition, solution: Solution) -> dict[str, tuple[str, ...]]:
-    """Return layout -> tensors that may have it under the Solution's declared classes; ``contiguous`` is always included.
+@dataclass(frozen=True)
+class LayoutChoices:
+    """The layouts that a Solution accepts: the class of each tensor, and the inputs that may be expanded or equal.
 
     A tensor with strides in the Definition keeps them in every case; only the sizes in them vary.
     """
-    tensors = [
-        name for name in (*definition.tensor_inputs, *definition.written_outputs) if name not in definition.layouts
+
+    definition: Definition
+    classes: Mapping[str, str]
+    expandable: frozenset[str]
+    """Inputs whose contents may repeat along a dimension: not written, and not drawn together with others."""
+    pairs: tuple[tuple[str, str], ...]
+    """Inputs that may be one tensor."""
+
+    @classmethod
+    def of(cls, definition: Definition, solution: Solution) -> LayoutChoices:
+        """Return the choices under the Solution's declared classes."""
+        tensors = [
+            name for name in (*definition.tensor_inputs, *definition.written_outputs) if name not in definition.layouts
+        ]
+        bound = {
+            *definition.in_place,
+            *definition.saved,
+            *(sampled.uniforms for sampled in definition.sampled.values()),
+        }
+        bound |= {*definition.joint_inputs.inputs} if definition.joint_inputs else set()
+        if definition.saved:  # these are computed from inputs of the forward
+            bound |= {*forward_of(definition).inputs}
+        free = [name for name in definition.tensor_inputs if name in tensors and name not in bound]
+        alike = {name: (spec := definition.inputs[name]).shape and (spec.shape, spec.dtype) for name in free}
+        generators = definition.input_generators
+        pairs = [
+            (one, other)
+            for one, other in itertools.combinations(free, 2)
+            if alike[one] and alike[one] == alike[other] and generators.get(one) == generators.get(other)
+        ]
+        classes = {name: solution.spec.layouts.get(name, CONTIGUOUS) for name in tensors}
+        return cls(definition, classes, frozenset(free), tuple(pairs))
+
+    @functools.cached_property
+    def padded(self) -> tuple[str, ...]:
+        """The tensors that may have padded rows."""
+        return tuple(n for n, declared in self.classes.items() if accepts(declared, ROWS) and self._rank(n) > 1)
+
+    def _rank(self, name: str) -> int:
+        return len((self.definition.inputs.get(name) or self.definition.outputs[name]).shape or ())
+
+    @functools.cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The ways in which inputs may share memory; :data:`SEPARATE` if there is none."""
+        inputs = [name for name in self.definition.tensor_inputs if name in self.classes]
+        rows = [name for name in inputs if name in self.padded]
+        return (*[SAME] * bool(self.pairs), *[BEHIND] * (len(inputs) > 1), *[PACKED] * (len(rows) > 1)) or (SEPARATE,)
+
+
+def draw_layouts(
+    choices: LayoutChoices,
+    axes: Mapping[str, int],
+    dtypes: Mapping[str, str],
+    generator: random.Random,
+    rows: str | None = None,
+    *,
+    ties: bool = True,
+    covered: Collection[Label] = (),
+) -> tuple[Layouts, list[Label]]:
+    """Return tensor -> ``strided(...)``, and the properties of these layouts.
+
+    Some tensors stay contiguous, and strides differ. A kernel that confuses the strides of two tensors therefore fails. With
+    ``rows``, all tensors that may have padded rows have them, and nothing else. A tensor without elements stays contiguous.
+    Without ``ties``, no elements of inputs have one address. Properties that are not yet ``covered`` come first.
+    """
+    definition = choices.definition
+    shapes = {name: definition.shape_of(name, axes) for name in choices.classes}
+    shapes = {name: shape for name, shape in shapes.items() if shape and 0 not in shape}
+    if rows is not None:
+        padded = {name: shapes[name] for name in choices.padded if name in shapes}
+        sizes = {
+            name: _row_strides(rows, shape[-1], _bytes(definition, name, dtypes)) for name, shape in padded.items()
+        }
+        drawn = {name: (*shape[:-1], generator.choice(sizes[name])) for name, shape in padded.items()}
+        return {name: spelled(contiguous_strides(extents)) for name, extents in drawn.items()}, [
+            (_LAYOUT_OF + "rows", rows)
+        ]
+    layouts: Layouts = {}
+    labels: list[Label] = []
+    if generator.random() >= _SHARE_CONTIGUOUS:
+        for name, shape in shapes.items():
+            if choices.classes[name] == CONTIGUOUS or generator.random() >= _SHARE_LAID_OUT:
+                continue
+            strides, found = draw_strides(
+                shape,
+                _bytes(definition, name, dtypes),
+                choices.classes[name],
+                generator,
+                expandable=ties and name in choices.expandable,
+                covered={label for of, label in covered if of == _LAYOUT_OF + name},
+            )
+            if strides != contiguous_strides(shape):
+                layouts[name] = spelled(strides)
+                labels += [(_LAYOUT_OF + name, label) for label in found]
+    if generator.random() >= _SHARE_SEPARATE:
+        ways = [how for how in choices.shared if ties or how != SAME] or [SEPARATE]
+        how, shared = _shared(generator.choice(ways), choices, shapes, layouts, dtypes, generator)
+        layouts |= shared
+        labels = [label for label in labels if label[0].removeprefix(_LAYOUT_OF) not in shared] + [("memory", how)]
+    return layouts, labels
+
+
+def draw_strides(
+    shape: tuple[int, ...],
+    itemsize: int,
+    declared: str,
+    generator: random.Random,
+    *,
+    expandable: bool,
+    covered: Collection[str] = (),
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return strides of a class of layouts, and the properties that they have, such as ``2 permuted``.
+
+    The dimensions lie in memory in any order. Each takes as much memory as its size, or more, or none if the tensor is expanded
+    along it. Rows may begin at multiples of 16 bytes, or not. If the last dimension may have any stride, it has any place.
+    One property that is not yet covered is certain.
+    """
+    last, free, chance = len(shape) - 1, _is_free(declared), generator.random
+    leading = [dimension for dimension in range(last + free) if shape[dimension] > 1]
+    kinds = (PERMUTED, BY_FEW, BY_MULTIPLE, *[EXPANDED] * expandable)
+    open_ones = [
+        (d, kind) for d in leading for kind in kinds if f"{d} {kind}" not in covered and (d, kind) != (last, EXPANDED)
     ]
-    found: dict[str, tuple[str, ...]] = {CONTIGUOUS: ()}
-    for layout, (needed, dimensions) in _NEEDS.items():
-        takers = tuple(
-            name
-            for name in tensors
-            if accepts(solution.spec.layouts.get(name, CONTIGUOUS), needed) and _rank(definition, name) >= dimensions
-        )
-        if takers:
-            found[layout] = takers
+    wished, wish = generator.choice(open_ones or [(-1, "")])
+    order = list(range(last + free))
+    if chance() < _SHARE_PERMUTED:
+        generator.shuffle(order)
+    if wished in order and len(order) > 1:
+        at = order.index(wished)
+        if (wish == PERMUTED and at == wished) or (wish in (BY_FEW, BY_MULTIPLE) and at == 0):
+            other = generator.choice([place for place in range(len(order)) if place != at])
+            order[at], order[other] = order[other], order[at]
+    labels = [f"{d} {PERMUTED}" for place, d in enumerate(order) if place != d and d in leading]
+    order += [] if free else [last]
+    strides, step = [0] * len(shape), 1
+    if free and chance() < _SHARE_STEPPED:
+        step = generator.choice(_STEPS)
+        labels.append("stepped")
+    for place, dimension in enumerate(reversed(order)):
+        size, wants = shape[dimension], wish if dimension == wished else ""
+        may_expand = expandable and place and dimension != last and size > 1
+        if may_expand and (wants == EXPANDED or (not wants and chance() < _SHARE_EXPANDED)):
+            labels.append(f"{dimension} {EXPANDED}")
+            continue
+        strides[dimension] = step
+        share = _SHARE_ENLARGED if place else _SHARE_PADDED
+        if len(order) > 1 and (wants in (BY_FEW, BY_MULTIPLE) or chance() < share):
+            by = wants if wants in (BY_FEW, BY_MULTIPLE) else generator.choice((BY_FEW, BY_MULTIPLE))
+            step *= generator.choice(_extents(size, itemsize)[by])
+            labels += [f"{dimension} {by}"] * (place < last)
+        else:
+            step *= size
+    if step > 2 * math.prod(shape) + _SPARE_ELEMENTS:
+        return contiguous_strides(shape), []
+    aligned = all(stride * itemsize % _VECTOR_BYTES == 0 for stride in strides if stride > 1)
+    return tuple(strides), [*labels, "aligned" if aligned else "off"]
+
+
+def _is_free(declared: str) -> bool:
+    """Return True if a class lets the last dimension have any stride."""
+    return not accepts(ROWS, declared)
+
+
+def _extents(size: int, itemsize: int) -> dict[str, list[int]]:
+    """Return larger extents in memory: by a few elements, to the next vector or block, or a multiple of the size."""
+    few = [size + 1, size + 5, *_row_strides(ROWS_OFF, size, itemsize)[:3], *_row_strides(ROWS_ALIGNED, size, itemsize)]
+    return {BY_FEW: few, BY_MULTIPLE: [2 * size, 2 * size, 3 * size]}
+
+
+def _row_strides(layout: str, size: int, itemsize: int) -> list[int]:
+    """Return row strides longer than a row: to the next vector or larger block, or misaligned for every vector."""
+    if layout == ROWS_OFF:
+        return [size + padding for padding in _PADDING if (size + padding) * itemsize % _VECTOR_BYTES]
+    vector = max(1, _VECTOR_BYTES // itemsize)
+    blocks = [size // step * step + step for step in (vector, _ALIGNED_ELEMENTS)]
+    return [blocks[0], blocks[0] + vector, blocks[1], blocks[1]]
+
+
+def _shared(
+    how: str,
+    choices: LayoutChoices,
+    shapes: Mapping[str, tuple[int, ...]],
+    layouts: Layouts,
+    dtypes: Mapping[str, str],
+    generator: random.Random,
+) -> tuple[str, Layouts]:
+    """Return the way in which some inputs share memory, and their layouts; separate memory if no inputs of this case can."""
+    if how == SAME:
+        one, other = generator.choice(choices.pairs)
+        if {one, other} <= shapes.keys() and (one not in layouts or choices.classes[one] == choices.classes[other]):
+            text = layouts.get(one, spelled(contiguous_strides(shapes[one])))
+            return SAME, {one: text, other: f"{text}@{one}+0"}
+    able = [n for n in choices.definition.tensor_inputs if n in shapes and (how == BEHIND or n in choices.padded)]
+    if how in (BEHIND, PACKED) and able:
+        host = generator.choice(able)
+        dtype, rank = choices.definition.dtype_of(host, dtypes), len(shapes[host])
+        group = {name: shapes[name] for name in able if choices.definition.dtype_of(name, dtypes) == dtype}
+        group = {n: shape for n, shape in group.items() if n == host or generator.random() < _SHARE_LAID_OUT}
+        order = list(range(rank))
+        if how == PACKED:
+            if generator.random() < _SHARE_PERMUTED:
+                order[:-1] = generator.sample(order[:-1], rank - 1)
+            rows = shapes[host][order[0]]
+            group = {n: shape for n, shape in group.items() if len(shape) == rank and shape[order[0]] == rows}
+        if len(group) > 1:
+            return how, _packed(group, order, generator) if how == PACKED else _behind(group)
+    return SEPARATE, {}
+
+
+def _behind(group: Mapping[str, tuple[int, ...]]) -> Layouts:
+    """Return contiguous layouts behind each other in the memory of the first tensor."""
+    host, begins = next(iter(group)), itertools.accumulate(map(math.prod, group.values()), initial=0)
+    return {
+        name: spelled(contiguous_strides(shape), (host, begin) if begin else None)
+        for (name, shape), begin in zip(group.items(), begins, strict=False)
+    }
+
+
+def _packed(group: Mapping[str, tuple[int, ...]], order: Sequence[int], generator: random.Random) -> Layouts:
+    """Return layouts of parts of the same rows, such as q, k and v of one projection.
+
+    Args:
+        group: name -> shape; the sizes of the first dimension of ``order`` are equal.
+        order: the dimensions in memory, the outermost first and the last one innermost.
+        generator: chooses how many dimensions number the rows.
+    """
+    in_memory = {name: [shape[dimension] for dimension in order] for name, shape in group.items()}
+    alike = [len(set(sizes)) == 1 for sizes in zip(*in_memory.values(), strict=True)][:-1]
+    outer = generator.randint(1, [*alike, False].index(False))
+    parts = [math.prod(sizes[outer:]) for sizes in in_memory.values()]
+    host, begins, found = next(iter(group)), itertools.accumulate(parts, initial=0), Layouts()
+    for (name, sizes), begin in zip(in_memory.items(), begins, strict=False):
+        steps = [step * sum(parts) for step in contiguous_strides(sizes[:outer])] + [*contiguous_strides(sizes[outer:])]
+        strides = [steps[order.index(dimension)] for dimension in range(len(order))]
+        found[name] = spelled(strides, (host, begin) if begin else None)
     return found
-
-
-def _rank(definition: Definition, name: str) -> int:
-    return len((definition.inputs.get(name) or definition.outputs[name]).shape or ())
 
 
 def ragged_rows(
@@ -378,77 +633,6 @@ def ragged_rows(
 
 def _bytes(definition: Definition, name: str, dtypes: Mapping[str, str]) -> int:
     return STORED_BYTES[definition.dtype_of(name, dtypes)]
-
-
-def draw_layouts(
-    definition: Definition,
-    takers: Sequence[str],
-    layout: str,
-    axes: Mapping[str, int],
-    dtypes: Mapping[str, str],
-    generator: random.Random,
-    *,
-    everywhere: bool = False,
-) -> dict[str, str]:
-    """Return tensor -> ``strided(...)`` for most of the tensors that may have the layout, each with different strides.
-
-    Some stay contiguous unless ``everywhere`` is set, and paddings differ. A kernel that confuses the strides of two tensors
-    therefore fails. A tensor without elements stays contiguous.
-    """
-    solid = [name for name in takers if 0 not in definition.shape_of(name, axes)]
-    if not solid or layout == CONTIGUOUS:
-        return {}
-    surely = solid if everywhere else [generator.choice(solid)]
-    laid_out = [name for name in solid if name in surely or generator.random() < _SHARE_LAID_OUT]
-    return {
-        name: _spelled(
-            _strides(layout, definition.shape_of(name, axes), _bytes(definition, name, dtypes), generator),
-        )
-        for name in laid_out
-    }
-
-
-def _strides(layout: str, shape: tuple[int, ...], itemsize: int, generator: random.Random) -> tuple[int, ...]:
-    match layout:
-        case "rows_swapped":  # a [B, H, S, D] view of [B, S, H, D] memory, as a model passes its heads
-            return _permuted(shape, -3, -2)
-        case "transposed":
-            return _permuted(shape, -2, -1)
-        case "columns_padded":  # as scales that are loaded by columns, which begin at multiples of 16 bytes
-            return _columns_padded(shape, generator.choice(_COLUMNS_START_AT))
-        case "every_other":
-            return tuple(2 * step for step in contiguous_strides(shape))
-    return contiguous_strides((*shape[:-1], generator.choice(_row_strides(layout, shape[-1], itemsize))))
-
-
-def _row_strides(layout: str, size: int, itemsize: int) -> list[int]:
-    """Return row strides longer than a row: to the next vector or larger block, or misaligned for every vector."""
-    if layout == ROWS_OFF:
-        return [size + padding for padding in _PADDING if (size + padding) * itemsize % _VECTOR_BYTES]
-    vector = max(1, _VECTOR_BYTES // itemsize)
-    blocks = [size // step * step + step for step in (vector, _ALIGNED_ELEMENTS)]
-    return [blocks[0], blocks[0] + vector, blocks[1], blocks[1]]
-
-
-def _columns_padded(shape: tuple[int, ...], multiple: int) -> tuple[int, ...]:
-    """Return strides of consecutive columns, each padded to a multiple of ``multiple`` elements; the gaps are unused."""
-    *batches, down, up = shape
-    length = -(-down // multiple) * multiple
-    return (*contiguous_strides((*batches, up, length))[:-2], 1, length)
-
-
-def _permuted(shape: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-    order = list(range(len(shape)))
-    order[one], order[other] = order[other], order[one]
-    in_memory = contiguous_strides([shape[dimension] for dimension in order])
-    strides = [0] * len(shape)
-    for dimension, step in zip(order, in_memory, strict=True):
-        strides[dimension] = step
-    return tuple(strides)
-
-
-def _spelled(strides: tuple[int, ...]) -> str:
-    return f"strided({', '.join(map(str, strides))})"
 
 
 # ---- repair of sizes ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.records.layouts import layout_strides, shared_place
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
-from tilegym_db.verification.oracle import as_written, oracle
+from tilegym_db.verification.large import LargeCase
+from tilegym_db.verification.oracle import as_written, at_indices, oracle
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def make_oracle_case(
             read or break a rule of the operator.
     """
     if inputs is None:
-        inputs = draw_inputs(definition, case, device, blobs=blobs)
+        inputs = tied(case, draw_inputs(definition, case, device, blobs=blobs))
     broken = broken_constraint(definition, case.call.axes, inputs)
     if broken is not None:
         if case.files:
@@ -82,6 +84,57 @@ def make_oracle_case(
         return None
     exact = exact_outputs(written, own) if case.exact and not draws_noise(definition) else frozenset()
     return OracleCase(case, inputs, truth, e_base, exact, conditioned)
+
+
+@dataclass(frozen=True)
+class LargeOracleCase:
+    """A large call, and the oracle of some of its rows."""
+
+    given: OracleCase
+    """The inputs of the call, without outputs."""
+    compared: OracleCase
+    indices: Mapping[str, torch.Tensor]
+
+    def outputs_at(self, definition: Definition, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs of the call at the compared rows."""
+        return at_indices(definition, outputs, self.indices)
+
+
+def make_large_case(definition: Definition, large: LargeCase, device: str) -> LargeOracleCase | None:
+    """Draw a large case and evaluate the oracle at its compared rows; None if the case proves nothing.
+
+    Raises:
+        Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
+    """
+    axes = large.case.call.axes
+    base = draw_inputs(definition, large.base, device)
+    indices = {axis: torch.tensor(rows, device=device) for axis, rows in large.rows.items()}
+    period = {axis: torch.arange(axes[axis], device=device) % large.base.call.axes[axis] for axis in indices}
+    inputs = {**at_indices(definition, base, period), **large.case.call.scalars}
+    if broken_constraint(definition, axes, inputs) is not None:
+        return None
+    few = {axis: len(rows) for axis, rows in large.rows.items()}
+    case = replace(large.case, call=replace(large.case.call, axes={**axes, **few}))
+    compared = make_oracle_case(definition, case, device, inputs=at_indices(definition, inputs, indices))
+    return None if compared is None else LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
+
+
+def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the equal elements that the layouts of a case give one address.
+
+    They repeat along strides of zero, and an input at the place of another input is that input.
+    """
+    found = dict(inputs)
+    places = {name: shared_place(layout) for name, layout in case.call.layouts.items() if name in inputs}
+    for name, place in sorted(places.items(), key=lambda item: item[1] is not None):
+        value = found[name]
+        if place is not None and place[1] == 0:
+            found[name] = found[place[0]]
+        elif value.numel():
+            strides = layout_strides(case.call.layouts[name], value.shape, case.call.axes)
+            first = value[tuple(slice(1) if step == 0 else slice(None) for step in strides)]
+            found[name] = value if first.shape == value.shape else first.expand_as(value).contiguous()
+    return found
 
 
 def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: Mapping[str, Any]) -> str | None:

@@ -47,7 +47,7 @@ def sliced(
     if _estimate(definition, inputs, sizes) <= budget_bytes:
         return run(definition, inputs)
     axis = max(
-        (name for name in _divisible_axes(definition) if sizes.get(name, 0) > 1),
+        (name for name in divisible_axes(definition) if sizes.get(name, 0) > 1),
         key=lambda name: _elements_along(definition, inputs, name),
         default=None,
     )
@@ -64,7 +64,7 @@ def sliced(
     }
 
 
-def _divisible_axes(definition: Definition) -> list[str]:
+def divisible_axes(definition: Definition) -> list[str]:
     """Return the independent axes that every output has, and that occur only alone and once per tensor."""
     specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
     entangled = {
@@ -121,6 +121,20 @@ def _part(definition: Definition, inputs: Inputs, axis: str, start: int, length:
         if axis in (spec.shape or ()):  # a reference may require contiguous inputs
             part[name] = inputs[name].narrow(_dimension(spec.shape, axis), start, length).contiguous()
     return part
+
+
+def at_indices(
+    definition: Definition, values: Mapping[str, Any], indices: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return inputs or outputs by name at some indices of independent axes; a reference of these gives these outputs."""
+    found = dict(values)
+    for name, value in values.items():
+        spec = definition.inputs.get(name) or definition.outputs[name]
+        for axis, chosen in indices.items():
+            if axis in (spec.shape or ()):
+                value = value.index_select(_dimension(spec.shape, axis), chosen)
+        found[name] = value
+    return found
 
 
 def _dimension(shape: tuple[str | int, ...] | None, axis: str) -> int:

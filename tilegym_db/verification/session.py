@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from tilegym_db.errors import StoreError
 from tilegym_db.records import Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.call import is_code_selecting
@@ -27,9 +28,17 @@ from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case
+from tilegym_db.verification.large import large_cases
 from tilegym_db.verification.sequences import check_sequences
-from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, WorstErrors, cannot_verify
+from tilegym_db.verification.verifier import (
+    CANNOT_VERIFY,
+    POISON_NAN,
+    Failure,
+    WorstErrors,
+    cannot_verify,
+    judge_large,
+)
 from tilegym_db.verification.worker_handle import WorkerHandle
 
 # ---- own shape ------------------------------------------------------------------------------------
@@ -119,6 +128,12 @@ class ShapesAhead:
 
 def _is_of(future: Future[WorkloadContents | Failure], contents: WorkloadContents) -> bool:
     return future.done() and future.result() is contents
+
+
+MAX_LARGE_BYTES_ON_CPU = 24 << 20
+"""Maximum bytes of a large case's tensors there."""
+COPIES_OF_LARGE = 6
+"""Number of times that a large case must fit in the free memory of a GPU, for its inputs, buffers and checks."""
 
 
 # ---- fuzz outcome ---------------------------------------------------------------------------------
@@ -369,6 +384,12 @@ class Verification:
                 max_rows=policy.fuzz_rows,
             )
             outcome = self._check_fuzz_cases(cases, cache, scalars)
+            # A baseline never serves a model, and an interpreter is too slow.
+            if policy.as_served and record.spec.role == "kernel" and not self.handle.interpret:
+                if not isinstance(outcome, Failure):
+                    outcome = self._check_large_cases(outcome, dtypes, scalars, seed)
+                if not isinstance(outcome, Failure):
+                    outcome = self._check_sequences(outcome, cases, seed, cache)
             if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
                 return outcome
             self.fuzz_outcomes[key] = outcome
@@ -405,17 +426,37 @@ class Verification:
                 help_given.result()
         finally:
             self._helpers = []
-        outcome = conclude_fuzz(fuzz, proving, queue.failures)
-        return outcome if isinstance(outcome, Failure) or not in_turn else self._with_sequences(outcome, cases, cache)
+        return conclude_fuzz(fuzz, proving, queue.failures)
 
-    def _with_sequences(self, fuzz: FuzzOutcome, cases: Sequence[Case], cache: ExpectedCache) -> FuzzOutcome | Failure:
-        """Check sequences of calls too, of kernels only: a baseline never serves a model, and an interpreter is too slow."""
-        if self.handle.solution.record.spec.role != "kernel" or self.handle.interpret:
-            return fuzz
-        judged = self.handle.load() or check_sequences(self.handle, cases, cases[0].seed, cache)
+    def _check_sequences(
+        self, fuzz: FuzzOutcome, cases: Sequence[Case], seed: int, cache: ExpectedCache
+    ) -> FuzzOutcome | Failure:
+        """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
+        judged = self.handle.load() or check_sequences(self.handle, cases, seed, cache)
         if isinstance(judged, Failure):
             return judged
         fuzz.passed += judged
+        return fuzz
+
+    def _check_large_cases(
+        self, fuzz: FuzzOutcome, dtypes: Mapping[str, str], scalars: Mapping[str, Scalar], seed: int
+    ) -> FuzzOutcome | Failure:
+        """Call once at sizes too large for a whole oracle; compare some rows. Cases without memory are dropped."""
+        handle, budget = self.handle, MAX_LARGE_BYTES_ON_CPU
+        definition, record = handle.definition, handle.solution.record
+        if handle.device != CPU:
+            budget = torch.cuda.mem_get_info(handle.device)[0] // COPIES_OF_LARGE
+        for case in large_cases(
+            definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
+        ):
+            try:
+                large = make_large_case(definition, case, handle.device)
+                outcome = _check_large_case(handle, large) if large is not None else None
+            except (StoreError, torch.OutOfMemoryError):
+                large = outcome = None
+            if isinstance(outcome, Failure) and not outcome.no_memory:
+                return outcome
+            (fuzz.dropped if large is None or outcome is not None else fuzz.passed).append(str(case.case))
         return fuzz
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
@@ -519,6 +560,19 @@ def _check_case(
         return outcome
     verdict.add(outcome[0])
     return verdict
+
+
+def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:
+    with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
+        failure = handle.attach(buffers, large.given.case)
+        if failure is None:
+            found = handle.one_call(buffers, large.given, POISON_NAN)
+            if isinstance(found, Failure):
+                failure = found
+            else:
+                failure = judge_large(handle.definition, handle.solution.record, large, found)
+        handle.detach()
+    return failure
 
 
 # ---- check of stock code --------------------------------------------------------------------------

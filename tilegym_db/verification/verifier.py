@@ -20,12 +20,19 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
 from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.sandbox.protocol import Reply
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, tensor_view
+from tilegym_db.sandbox.shared_buffers import (
+    SharedBuffers,
+    TensorPlan,
+    each_once,
+    fill_tensor,
+    fill_with_garbage,
+    tensor_view,
+)
 from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.comparison import check_outputs, is_undefined
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import LargeOracleCase, OracleCase
 from tilegym_db.verification.gates import OutputComparison, compare_rows
 from tilegym_db.verification.sampling import check_sampled_outputs
 
@@ -43,7 +50,7 @@ def fill_slot(
     slot = buffers.slot(index)
     fill_with_garbage(slot) if poison is None else slot.fill_(poison)
     for plan in buffers.plan.inputs:
-        tensor_view(slot, plan).copy_(expected.inputs[plan.name])
+        fill_tensor(tensor_view(slot, plan), expected.inputs[plan.name])
 
 
 def verify_slot(
@@ -237,15 +244,24 @@ def check_memory(
     if torch.equal(before, after):
         return None
     position = int(torch.nonzero(before != after)[0])
-    for plan in buffers.plan.tensors:
-        if plan.offset <= position < plan.offset + plan.span:
-            where = "a gap between its elements" if plan in writable else "an input"
-            what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
-            return incorrect("memory", what, case)
+    within = [plan for plan in buffers.plan.tensors if plan.offset <= position < plan.offset + plan.span]
+    if within:
+        # Inputs of one memory interleave: one may lie in the gaps of another.
+        plan = next((plan for plan in within if _holds(before, plan, position)), within[0])
+        where = "a gap between its elements" if plan in writable else "an input"
+        what = f"wrote to {plan.name}, {where}, at byte {position - plan.offset} at {case}"
+        return incorrect("memory", what, case)
     nearest = min(
         buffers.plan.tensors, key=lambda plan: min(abs(position - plan.offset), abs(position - plan.offset - plan.span))
     )
     return incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
+
+
+def _holds(slot: torch.Tensor, plan: TensorPlan, position: int) -> bool:
+    """Return True if a byte of a slot belongs to an element of the tensor."""
+    marks = torch.ones_like(slot)
+    each_once(tensor_view(marks, plan)).zero_()
+    return not marks[position]
 
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
@@ -290,6 +306,23 @@ def judge(
         if verdict.gate is not None:
             return incorrect(verdict.gate, f"{verdict.reason} at {expected.case}", expected.case, name, verdicts)
     return verdicts
+
+
+def judge_large(
+    definition: Definition, solution: Solution, large: LargeOracleCase, outputs: Mapping[str, torch.Tensor]
+) -> Failure | None:
+    """Return a failure if a large call left poison in an output, or is wrong at the compared rows."""
+    case = large.given.case
+    for name, value in outputs.items():
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
+        if words is None or not value.is_floating_point() or name in definition.in_place.values():
+            continue
+        if bool((value.view(words) == -1).any()):
+            return incorrect("poison", f"{name}: an element is not written at {case}", case)
+    judged = judge(definition, solution, large.compared, large.outputs_at(definition, outputs))
+    if isinstance(judged, Failure):
+        return replace(judged, reason=f"{judged.reason}, some rows of {case}", case=case)
+    return None
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -42,7 +42,8 @@ class TierPolicy:
     baselines, which are never resolved to; a few cases suffice, because compiled stock code compiles anew for each.
     ``fuzz_rows``: rows of the largest tensor of such a case. ``calls``: number of calls on the same inputs, whose bytes must
     agree. ``audited``: also check the ownership of the device time, and time calls on new contents by the harness's clock.
-    ``in_turn``: follow each fuzz case by another call of its shape with other ranges and scalars, and by the first case again.
+    ``in_turn``: follow each fuzz case by another call of its shape with other ranges and scalars, and by the first case again, in
+    drawn situations. ``as_served``: also call kernels at large sizes and in sequences.
     ``draws``: draws per case that are checked together, for operators that draw at random.
     """
 
@@ -53,6 +54,7 @@ class TierPolicy:
     audited: bool
     fuzz_rows: int = MAX_ROWS
     in_turn: bool = False
+    as_served: bool = False
     draws: int = 1024
 
     def fuzz_cases_of(self, solution: Solution) -> int:
@@ -69,7 +71,7 @@ UNTIMED = replace(SCREEN, tier="untimed")
 """Policy for a Solution that omits an output: a screen without times, because no other Solution's time is comparable."""
 
 PROMOTION = TierPolicy(
-    "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, draws=16384
+    "promotion", fuzz_cases=24, baseline_fuzz_cases=4, calls=5, audited=True, in_turn=True, as_served=True, draws=16384
 )
 
 
@@ -281,11 +283,13 @@ class WorkerHandle:
         by_torch = self.solution.record.spec.language == "python"
         return Situation.drawn(case.seed * 31 + number, read_only, multiplies_by_torch=by_torch, on_gpu=on_gpu)
 
-    def one_call(self, buffers: SharedBuffers, expected: OracleCase) -> dict[str, torch.Tensor] | Failure:
+    def one_call(
+        self, buffers: SharedBuffers, expected: OracleCase, poison: int | None = None
+    ) -> dict[str, torch.Tensor] | Failure:
         """Return the outputs of one call on the first slot of attached memory without comparing them."""
         assert self.worker is not None
         timeout_s = self.limits.first_call_s
-        return one_call(self.worker, buffers, 0, self.definition, expected, None, timeout_s)
+        return one_call(self.worker, buffers, 0, self.definition, expected, poison, timeout_s)
 
     def call_in_turn(
         self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]

@@ -21,6 +21,7 @@ from tilegym_db.measurement.instruments.requests import SolutionCalls, marked_li
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.solution import narrowed
+from tilegym_db.sandbox.shared_buffers import fill_tensor
 from tilegym_db.verification.inputs import BlobReader, draw_inputs
 
 WARM_UP_CALLS = 3
@@ -40,7 +41,7 @@ def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobRea
         if isinstance(value, torch.Tensor):
             strides = case.strides(definition, name)
             flat = torch.zeros(_span(tuple(value.shape), strides) + case.offset, dtype=value.dtype)
-            flat.as_strided(value.shape, strides, case.offset).copy_(value)
+            fill_tensor(flat.as_strided(value.shape, strides, case.offset), value)
             value = flat.to(device).as_strided(value.shape, strides, case.offset)
         given[name] = value
     for name in definition.written_outputs:

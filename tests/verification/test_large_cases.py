@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tilegym_db.records import Definition, Solution
+from tilegym_db.verification.expected import make_large_case
+from tilegym_db.verification.large import INDEX_LIMIT, large_cases, sampled_rows
+from tilegym_db.verification.verifier import Failure, judge_large
+
+
+def solution(*constraints: str) -> Solution:
+    spec = {"language": "python", "entry_point": "kernel.py::run", "constraints": list(constraints)}
+    return Solution.from_dict(
+        {"name": "any", "definition": "row_scale", "author": "tests", "spec": spec, "sources": [{"path": "kernel.py"}]}
+    )
+
+
+def large(definition: Definition, *constraints: str, seed: int = 1, **changes: Any) -> list[Any]:
+    given = {"budget_bytes": 24 << 20, "on_gpu": False, **changes}
+    return large_cases(definition, solution(*constraints), {"T": "float32"}, {"factor": 2.0}, seed=seed, **given)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
+    axes = [case.case.call.axes for case in large(operator(independent_axes=["M"]), seed=seed)]
+    assert 1 << 10 <= axes[0]["M"] <= (1 << 14) + 1
+    assert axes[1]["M"] > 1 << 16
+    assert axes[2]["N"] >= 1 << 10
+    assert axes[3]["M"] * axes[3]["N"] >= 1 << 20
+
+
+def test_a_gpu_gets_a_tensor_beyond_31_bits_if_memory_allows(operator):
+    definition = operator(independent_axes=["M"])
+    axes = large(definition, on_gpu=True, budget_bytes=24 << 30)[-1].case.call.axes
+    assert axes["M"] * axes["N"] > INDEX_LIMIT
+    smaller = [case.case.call.axes for case in large(definition, on_gpu=True, budget_bytes=8 << 30)]
+    assert max(one["M"] * one["N"] for one in smaller) <= 1 << 30
+
+
+def test_large_cases_need_an_independent_axis(operator):
+    assert large(operator()) == []
+    cases = large(operator(independent_axes=["M"]), "M <= 5000", "N % 8 == 0")
+    assert cases
+    assert all(case.case.call.axes["M"] <= 5000 and case.case.call.axes["N"] % 8 == 0 for case in cases)
+
+
+def test_ends_and_limits_of_rows_are_always_compared():
+    rows = sampled_rows(70_000, 40_000, 64, random.Random(1))
+    assert {0, 1023, 1024, 1025, 65535, 65536, 65537, 69_999, INDEX_LIMIT // 40_000, INDEX_LIMIT // 40_000 + 1} <= {
+        *rows
+    }
+    assert len(rows) == 64
+    assert sampled_rows(3, 1, 64, random.Random(1)) == (0, 1, 2)
+
+
+@pytest.fixture
+def judged(operator):
+    """Judge an output of the second large case, which has more than 65,536 rows."""
+    definition = operator(independent_axes=["M"])
+    case = make_large_case(definition, large(definition)[1], "cpu")
+    assert case is not None
+    right = case.given.inputs["x"] * case.given.inputs["weight"] * case.given.inputs["factor"]
+
+    def judge(change: Any) -> Failure | None:
+        return judge_large(definition, solution(), case, {"out": change(right.clone())})
+
+    return judge
+
+
+def test_a_right_output_of_many_rows_passes(judged):
+    assert judged(lambda out: out) is None
+
+
+def test_rows_that_begin_anew_after_65536_are_refused(judged):
+    failure = judged(lambda out: out[torch.arange(len(out)) % (1 << 16)])
+    assert failure is not None
+    assert failure.gate != "poison"
+
+
+def test_a_row_that_is_not_compared_must_be_written(judged):
+    def change(out: torch.Tensor) -> torch.Tensor:
+        out[33333].view(torch.int32).fill_(-1)
+        return out
+
+    failure = judged(change)
+    assert failure is not None
+    assert failure.gate == "poison"

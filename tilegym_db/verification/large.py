@@ -1,0 +1,192 @@
+"""Large cases: sizes that are served and too large for a whole oracle.
+
+They have many rows, long rows, or tensors beyond 2**31 elements. Contents repeat along the independent axes after a prime number
+of rows, so that drawing them is cheap. A row that is mistaken for another one, such as 65536 rows before, shows. Outputs are
+compared at some rows only.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilegym_db.errors import RecordError
+from tilegym_db.records import Definition, Solution
+from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.case import Case
+from tilegym_db.records.dtypes import STORED_BYTES, Scalar
+from tilegym_db.records.layouts import contiguous_strides
+from tilegym_db.verification.cases import SIZES, repaired
+from tilegym_db.verification.oracle import divisible_axes
+
+FEW_ROWS = (1 << 10, 1 << 14)
+VERY_MANY_ROWS = ((1 << 16) + 1, 1 << 17)
+"""More rows than a grid dimension and a 16-bit number can have."""
+LONG_ROWS = (1 << 10, 1 << 15)
+ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
+INDEX_LIMIT = 1 << 31
+MAX_FLOPS_ON_CPU, MAX_FLOPS_ON_GPU = 1e8, 2e12
+_PERIODS = (31, 61, 251, 509)
+_MAX_COMPARED = 1 << 19
+"""Maximum elements of an oracle's tensor; it limits the rows that are compared."""
+_MAX_MATRICES = 1 << 7
+"""Maximum compared matrices, as references of attention loop over them."""
+_MAX_DRAWN = 1 << 20
+_COMPARED_ROWS = 64
+_MARKS = (1 << 10, 1 << 15, 1 << 16)
+_LARGE_TRIES = 40
+
+
+@dataclass(frozen=True)
+class LargeCase:
+    """A large call, the small call whose contents repeat in it, and the compared indices of each repeated axis."""
+
+    case: Case
+    base: Case
+    rows: Mapping[str, tuple[int, ...]]
+
+
+def large_cases(
+    definition: Definition,
+    solution: Solution,
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    *,
+    seed: int,
+    budget_bytes: int,
+    on_gpu: bool,
+) -> list[LargeCase]:
+    """Return the large cases that the Definition and the Solution allow; none without an independent axis.
+
+    They have from 1,024 to 16,384 rows, more than 65,536 indices of each independent axis, long rows, many elements, and on a
+    GPU more than 2**31 elements in one tensor.
+
+    Args:
+        definition: names the independent axes, along which outputs are compared at some indices.
+        solution: its constraints hold.
+        dtypes: the dtype binding in use.
+        scalars: scalar inputs by name.
+        seed: secret of this run.
+        budget_bytes: maximum bytes of all tensors of a call.
+        on_gpu: the calls run on a GPU.
+    """
+    generator = random.Random(f"{seed} large")
+    repeated = [axis for axis in divisible_axes(definition) if axis not in definition.size_scalars.values()]
+    if not repeated or definition.sampled:
+        return []
+    others = [axis for axis in definition.var_axes if axis not in repeated]
+    drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
+    wanted = [(repeated, FEW_ROWS, False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
+    wanted += [(others, LONG_ROWS, False)]
+    wanted.append((repeated, ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, True))
+    wanted += [(repeated, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)), True)] * on_gpu
+    found = [drawn.case(axes, bounds, elements=elements) for axes, bounds, elements in wanted]
+    return [large for large in found if large is not None]
+
+
+@dataclass(frozen=True)
+class _Large:
+    definition: Definition
+    solution: Solution
+    dtypes: Mapping[str, str]
+    scalars: Mapping[str, Scalar]
+    repeated: Sequence[str]
+    budget_bytes: int
+    on_gpu: bool
+    generator: random.Random
+
+    def case(self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool) -> LargeCase | None:
+        """Return a case in which one of the axes, or the largest tensor, has a size within the bounds."""
+        constraints = (*self.definition.constraints, *self.solution.spec.constraints)
+        fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
+        for number in range(_LARGE_TRIES if axes else 0):
+            kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 else ("one", "tiny")
+            small = [size for kind in kinds for size in SIZES[kind]]
+            axis = self.generator.choice(axes)
+            sizes = {name: self.generator.choice(small) for name in self.definition.var_axes}
+            sizes = repaired(constraints, sizes, fixed, self.dtypes, self.generator)
+            low, high = bounds
+            if elements:
+                one = self._bound({**sizes, axis: 1})
+                most = self._elements(one) if one else 0
+                low, high = (-(-bound // most) for bound in bounds) if most else (1, 1)
+            size = int(low * (high / low) ** self.generator.random()) | 1  # odd, and often a prime
+            large = self._bound(repaired(constraints, {**sizes, axis: size}, fixed, self.dtypes, self.generator))
+            if large is None or not 0.9 * low <= large[axis] <= high + 1 or not self._affordable(large):
+                continue
+            base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
+            rows = {name: self._rows(name, large) for name in self.repeated}
+            compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
+            if base and compared and self._are_quick(base, compared):
+                seed = self.generator.getrandbits(62)
+                return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
+        return None
+
+    def _case_of(self, axes: Mapping[str, int], seed: int) -> Case:
+        scalars = scalars_with_axes(self.definition, self.scalars, axes)
+        return Case(Call(self.definition.name, dict(axes), dict(self.dtypes), {}, scalars), seed=seed)
+
+    def _bound(self, axes: Mapping[str, int]) -> dict[str, int] | None:
+        try:
+            bound = self.definition.bind_axes({name: axes[name] for name in self.definition.var_axes})
+            self._shapes(bound)
+            return bound if self.solution.unsupported(bound, self.dtypes) is None else None
+        except RecordError:
+            return None
+
+    def _shapes(self, axes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        names = (*self.definition.tensor_inputs, *self.definition.written_outputs)
+        return {name: self.definition.shape_of(name, axes) for name in names}
+
+    def _affordable(self, axes: Mapping[str, int]) -> bool:
+        sizes = self._shapes(axes)
+        total = sum(
+            math.prod(shape) * STORED_BYTES[self.definition.dtype_of(name, self.dtypes)]
+            for name, shape in sizes.items()
+        )
+        flops = self.definition.cost_of(axes, self.dtypes)[0]
+        return total <= self.budget_bytes and flops <= (MAX_FLOPS_ON_GPU if self.on_gpu else MAX_FLOPS_ON_CPU)
+
+    def _elements(self, axes: Mapping[str, int], inner: int = 0) -> int:
+        """Return the elements of the largest tensor, without the last ``inner`` dimensions."""
+        return max(math.prod(shape[: len(shape) - inner]) for shape in self._shapes(axes).values())
+
+    def _are_quick(self, base: Mapping[str, int], compared: Mapping[str, int]) -> bool:
+        return (
+            self._elements(base) <= _MAX_DRAWN
+            and self._elements(compared) <= 2 * _MAX_COMPARED
+            and self._elements(compared, inner=2) <= 2 * _MAX_MATRICES
+        )
+
+    def _period(self, size: int) -> int:
+        return min(size, self.generator.choice(_PERIODS))
+
+    def _rows(self, axis: str, axes: Mapping[str, int]) -> tuple[int, ...]:
+        shapes = [
+            (self.definition.shape_of(name, axes), (spec.shape or ()).index(axis))
+            for name, spec in self.definition.outputs.items()
+        ]
+        strides = [contiguous_strides(shape)[dimension] for shape, dimension in shapes]
+        one = {**axes, **dict.fromkeys(self.repeated, 1)}
+        count = min(_COMPARED_ROWS, (_MAX_COMPARED / self._elements(one)) ** (1 / len(self.repeated)))
+        if any(axis in (spec.shape or ())[:-2] for spec in self.definition.outputs.values()):
+            count = min(count, _MAX_MATRICES / self._elements(one, inner=2))
+        return sampled_rows(axes[axis], max(strides), int(count), self.generator)
+
+
+def sampled_rows(size: int, stride: int, count: int, generator: random.Random) -> tuple[int, ...]:
+    """Return indices of an axis: both ends, those at limits of numbers of rows and elements, and random ones.
+
+    Args:
+        size: of the axis.
+        stride: elements from one index to the next.
+        count: wanted number of indices; the ends and limits are included beyond it.
+        generator: draws the random ones.
+    """
+    marks = {0, size - 1} | {mark + near for mark in _MARKS for near in (-1, 0, 1)}
+    marks |= {limit // stride + near for limit in (INDEX_LIMIT, 2 * INDEX_LIMIT) for near in (0, 1)}
+    marks = {mark for mark in marks if 0 <= mark < size}
+    more = generator.sample(range(size), min(size, max(0, count - len(marks))))
+    return tuple(sorted(marks.union(more)))
