@@ -66,7 +66,7 @@ def test_correct_product_in_tf32_passes_all_cases(operand: Callable[[torch.Tenso
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_operands_in_bfloat16_are_no_declared_tf32(seed: int) -> None:
-    assert len(refusals(lambda value: value.bfloat16().float(), "tf32", seed)) > 6
+    assert len(refusals(lambda value: value.bfloat16().float(), "tf32", seed)) > 3
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "softmax", "swiglu"])

@@ -167,7 +167,7 @@ class Worker:
                     self._copy_returned(slot, call())
                     if time.monotonic() > deadline:
                         return number + 1
-            return count * len(own) // len(order)
+            return int(count * len(own) // len(order))
 
         parts = [part for part in (order[start::threads] for start in range(threads)) if part]
         made = calls(order) if threads == 1 else sum(in_threads([functools.partial(calls, part) for part in parts]))
