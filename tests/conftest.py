@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import os
 import signal
 import sys
@@ -21,7 +20,6 @@ import pytest
 from sample import SAMPLE, Sample, beyond_the_sample, check_marks, is_by_hand
 
 from tilegym_db.paths import use_root
-from tilegym_db.sandbox import processes
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts the tests in its background has them and all their children ignore Ctrl-C.
@@ -108,7 +106,7 @@ def nothing_stays_compiled() -> Iterator[None]:
 def busy_machine_decides() -> Iterator[None]:
     """Let times of a busy CPU count: tests run side by side, so that threads always wait. ``test_busy.py`` sets the limit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "MAX_WAITING_SHARE", math.inf)
+        patch.setenv("TILEGYM_DB_MAX_WAITING", "inf")
         yield
 
 

@@ -13,7 +13,6 @@ from tilegym_db.measurement import runner, time_workload
 from tilegym_db.measurement.benchmark import verify
 from tilegym_db.measurement.runner import MACHINE_SLOW, Waits, why_too_busy
 from tilegym_db.records import Trace
-from tilegym_db.sandbox import processes
 
 HONEST = "def run(x, weight, factor, out):\n    out.copy_(x * weight * factor)\n"
 QUIET, BUSY = Waits(1000.0, 100.0), Waits(1000.0, 101.0)
@@ -52,7 +51,7 @@ def promoted(make_catalog: Callable[..., Any], tmp_path: Path) -> Callable[[], T
 
 
 def test_pass_on_a_busy_machine_is_unsupported(promoted: Callable[[], Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MAX_WAITING_SHARE", 0.1)
+    monkeypatch.delenv(runner.MAX_WAITING)
     monkeypatch.setattr(runner, "stolen_us", lambda: [time.perf_counter_ns() / 1e3])  # the host takes all of it
     trace = promoted()
     assert trace.status == "UNSUPPORTED"

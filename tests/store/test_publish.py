@@ -123,6 +123,7 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "origin": "shipped",
         "of_files": False,
         "shipped_source": False,
+        "libs": {},
     }
     assert [(item["solution"], item["role"], item["provides"]) for item in prefill["candidates"]] == [
         ("scale_triton", "kernel", None),

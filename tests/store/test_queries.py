@@ -80,7 +80,7 @@ def test_best_can_be_narrowed(filled, trace):
 def test_shapes_differ_by_dtypes_scalars_and_layouts_too(filled, trace):
     variants = [
         {},
-        {"dtypes": {"T": "float32"}},
+        {"dtypes": {"T": "float16"}},
         {"scalars": {"eps": 1e-6}},
         {"scalars": {"eps": 1e-5, "is_causal": True}},
         {"layouts": {"x": "row_contiguous"}},

@@ -5,6 +5,7 @@ The module also has the shared buffers for timing and the wall-clock check of la
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,15 @@ def _are_times(value: object, count: int) -> bool:
 # interval from 1.59x, and was 0.98x as fast minutes later.
 
 MACHINE_SLOW = "the machine became slower while this was measured"
+
+
+MAX_WAITING = "TILEGYM_DB_MAX_WAITING"
+"""Variable for the maximum share of waiting, for a machine that is always busy, such as one that runs tests side by side."""
+
+
+def max_waiting_share() -> float:
+    """Return the maximum share of the time of timed calls on a CPU for which threads may wait for a processor."""
+    return float(os.environ.get(MAX_WAITING, 0.1))
 
 
 class Waits(NamedTuple):

@@ -16,12 +16,11 @@ from tilegym_db.measurement.audit import PROFILED_CALLS, AuditWorker, Ownership,
 from tilegym_db.measurement.machine import require_healthy, timing_lock
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.measurement.run_setup import RunContext, fuzz_cases_of
-from tilegym_db.measurement.runner import BufferPool, Runner, Waits, why_too_busy
+from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting_share, why_too_busy
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light
 from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
-from tilegym_db.sandbox import processes
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.phases import TIME, WAIT
@@ -131,7 +130,7 @@ class WorkloadTiming:
     @staticmethod
     def _why_too_busy(candidates: Sequence[TimedCandidate[Runner]]) -> str | None:
         waits = {candidate.runner.name: candidate.runner.waits for candidate in candidates}
-        return why_too_busy(waits, processes.MAX_WAITING_SHARE, os.getloadavg()[0])
+        return why_too_busy(waits, max_waiting_share(), os.getloadavg()[0])
 
     def _judge(
         self,

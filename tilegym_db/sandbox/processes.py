@@ -64,10 +64,6 @@ def queued_us(processes: Iterable[int]) -> float:
     return total / 1e3
 
 
-MAX_WAITING_SHARE = 0.1
-"""Maximum share of the time of timed calls on a CPU for which threads may wait for a processor."""
-
-
 def stolen_us() -> list[float]:
     """Return the time that the host withheld each processor of a virtual machine, in microseconds.
 
