@@ -32,7 +32,7 @@ _CACHE = "past_key_values"
 
 @dataclass(frozen=True)
 class DecodingReport:
-    """What graphs did for ``generate``.
+    """The graphs of ``generate``, their use, and the reasons for stock.
 
     Attributes:
         captured: graphs captured, each for one batch size, length of cache and form of inputs.

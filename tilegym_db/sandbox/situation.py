@@ -30,12 +30,12 @@ _POISON = 0xFF
 
 @dataclass(frozen=True)
 class Situation:
-    """How a call is made.
+    """The circumstances of one call.
 
     ``gradients``: gradient mode. ``own_memory``: the tensors lie in PyTorch's own memory, as in a model, not in shared memory.
     ``parameters``: inputs that are given as Parameters; ``requires_grad`` says if these require gradients. ``default_dtype``
     and ``precision`` are PyTorch's settings for new tensors and for products in float32. ``depth``: number of additional frames
-    below the call. ``in_thread``: called by another thread than the main one. ``on_stream``: on a stream of its own.
+    below the call. ``in_thread``: called by another thread than the main one. ``on_stream``: on a new stream.
     """
 
     gradients: Gradients = "on"
@@ -130,7 +130,7 @@ class Situation:
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the result of each call, made in a thread of its own, all at the same time; raise the first error.
+    """Return the result of each call, made in a new thread each, all at the same time; raise the first error.
 
     The threads take turns as often as Python can, so that a place that they share is more likely to show.
     """
