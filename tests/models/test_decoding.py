@@ -203,7 +203,7 @@ def test_an_error_in_the_middle_gives_the_cache_back(model):
     assert not decoding.report().stock
 
 
-def test_a_forward_that_cannot_be_captured_runs_stock_with_a_reason(model):
+def test_a_forward_that_cannot_be_captured_runs_stock(model):
     def fails(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -109,7 +109,7 @@ def test_a_situation_is_what_it_says(gradients, own_memory, in_thread):
     assert torch.is_grad_enabled()
 
 
-def test_a_setting_that_the_call_changed_stays_changed_so_that_it_shows():
+def test_a_setting_that_the_call_changed_stays_changed():
     Situation(default_dtype="bfloat16").run("cpu", lambda: torch.set_default_dtype(torch.float64))
     after = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

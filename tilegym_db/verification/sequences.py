@@ -41,7 +41,8 @@ CHAINED_CALLS = 8
 BLOCKS_PER_CALL, BLOCKS, DEVICE_BYTES, HOST_BYTES = 0.5, 4000, 1 << 16, 64 << 20
 """Growth of memory that a long run may cause: Python's blocks per call, or these at least, and bytes on the device and host.
 
-A call that keeps nothing needs no more memory than the call before. Languages fill caches, and the host's allocators keep some of what is freed.
+A call that keeps nothing needs no more memory than the call before. Languages fill caches, and the host's allocators keep some
+of what is freed.
 """
 
 
