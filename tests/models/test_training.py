@@ -378,3 +378,21 @@ def test_a_copy_of_a_patched_model_trains_on_its_own(training_kernels: Catalog) 
         twin(random_rows()).sum().backward()
     assert model.norm.weight.grad is None
     assert twin.norm.weight.grad is not None
+
+
+def test_second_derivative_of_a_whole_model_is_that_of_stock(
+    training_kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build(), prompt()
+    model.set_attn_implementation("eager")  # PyTorch's sdpa has no second derivative
+
+    def second() -> list[torch.Tensor]:
+        parameters = [value for value in model.parameters() if value.requires_grad]
+        first = torch.autograd.grad(model(ids, labels=ids).loss, parameters, create_graph=True)
+        return list(torch.autograd.grad(sum(one.pow(2).sum() for one in first), parameters))
+
+    stock = second()
+    with patched(model, catalog=training_kernels) as handle:
+        for got, want in zip(second(), stock, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert handle.report().hits()["swiglu"] == 2
