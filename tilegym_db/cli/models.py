@@ -384,7 +384,7 @@ def print_summary(report: PatchReport) -> None:
     """Print how many calls were proved or failed, and the sites that keep stock code."""
     proofs = [proof for site in report.sites for proof in site.proofs]
     proved, failed = sum(proof.holds for proof in proofs), len(report.failed_proofs)
-    note(f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")
+    note(report.note or f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")
     for site in report.sites:
         if site.reason:
             note(f"{site.module_class} x{site.modules} stays stock: {site.reason}")

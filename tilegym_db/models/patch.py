@@ -355,7 +355,8 @@ def _are_all_stated(found: ModuleGroup) -> bool:
 
 
 def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
-    devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
+    # Offloaded weights are on the meta device between calls.
+    devices = {parameter.device for parameter in parameters if not parameter.is_meta} or {torch.device("cpu")}
     if not any(device.type == "cuda" for device in devices) and torch.cuda.is_available():
         devices.add(torch.device("cuda", torch.cuda.current_device()))  # many models are patched on the CPU, then moved
     dtypes = {parameter.dtype for parameter in parameters}

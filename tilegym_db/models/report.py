@@ -58,11 +58,13 @@ class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
+    ``note`` says so if ``verify=True`` proved nothing, because the model asked for no kernel.
     """
 
     sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
     quantised: QuantisationReport | None = None
+    note: str = ""
 
     @property
     def kernel_calls(self) -> int:
@@ -91,7 +93,8 @@ class PatchReport:
         """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
-        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised}
+        noted = {"note": self.note} if self.note else {}
+        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised, **noted}
 
     def table(self) -> Table:
         """Return a table for a terminal: one row per call site and kind of call."""
@@ -175,6 +178,8 @@ class PatchReport:
             console.print(self.table())
             if any(site.proofs for site in self.sites):
                 console.print(self.proof_table())
+            if self.note:
+                console.print(self.note, highlight=False)
             if self.gpu_time is not None:
                 console.print(self.gpu_table())
             if self.quantised is not None:
