@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
 NEEDS_GRAD = "the call may need a gradient; torch.no_grad() or torch.inference_mode() rules that out"
-IN_AUTOCAST = "autocast is on during training"
 AUTOCAST = "autocast chooses the dtype of the computation"
 TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
 NOT_PLAIN = "the input is no plain tensor"
@@ -150,8 +149,6 @@ class CallSite:
             self.bypass(NO_MEMORY)
         elif trains and self.training is None:
             self.bypass(NEEDS_GRAD)
-        elif trains and torch.is_autocast_enabled(tensors[0].device.type):
-            self.bypass(IN_AUTOCAST)
         elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
             self.bypass(TRACED)
         elif not self.is_open:

@@ -127,7 +127,8 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
 
 
 def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchOptions) -> Handle:
-    found = discover(model, records)
+    with _without_autocast():
+        found = discover(model, records)
     if options.verify and not found:
         return Handle()  # nothing to verify
     return _patch(model, found, records, options)
@@ -138,7 +139,9 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
     handle = Handle()
     try:
         for group in _sharing_a_forward(found):
-            handle.add([(part, _why_not(part, options, served)) for part in group], records)
+            reasons = [(part, _why_not(part, options, served)) for part in group]
+            with _without_autocast():
+                handle.add(reasons, records)
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)
@@ -151,6 +154,13 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
         handle.unpatch()
         raise
     return handle
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Run probes in the dtypes that they draw, also if the caller patches under autocast."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _check_model(model: Any) -> None:

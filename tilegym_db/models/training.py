@@ -147,13 +147,18 @@ class _DefinitionPair:
         """Return position of an input -> its gradient, from the kept values of the call and the gradients of the outputs."""
         given = [grads[item.position] if item.source == "gradient" else kept[item] for item in self._arguments]
         found = None
-        if torch.is_grad_enabled():
-            found = load_function(self._definition.reference, self._definition.name)(*given)
-        elif not _is_watched(grads):
+        if not torch.is_grad_enabled() and not _is_watched(grads):
             found = self.serve_gradients(*given)
         if found is None:
-            found = load_verified(self._stock, self._stock.digest)(*given)
+            with torch.autocast(grads[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
+                found = self._code_of_gradients()(*given)
         return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))
+
+    def _code_of_gradients(self) -> Callable[..., Any]:
+        """Return code of PyTorch operations; autograd can differentiate it if gradients are enabled."""
+        if torch.is_grad_enabled():
+            return load_function(self._definition.reference, self._definition.name)
+        return load_verified(self._stock, self._stock.digest)
 
 
 def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
