@@ -126,7 +126,10 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     note(f"{report.served_share:.0%} of the model's time is in parts that verified kernels serve")
     open_pieces = sorted((piece for piece in report.pieces if not piece.served), key=lambda piece: -piece.share)
     for piece in open_pieces[:LARGEST]:
-        why = piece.reason or "no verified kernel is faster here at its sizes"
+        described = (
+            "no verified kernel is faster here at its sizes" if piece.definition else "no definition describes it"
+        )
+        why = piece.reason or described
         note(f"{piece.share:.1%} {piece.part}: {why}")
     for run in report.runs:
         print_run(run, wide=wide)
