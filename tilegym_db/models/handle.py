@@ -22,6 +22,7 @@ from tilegym_db.models.parts import part
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport
+from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
@@ -64,6 +65,7 @@ class Handle:
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
         self._note = ""
+        self.undescribed: tuple[Undescribed, ...] = ()
         self._undo: Callable[[], None] | None = None
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
@@ -98,9 +100,8 @@ class Handle:
         """
         if profile is not None:
             self.profile(profile)
-        return PatchReport(
-            tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised, self._note
-        )
+        sites = tuple(self._reported(*pair) for pair in self._sites)
+        return PatchReport(sites, self._gpu_time, self._quantised, self._note, self.undescribed)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:

@@ -25,6 +25,7 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
+from tilegym_db.models.undescribed import undescribed
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
@@ -137,6 +138,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
     served = PublishedTables(records)
     handle = Handle()
+    handle.undescribed = undescribed(model, found)
     try:
         for group in _sharing_a_forward(found):
             reasons = [(part, _why_not(part, options, served)) for part in group]

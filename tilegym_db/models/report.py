@@ -11,6 +11,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.proof import Proof
 from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.records import axes_key
 from tilegym_db.resolver.dispatch import DispatchReport, KernelFailure
 
@@ -58,13 +59,15 @@ class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
-    ``note`` says so if ``verify=True`` proved nothing, because the model asked for no kernel.
+    ``undescribed`` are the other modules that compute, by class. ``note`` says so if ``verify=True`` proved nothing, because the
+    model asked for no kernel.
     """
 
     sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
     quantised: QuantisationReport | None = None
     note: str = ""
+    undescribed: tuple[Undescribed, ...] = ()
 
     @property
     def kernel_calls(self) -> int:
@@ -94,10 +97,11 @@ class PatchReport:
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
         noted = {"note": self.note} if self.note else {}
-        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised, **noted}
+        others = {"undescribed": [one._asdict() for one in self.undescribed]} if self.undescribed else {}
+        return {"sites": [asdict(site) for site in self.sites], **others, **profiled, **quantised, **noted}
 
     def table(self) -> Table:
-        """Return a table for a terminal: one row per call site and kind of call."""
+        """Return a table for a terminal: one row per call site and kind of call, and one per class of other modules."""
         from rich.table import Table
 
         table = Table(title="call sites")
@@ -106,6 +110,8 @@ class PatchReport:
         for site in self.sites:
             for row in _rows(site):
                 table.add_row(f"{site.module_class} x{site.modules}", *row)
+        for one in self.undescribed:
+            table.add_row(f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason)
         return table
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
