@@ -126,7 +126,7 @@ def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
     if sizes is None:
         return {"input_ids": random_prompt(model, batch, tokens)}
     config = getattr(model.config, "vision_config", model.config)
-    found = [size if isinstance(size, int) else getattr(config, size, None) for size in sizes]
+    found: list[Any] = [size if isinstance(size, int) else getattr(config, size, None) for size in sizes]
     if not all(isinstance(size, int) for size in found):
         raise UsageError(
             f"{type(model).__name__} states no sizes of its {main}; pass inputs= with the arguments of its forward.",

@@ -107,7 +107,7 @@ def _counts(part: Any, kinds: Kinds) -> dict[str, int]:
     }
 
 
-def _lists(part: Any, count: int) -> list[tuple[str, Sequence[Any]]]:
+def _lists(part: Any, count: int) -> list[tuple[str, list[Any] | tuple[Any, ...]]]:
     return [
         (name, values)
         for name, values in vars(part).items()

@@ -10,7 +10,7 @@ import torch
 from tilegym_db.models.found import ModuleGroup, names_in_code
 
 NO_DEFINITION = "no definition describes it"
-LIBRARY = "a product of PyTorch's library; no definition describes it"
+LIBRARY = "a library call; no definition describes it"
 PRODUCTS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 IDLE = (torch.nn.Identity, torch.nn.Dropout, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 COMPUTES = {
