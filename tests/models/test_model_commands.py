@@ -178,6 +178,15 @@ def test_models_of_every_form_are_verified(kind: str, home: Path, tmp_path: Path
     assert ("proved nothing" in result.stderr) == (kind in ("bert", "clip_vision_model", "t5"))
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_models_that_are_no_decoders_are_timed(kind: str, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
+    options = ModelBenchOptions(dtype="float32", batch=1, prompt=5, new=2, rounds=5)
+    run, _ = run_model_bench(path, select_machine("cpu"), options)
+    assert run.new_tokens == (0 if kind == "bert" else 2)  # an encoder is timed on its forward
+
+
 # -- verify-model -----------------------------------------------------------------------------------------------------
 
 

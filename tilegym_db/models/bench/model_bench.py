@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ def model_bench(
     config = load_config(path, options.layers)
     check_run_fits(config, machine.device, options.dtype, options.batch, options.prompt, options.new)
     stock = build_model(config, machine.device, options.dtype)
+    if not stock.can_generate():
+        options = replace(options, new=0)  # an encoder is timed on its forward
     ids = random_prompt(stock, options.batch, options.prompt)
     twin = _twin_of(stock)
     with (
