@@ -109,3 +109,18 @@ def test_stock_code_rounds_as_autograd_after_the_stock_forward(name: str, dtype:
         # Sums in another order may end on the other side of a rounding boundary, here and there.
         assert float((apart > 0).double().mean()) < (0.02 if dtype != torch.float32 else 1.0)
         assert float(apart.max()) <= 2 * torch.finfo(dtype).eps * float(want[key].abs().max())
+
+
+@pytest.mark.parametrize("name", BACKWARDS + WITH_SAVED_TENSORS)
+def test_the_reference_of_a_backward_can_be_differentiated(name: str, catalog: Catalog) -> None:
+    backward = catalog.definition(name)
+    (workload,) = (item for item in catalog.workloads_for(name) if is_tiny_float32(item))
+    given = draw_inputs(backward, Case.of_workload(backward, workload, distribution="normal", seed=3), "cpu")
+    values = [
+        value.double().requires_grad_() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for value in (given[key] for key in backward.inputs)
+    ]
+    run = load_function(backward.reference, name)
+    mode: Any = Lifted
+    with mode():
+        assert torch.autograd.gradcheck(run, values, fast_mode=True)

@@ -99,7 +99,9 @@ def test_gradients_are_right_in_float64(name: str) -> None:
         return torch.func.functional_call(layer, parameters, given)
 
     values = [*inputs(torch.float64), *layer.parameters()]
-    assert torch.autograd.gradcheck(run, [value.detach().clone().requires_grad_() for value in values])
+    values = [value.detach().clone().requires_grad_() for value in values]
+    assert torch.autograd.gradcheck(run, values)
+    assert torch.autograd.gradgradcheck(run, values, atol=1e-4)
 
 
 def test_float32_agrees_with_float64_forward_and_back(made: tuple[Any, Any]) -> None:

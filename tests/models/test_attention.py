@@ -6,6 +6,7 @@ The kernels here give the bits of stock for their own Definition, causal or one 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -26,6 +27,7 @@ from transformers.models.llama import modeling_llama
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.parts import attention as part
 from tilegym_db.models.parts.attention import why_stock
+from tilegym_db.models.sdpa_code import other_options
 from tilegym_db.models.upstream_code import undecorated
 
 OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")
@@ -303,7 +305,8 @@ MODULE = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
     ],
 )
 def test_what_a_call_is_given_decides(options: dict[str, Any], reason: str) -> None:
-    assert why_stock(MODULE, *query_and_key(5, 5), options) == reason
+    others = (part.SINKS, "position_bias", "softcap", "cache")
+    assert why_stock(MODULE, *query_and_key(5, 5), options, others) == reason
 
 
 @pytest.mark.parametrize(
@@ -357,41 +360,96 @@ def reasons_to_stay(model: Any, catalog: Catalog) -> set[str]:
     return {site.reason for site in sites if site.kind == "attention"}
 
 
-def test_an_unknown_attention_function_is_left_alone(
-    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", transformers.AttentionInterface())
-    modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **kwargs: (torch.zeros(1), None)
-    assert reasons_to_stay(build(), kernels) == {"the sdpa attention in its registry is no variant that is known"}
-
-
-def test_an_attention_function_is_only_known_with_what_it_calls(
-    kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.integrations import sdpa_attention
-
-    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *args: False)
-    (reason,) = reasons_to_stay(build(), kernels)
-    assert "relies on a use_gqa_in_sdpa that is not the one" in reason
-
-
-def test_the_probe_must_give_the_bits_of_the_definition(
-    restated: Any, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def twice(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
-        out, weights = sdpa(module, q, k, v, mask, **options)
-        return 2 * out, weights
-
-    from tilegym_db.models.upstream_code import fingerprint
-
+def with_sdpa(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = transformers.AttentionInterface()
-    sdpa = registry["sdpa"]
-    registry["sdpa"] = twice
+    registry["sdpa"] = function
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", registry)
-    catalogs = [restated(name, code=[{"fingerprint": fingerprint(twice)}]) for name in OPS]
-    assert reasons_to_stay(build(), catalogs[-1]) == {
-        f"the results of its probe are not the bits of {name}" for name in OPS
-    }
+
+
+def of_another_release(
+    layer: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float = 0.0, scaling: Any = None, bias: Any = None, **kwargs: Any
+) -> Any:  # fmt: skip
+    groups = getattr(layer, "num_key_value_groups", 1)
+    k, v = k.repeat_interleave(groups, 1)[:, :, :], v.repeat_interleave(groups, 1)
+    is_causal = mask is None and q.shape[2] > 1 and getattr(layer, "is_causal", True)
+    if is_causal:
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    if kwargs.get("sinks") is not None:
+        raise ValueError
+    mask = bias if bias is not None else mask
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def with_a_window(layer: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    if layer.sliding_window:
+        k = k * 0
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), None
+
+
+def with_options_of_other_code(layer: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **kwargs), None
+
+
+def of_other_bits(layer: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, dropout: float = 0.0) -> Any:
+    groups = layer.num_key_value_groups
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=q.shape[2] > 1, scale=scaling)
+    return (out.transpose(1, 2) if q.shape[2] > 1 else 2 * out.transpose(1, 2)), None
+
+
+def test_sdpa_of_another_release_is_known_by_its_bits(
+    kernels: Catalog, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_sdpa(of_another_release, monkeypatch)
+    model, inputs = build(), {"input_ids": prompt(2)}
+    stock = generate(model, inputs)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert generate(model, inputs) == stock
+    assert min(hits(handle)) > 0
+    assert other_options(of_another_release) == {"bias", "sinks"}
+
+
+@pytest.mark.parametrize("option", ["bias", "sinks"])
+def test_an_option_that_only_stock_code_reads_runs_stock(
+    option: str, poison: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_sdpa(of_another_release, monkeypatch)
+    module = build().model.layers[0].self_attn
+    with patched(module, catalog=poison, ops=OPS) as handle, torch.no_grad():
+        function = served_registry(module).get_interface("sdpa", None)
+        q, k = query_and_key(1, 5)
+        with contextlib.suppress(ValueError):
+            function(module, q, k, k, None, scaling=0.1, **{option: torch.zeros(1, 1)})
+    assert reasons(handle) == {f"it has the argument {option}"}
+
+
+@pytest.mark.parametrize(
+    ("function", "fact"),
+    [
+        (lambda *args, **kwargs: (torch.zeros(1), None), "no plain function"),
+        (with_a_window, "it reads sliding_window of its module"),
+        (with_options_of_other_code, "its options on to other code"),
+        (of_other_bits, "its bits for 1 queries"),
+        (torch.nn.functional.scaled_dot_product_attention, "no plain function"),
+    ],
+)
+def test_an_unknown_attention_function_is_left_alone(
+    function: Any, fact: str, kernels: Catalog, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_sdpa(function, monkeypatch)
+    (reason,) = reasons_to_stay(build(), kernels)
+    assert fact in reason
+
+
+def test_values_narrower_than_keys_run_stock_for_that_reason(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = build("deepseek_v3", v_head_dim=4)
+    stock = logits(model, prompt())
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert torch.equal(logits(model, prompt()), stock)
+    assert reasons(handle) == {part.NARROW_VALUES}
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------

@@ -154,11 +154,37 @@ def test_a_config_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> 
         load_config(tmp_path)
 
 
-def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "vision.json"
-    path.write_text('{"model_type": "clip_vision_model"}')
-    with raises(UsageError, "model_not_causal", "clip_vision_model"):
-        build_model(load_config(path), "cpu", "float32")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "bert": {**SMALL, "vocab_size": 96},
+    "clip_vision_model": {**SMALL, "image_size": 16, "patch_size": 8},
+    "t5": {"vocab_size": 96, "d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 2},
+    "whisper": {
+        **{"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2},
+        **{"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8},
+        **{"max_source_positions": 12, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        **{"decoder_start_token_id": 1},
+    },
+    "qwen3_5": {"text_config": {**TINY, "model_type": "qwen3_5_text", "num_hidden_layers": 8}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_of_every_form_are_verified(kind: str, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
+    result = invoke(models.verify_command, path, "--gpu", "cpu", "--prompt-tokens", 7, "--layers", 1)
+    assert result.exit_code == 0, result.output
+    assert ("proved nothing" in result.stderr) == (kind in ("bert", "clip_vision_model", "t5"))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_models_that_are_no_decoders_are_timed(kind: str, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
+    options = ModelBenchOptions(dtype="float32", batch=1, prompt=5, new=2, rounds=5)
+    run, _ = run_model_bench(path, select_machine("cpu"), options)
+    assert run.new_tokens == (0 if kind == "bert" else 2)  # an encoder is timed on its forward
 
 
 # -- verify-model -----------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_verify_on_a_failing_model_undoes_the_patch(kernels: Catalog, build: Any
     with raises(UsageError, "options_clash", "dry_run"):
         patch(model, catalog=kernels, verify=True, dry_run=True)
     assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(RuntimeError, match="Expected tensor for argument"):  # no token ids
+    with raises(UsageError, "model_does_not_run", "Expected tensor for argument"):  # no token ids
         patch(model, catalog=kernels, verify=True, inputs=torch.ones(1, 2))
     assert [type(module) for module in model.modules()] == classes
     with raises(UsageError, "options_clash", "inputs", "verify=True"):

@@ -122,7 +122,10 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     note(f"{report.served_share:.0%} of the model's time is in parts that verified kernels serve")
     open_pieces = sorted((piece for piece in report.pieces if not piece.served), key=lambda piece: -piece.share)
     for piece in open_pieces[:LARGEST]:
-        why = piece.reason or "no verified kernel is faster here at its sizes"
+        described = (
+            "no verified kernel is faster here at its sizes" if piece.definition else "no definition describes it"
+        )
+        why = piece.reason or described
         note(f"{piece.share:.1%} {piece.part}: {why}")
     for run in report.runs:
         print_run(run, wide=wide)
@@ -366,7 +369,7 @@ def print_summary(report: PatchReport) -> None:
     """Print how many calls were proved or failed, and the sites that keep stock code."""
     proofs = [proof for site in report.sites for proof in site.proofs]
     proved, failed = sum(proof.holds for proof in proofs), len(report.failed_proofs)
-    note(f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")
+    note(report.note or f"{proved} proved, {failed} failed, {len(proofs) - proved - failed} run stock code anyway")
     for site in report.sites:
         if site.reason:
             note(f"{site.module_class} x{site.modules} stays stock: {site.reason}")

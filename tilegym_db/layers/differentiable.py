@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilegym_db import ops
 from tilegym_db.backends.torch_dtypes import storage_dtype
@@ -26,7 +25,8 @@ def operator(name: str) -> Function:
     """Return ``function(*inputs)`` of a Definition, for any floating dtype.
 
     For a dtype that the Definition lists, it runs as in :mod:`tilegym_db.ops`. For another dtype, the reference runs in float64
-    without the roundings that it states, so that gradients can be checked. Autocast has no effect, because an operator states
+    without the roundings that it states, so that gradients can be checked. The reference also runs if autograd records the call,
+    because kernels have no derivative. Autocast has no effect, because an operator states
     its dtypes.
     """
     definition = Catalog.default(warns=False).definition(name)
@@ -40,10 +40,19 @@ def operator(name: str) -> Function:
             if torch.float64 in dtypes:
                 with Lifted():
                     return _apart(reference(*inputs))
+            if _is_recorded(inputs):
+                return _apart(reference(*inputs))
             fits = all(dtype is None or dtype in known for dtype, known in zip(dtypes, listed, strict=True))
             return serve(*inputs) if fits else _apart(reference(*inputs))
 
     return run
+
+
+def _is_recorded(inputs: tuple[Any, ...]) -> bool:
+    """Return True if autograd records a call with these inputs; compiled code has no second derivative."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
 
 
 def _apart(returned: Any) -> Any:
@@ -70,7 +79,7 @@ def _dtypes_of(definition: Definition) -> list[frozenset[torch.dtype]]:
 def differentiable(forward: str, backward: str) -> Function:
     """Return ``function(*inputs)`` of one Definition whose gradients another Definition computes.
 
-    Outputs that the backward takes as inputs have no gradient. There is no second derivative.
+    Outputs that the backward takes as inputs have no gradient. Gradients can be differentiated again.
     """
     catalog = Catalog.default(warns=False)
     first, second = catalog.definition(forward), catalog.definition(backward)
@@ -79,6 +88,7 @@ def differentiable(forward: str, backward: str) -> Function:
     kept = tuple(name for name in wanted if name in outputs)
     given = tuple(name for name in wanted if name in names and not first.inputs[name].is_scalar)
     fixed = tuple(outputs.index(name) for name in outputs if GRADIENT + name not in second.inputs)
+    lost = tuple(name for name in kept if outputs.index(name) in fixed)
     run, run_back = operator(forward), operator(backward)
 
     class Operator(torch.autograd.Function):
@@ -93,11 +103,13 @@ def differentiable(forward: str, backward: str) -> Function:
             return found  # always a tuple, because compilers need one
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             known = dict(zip((*given, *kept), ctx.saved_tensors, strict=True))
             known |= {name: value for name, value in zip(names, ctx.scalars, strict=True) if value is not None}
             known |= {GRADIENT + name: grad.contiguous() for name, grad in zip(outputs, grads, strict=True)}
+            if torch.is_grad_enabled() and lost and not torch.compiler.is_compiling():
+                again = run(*(known[name] for name in names))  # the kept ones have no gradient, and these have
+                known |= {name: again[outputs.index(name)] for name in lost}
             returned = run_back(*(known[name] for name in second.inputs))
             found = dict(zip(second.outputs, returned if isinstance(returned, tuple) else (returned,), strict=True))
             return tuple(found.get(GRADIENT + name) for name in names)

@@ -17,7 +17,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.files import write_folder, writing
 from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine
-from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.capture import forward_arguments, random_prompt
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
@@ -152,7 +152,7 @@ def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
 
     def call() -> Any:
         with torch.no_grad():
-            return model(inputs)
+            return model(**forward_arguments(model, inputs))
 
     return module_times(model, call)
 
@@ -208,7 +208,7 @@ def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str]
     handle = patch_what_fits(model, PatchOptions(verify=True, inputs=inputs, catalog=catalog))
     try:
         with torch.no_grad():
-            model(inputs)
+            model(**forward_arguments(model, inputs))
         hits = handle.report().hits()
     finally:
         handle.unpatch()
@@ -286,7 +286,7 @@ def _captured(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor) -> d
     hook = module.register_forward_hook(keep, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(inputs)
+            model(**forward_arguments(model, inputs))
     finally:
         hook.remove()
     return kept or {"inputs": {}, "outputs": {}}

@@ -15,10 +15,10 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
-from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.capture import forward_arguments, random_prompt
 from tilegym_db.models.gpu_time import time_of
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
-from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.random_model import build_model, config_content, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.loop import Coverage, Experiment
@@ -46,8 +46,7 @@ class ModelState:
     @cached_property
     def digest(self) -> str:
         """sha256 of the config as built and of the call's dtype and prompt length."""
-        content = {key: value for key, value in load_config(self.path, self.layers).to_dict().items()}
-        content.pop("transformers_version", None)
+        content = config_content(load_config(self.path, self.layers))
         return hashlib.sha256(canonical_json([content, self.dtype, self.prompt]).encode()).hexdigest()
 
     @cached_property
@@ -84,7 +83,7 @@ class ModelState:
 
     def _call(self) -> Any:
         with torch.no_grad():
-            return self.model(self.inputs)
+            return self.model(**forward_arguments(self.model, self.inputs))
 
     def _share(self, handle: Any, call: Callable[[], Any]) -> float:
         share = handle.profile(call).share if self.machine.is_gpu else handle.cpu_share(call)

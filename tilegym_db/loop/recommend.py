@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.capture import random_inputs
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.models.verify_model import model_tag
@@ -68,7 +68,7 @@ def recommend(
         UsageError: the config or an option is invalid.
     """
     model = build_model(load_config(path, layers), "cpu", dtype)
-    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_prompt(model, 1, prompt)))
+    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
     handle.unpatch()
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS)
     with open_store(read_only=True) as store:

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 IN_TRAINING = "the module is in training mode; model.eval() ends it"
 NEEDS_GRAD = "the call may need a gradient; torch.no_grad() or torch.inference_mode() rules that out"
-IN_AUTOCAST = "autocast is on during training"
 AUTOCAST = "autocast chooses the dtype of the computation"
 TRACED = "a tracer, a transform (torch.func, forward-mode AD) or a dispatch mode must see PyTorch operations"
 NOT_PLAIN = "the input is no plain tensor"
+NO_MEMORY = "the input is on the meta device, which computes nothing"
 NOT_ROWS = "the input cannot be viewed as rows without a copy"
 OTHER_ACTIVATION = "the activation was replaced, or has hooks"
 HAS_HOOKS = "the norm was replaced, or has hooks"
@@ -145,10 +145,10 @@ class CallSite:
             self.bypass(IN_TRAINING)
         elif type(tensors[0]) is not _Tensor:
             self.bypass(NOT_PLAIN)
+        elif tensors[0].is_meta:
+            self.bypass(NO_MEMORY)
         elif trains and self.training is None:
             self.bypass(NEEDS_GRAD)
-        elif trains and torch.is_autocast_enabled(tensors[0].device.type):
-            self.bypass(IN_AUTOCAST)
         elif _dispatch_modes() or _jit_tracing() or _functorch_level() or forward_ad._current_level >= 0:
             self.bypass(TRACED)
         elif not self.is_open:
@@ -265,7 +265,40 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
 
 def has_hooks(module: Any) -> bool:
     """Return True if a call of a module does more than its class's forward: it has hooks, or a forward on the instance."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    own = vars(module).get("forward")
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or (own is not None and not _is_of_class(module, own))
+    )
+
+
+# ---- forwards of instances ------------------------------------------------------------------------
+# accelerate sets ``forward`` on an instance: a wrapper that runs its hook around ``_old_forward``, the forward of the class.
+# After the hook is removed, ``forward`` is that one. Nothing else that sets a forward on an instance is known.
+
+OF_ACCELERATE = {"_hf_hook", "_old_forward"}
+SLOTS = ("forward", "_old_forward")
+
+
+def runs_class_forward(module: torch.nn.Module) -> bool:
+    """Return True if a call of a module runs the forward of its class, possibly inside hooks of accelerate."""
+    own: Any = vars(module).get("forward")
+    if own is None or _is_of_class(module, own):
+        return True
+    code = getattr(getattr(own, "func", None), "__code__", None)
+    is_wrapper = code is not None and {*code.co_names} >= OF_ACCELERATE and vars(module).keys() >= OF_ACCELERATE
+    return is_wrapper and _is_of_class(module, vars(module)["_old_forward"])
+
+
+def _is_of_class(module: torch.nn.Module, forward: Any) -> bool:
+    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+
+
+def change_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
+    """Give a module another class whose forward also runs inside hooks of accelerate."""
+    slots = [name for name in SLOTS if name in vars(module) and _is_of_class(module, vars(module)[name])]
+    module.__class__ = cls
+    for name in slots:
+        vars(module)[name] = MethodType(cls.forward, module)
 
 
 # ---- rows -----------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError, UsageError
 from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.layer_kinds import text_configs
+from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import bind_call
 from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides
@@ -61,14 +63,14 @@ def captured_calls(
             positions of each batch.
 
     Raises:
-        UsageError: the model is in training mode, or it has no vocabulary to draw random token ids from.
+        UsageError: the model is in training mode, has no vocabulary to draw random token ids from, or does not run.
     """
     if model.training:
         raise UsageError(
             "verification runs the model, and the model is in training mode: call model.eval() first.",
             code="model_in_training",
         )
-    first = random_prompt(model, 1, PROMPT_TOKENS) if inputs is None else inputs
+    first = random_inputs(model, 1, PROMPT_TOKENS) if inputs is None else inputs
     given = {"input_ids": first} if isinstance(first, torch.Tensor) else first
     recorders = [_Recorder() for _ in sites]
     with contextlib.ExitStack() as undo:
@@ -113,9 +115,51 @@ def random_prompt(model: torch.nn.Module, batch: int, tokens: int) -> torch.Tens
     return ids.to(next(model.parameters()).device)
 
 
+def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
+    """Draw the inputs of a model that takes tokens, pixels, the features of audio or its samples, by its main input.
+
+    Raises:
+        UsageError: the config states no sizes of the main input.
+    """
+    main = getattr(model, "main_input_name", "input_ids")
+    sizes = INPUT_SIZES.get(main)
+    if sizes is None:
+        return {"input_ids": random_prompt(model, batch, tokens)}
+    config = getattr(model.config, "vision_config", model.config)
+    found: list[Any] = [size if isinstance(size, int) else getattr(config, size, None) for size in sizes]
+    if not all(isinstance(size, int) for size in found):
+        raise UsageError(
+            f"{type(model).__name__} states no sizes of its {main}; pass inputs= with the arguments of its forward.",
+            code="input_sizes_unknown",
+        )
+    if main == "input_features":
+        found[-1] *= 2  # two convolutions halve the frames
+    first = next(model.parameters())
+    drawn = torch.randn((batch, *found), generator=torch.Generator().manual_seed(SEED))
+    return {main: drawn.to(first.device, first.dtype)}
+
+
+INPUT_SIZES: dict[str, tuple[str | int, ...]] = {
+    "pixel_values": ("num_channels", "image_size", "image_size"),
+    "input_features": ("num_mel_bins", "max_source_positions"),
+    "input_values": (16_000,),
+}
+"""Main input -> the entries of the config that state its sizes, after the batch."""
+
+
+def forward_arguments(model: Any, given: ModelInputs) -> dict[str, Any]:
+    """Return the arguments of one forward; an encoder-decoder also gets the first token of its decoder."""
+    arguments = {"input_ids": given} if isinstance(given, torch.Tensor) else dict(given)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in arguments:
+        batch = next(value.shape[0] for value in arguments.values() if isinstance(value, torch.Tensor))
+        device = next(model.parameters()).device
+        arguments["decoder_input_ids"] = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return arguments
+
+
 def _vocabulary(model: torch.nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_configs(config)[0] if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) and size >= 2 else None
 
@@ -220,12 +264,26 @@ def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
 
 def _run(model: Any, shared: Mapping[str, Any]) -> None:
     given = own_inputs(shared)
-    with torch.no_grad():
-        if hasattr(model, "generate") and model.can_generate():
-            options = {"max_new_tokens": 1 + DECODED, "min_new_tokens": 1 + DECODED, "do_sample": False, "num_beams": 1}
-            model.generate(**given, **options, disable_compile=True)
-        else:
-            model(**given)
+    try:
+        with torch.no_grad():
+            if hasattr(model, "generate") and model.can_generate():
+                options = {
+                    "max_new_tokens": 1 + DECODED,
+                    "min_new_tokens": 1 + DECODED,
+                    "do_sample": False,
+                    "num_beams": 1,
+                }
+                model.generate(**given, **options, disable_compile=True)
+            else:
+                model(**forward_arguments(model, given))
+    except torch.OutOfMemoryError:
+        raise
+    except of_models() as error:
+        raise UsageError(
+            f"verification runs {type(model).__name__}, and it does not run on {', '.join(given)}: {error}. "
+            "Pass inputs= with the arguments of its forward.",
+            code="model_does_not_run",
+        ) from error
 
 
 # ---- workloads ------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.call_site import CallSite, runs_class_forward
 from tilegym_db.models.probe import Probe
 from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.records import Definition
 from tilegym_db.records.serving import ModelCode
 
 FLOATS = ("float32", "float16", "bfloat16")
-REPLACED = "its forward is already replaced on the instance (accelerate, Liger or kernels?); left alone"
+REPLACED = "its forward is already replaced on the instance (Liger or kernels?); left alone"
 WRAPPED = "its forward is wrapped by a decorator, whose part is not known"
 
 Module = torch.nn.Module
@@ -212,10 +212,10 @@ class ModuleOfPart(NamedTuple):
 
 
 def grouped(kind: str, parts: Iterable[ModuleOfPart]) -> Iterator[ModuleGroup]:
-    """Group modules by class, function, key, and by whether the instance has a forward in its ``__dict__``."""
+    """Group modules by class, function, key, and by whether the forward of the class runs."""
     groups: dict[Any, dict[Hashable, list[Module]]] = {}
     for one in parts:
-        key = (one.function, type(one.module), one.key, "forward" in vars(one.module))
+        key = (one.function, type(one.module), one.key, not runs_class_forward(one.module))
         groups.setdefault(key, {}).setdefault(None, []).append(one.module)
         groups[key].setdefault((one.detail,), []).append(one.module)
     for (function, cls, _, is_replaced), by_detail in groups.items():

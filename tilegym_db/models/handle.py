@@ -13,7 +13,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.models.call_site import IN_TRAINING, CallSite, is_patched, shadow_function, subclass
+from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.found import FunctionOverrides, ModuleGroup, OwnCode, PartCall
@@ -23,6 +23,7 @@ from tilegym_db.models.parts import part
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport
+from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
@@ -30,6 +31,7 @@ from tilegym_db.resolver.hot_path import allocate_of
 
 PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""
+NOTHING_PROVED = "verification proved nothing: the model made no call that asks for a kernel; the rows above say why."
 SHARED = "another part of the same forward is patched"
 
 Module = torch.nn.Module
@@ -63,6 +65,8 @@ class Handle:
         self._workloads: dict[str, Workload] = {}
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
+        self._note = ""
+        self.undescribed: tuple[Undescribed, ...] = ()
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
 
@@ -102,10 +106,9 @@ class Handle:
         """
         if profile is not None:
             self.profile(profile)
+        sites = tuple(self._reported(*pair) for pair in self._sites)
         decoding = None if self._decoding is None else self._decoding.report()
-        return PatchReport(
-            tuple(self._reported(*pair) for pair in self._sites), self._gpu_time, self._quantised, decoding
-        )
+        return PatchReport(sites, self._gpu_time, self._quantised, self._note, self.undescribed, decoding)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:
@@ -175,7 +178,7 @@ class Handle:
             site.patience, site.give_up = PATIENCE * len(modules), self._giving_up(installed)
         for module in modules:
             self._changed.append((module, ours))  # first, so that an interrupt on the next line is undone too
-            module.__class__ = ours
+            change_class(module, ours)
 
     def _describe(self, found: ModuleGroup, reason: str, catalog: Catalog) -> CallSite | None:
         """Add a call site to the report; return the site, or None if it stays stock."""
@@ -214,6 +217,8 @@ class Handle:
                 workload = workload_of(dispatcher.definition, call, allocate)
                 if workload is not None:
                     self._workloads.setdefault(workload.uuid, workload)
+        if not any(captured):
+            self._note = NOTHING_PROVED
 
     # -- removal of sites that nothing serves -------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ def _remove(installed: _Installed, handle: Handle | None) -> None:
     ours = installed.ours()
     for module in (reference() for reference in installed.modules):
         if module is not None and ours is not None and type(module) is ours:
-            module.__class__ = ours.__mro__[1]
+            change_class(module, ours.__mro__[1])
     if handle is not None:
         handle._changed = [(module, cls) for module, cls in handle._changed if type(module) is cls]
 
@@ -270,7 +275,7 @@ def _remove(installed: _Installed, handle: Handle | None) -> None:
 def _restore(module: Module, ours: type[Module]) -> bool:
     """Restore the class of a module, unless other code has changed the class since the patch; return True if restored."""
     if type(module) is ours:
-        module.__class__ = ours.__mro__[1]
+        change_class(module, ours.__mro__[1])
         return True
     return not issubclass(type(module), ours)
 

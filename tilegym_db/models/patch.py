@@ -25,6 +25,7 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
+from tilegym_db.models.undescribed import undescribed
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
@@ -130,7 +131,8 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
 
 
 def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchOptions) -> Handle:
-    found = discover(model, records)
+    with _without_autocast():
+        found = discover(model, records)
     if options.verify and not found:
         return Handle()  # nothing to verify
     return _patch(model, found, records, options)
@@ -139,9 +141,12 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
     served = PublishedTables(records)
     handle = Handle()
+    handle.undescribed = undescribed(model, found)
     try:
         for group in _sharing_a_forward(found):
-            handle.add([(part, _why_not(part, options, served)) for part in group], records)
+            reasons = [(part, _why_not(part, options, served)) for part in group]
+            with _without_autocast():
+                handle.add(reasons, records)
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)
@@ -156,6 +161,13 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
         handle.unpatch()
         raise
     return handle
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Run probes in the dtypes that they draw, also if the caller patches under autocast."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _check_model(model: Any) -> None:
@@ -360,7 +372,8 @@ def _are_all_stated(found: ModuleGroup) -> bool:
 
 
 def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
-    devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
+    # Offloaded weights are on the meta device between calls.
+    devices = {parameter.device for parameter in parameters if not parameter.is_meta} or {torch.device("cpu")}
     if not any(device.type == "cuda" for device in devices) and torch.cuda.is_available():
         devices.add(torch.device("cuda", torch.cuda.current_device()))  # many models are patched on the CPU, then moved
     dtypes = {parameter.dtype for parameter in parameters}

@@ -65,8 +65,13 @@ def matching_definitions(probe: Probe, definitions: Iterable[Definition], catalo
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Return the device of a module's first parameter, or the CPU if it has no parameter."""
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    """Return the device of a module's first parameter, or the CPU if it has no parameter.
+
+    Hooks of accelerate may keep weights elsewhere between calls. Probes draw weights, so those of such modules are on the CPU.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    is_offloaded = device.type == "meta" and any("_hf_hook" in vars(one) for one in module.modules())
+    return torch.device("cpu") if is_offloaded else device
 
 
 def stock_function(definition: Definition, catalog: Catalog) -> Callable[..., Any] | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
+from tilegym_db.models.capture import forward_arguments
+from tilegym_db.models.layer_kinds import text_configs, with_few_layers
 from tilegym_db.records.base import shown
 from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 
@@ -24,7 +28,7 @@ def load_config(path: Path, layers: int | None = None) -> Any:
 
     Args:
         path: the file or the folder.
-        layers: keep only this many of the first layers; call sites repeat from layer to layer.
+        layers: keep only this many layers, and at least one of every kind; see :func:`with_few_layers`.
 
     Raises:
         UsageError: the file does not exist, is no config of a known model, or has fewer layers.
@@ -48,9 +52,10 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         )
     check_config_sizes(content, file)
     from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
 
     try:
-        config: Any = CONFIG_MAPPING[model_type].from_dict(content)
+        config: Any = AutoConfig.from_pretrained(file, trust_remote_code=False, local_files_only=True)
     except (
         StrictDataclassError,
         *_REFUSALS,
@@ -58,9 +63,10 @@ def load_config(path: Path, layers: int | None = None) -> Any:
         raise UsageError(
             f"{file}: transformers refuses this config: {_last_line(error)}.", code="config_refused"
         ) from None
-    if layers is not None:
-        _keep_layers(config, layers, file)
-    return config
+    config._name_or_path = ""  # a digest of the config is one of its content
+    if layers is None:
+        return config
+    return with_few_layers(config, layers, _without_memory)
 
 
 _REFUSALS = (
@@ -73,16 +79,62 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1][:300].rstrip('.')}" if lines else type(error).__name__
 
 
-def _keep_layers(config: Any, layers: int, file: Path) -> None:
-    text = config.get_text_config()
-    if not 1 <= layers <= text.num_hidden_layers:
-        raise UsageError(
-            f"{file} has {text.num_hidden_layers} layers; keep 1 to {text.num_hidden_layers} of them, not {layers}.",
-            code="layers_out_of_range",
-        )
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+def config_content(config: Any) -> dict[str, Any]:
+    """Return the content of a config as transformers saves it, without the version of transformers."""
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in content.items() if key != "transformers_version"}
+
+
+FACTORIES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+"""The factories of transformers in the order of preference. Encoders and encoder-decoders put their own one first."""
+
+
+def model_class(config: Any) -> Any:
+    """Return the class that the config names, or else a factory of transformers that has a model for it.
+
+    Raises:
+        UsageError: transformers has no model for the config.
+    """
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if getattr(named, "config_class", None) is type(config):
+            return named
+    first = (
+        ["AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"] if getattr(config, "is_encoder_decoder", False) else []
+    )
+    if not first and not getattr(config, "is_decoder", False):
+        first = ["AutoModelForMaskedLM"]  # encoders may also be decoders, and then their config says so
+    for name in (*first, *FACTORIES):
+        factory = getattr(transformers, name)
+        if type(config) in factory._model_mapping:
+            return factory
+    raise UsageError(f"transformers has no model for configs of type {config.model_type}.", code="model_absent")
+
+
+def _made(config: Any, dtype: str) -> Any:
+    factory = model_class(config)
+    options = {"dtype": getattr(torch, dtype)}
+    if hasattr(factory, "_model_mapping"):
+        return factory.from_config(config, trust_remote_code=False, **options)
+    return factory._from_config(config, **options)
+
+
+def _without_memory(config: Any) -> Any:
+    """Return the model of a config on the meta device; None if it cannot be built."""
+    try:
+        with torch.device("meta"):
+            return _made(copy.deepcopy(config), "bfloat16")
+    except (UsageError, *_REFUSALS):
+        return None
 
 
 def build_model(config: Any, device: str, dtype: str) -> Any:
@@ -97,35 +149,33 @@ def build_model(config: Any, device: str, dtype: str) -> Any:
 
 
 def unchecked_model(config: Any, device: str, dtype: str) -> Any:
-    """Return a causal language model in eval mode with random weights, the same at every call on one kind of device.
+    """Return a model in eval mode with random weights, the same at every call on one kind of device.
 
     Weights of norms get noise, because trained weights are not all one, and some roundings differ only then.
 
     Raises:
-        UsageError: the config describes no causal language model, the model cannot be built, or it does not fit into the
-            device's memory.
+        UsageError: transformers has no model for the config, cannot build it, or it does not fit into the device's memory.
     """
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
     devices = [torch.device(device)] if device.startswith("cuda") else []
     try:
         with torch.device("meta"):  # takes no memory: shows if the model can be built, and its size
-            check_fits(factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False), device)
+            check_fits(_made(config, dtype), device)
     except UsageError:
         raise
     except _REFUSALS as error:
-        if "Unrecognized configuration class" in str(error):
-            raise UsageError(
-                f"{config.model_type} is no causal language model of transformers.", code="model_not_causal"
-            ) from None
         raise UsageError(
             f"transformers builds no model from this config: {_last_line(error)}.", code="model_not_built"
         ) from None
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(SEED)
-        model = factory.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+        model = _made(config, dtype).eval()
         _widen(model, dtype)
+        generation = getattr(model, "generation_config", None)
+        if getattr(config, "is_encoder_decoder", False) and generation is not None:
+            first = generation.decoder_start_token_id
+            generation.decoder_start_token_id = (
+                first if first is not None else 0
+            )  # checkpoints of T5 state it, its config not
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -164,10 +214,13 @@ def _narrow_promoting_norms(model: Any, dtype: torch.dtype) -> None:
 
 
 def _check_runs(model: Any, device: str) -> None:
-    """Call the model with one token."""
+    """Call the model with one token, if it takes tokens."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
     try:
         with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+            model(**forward_arguments(model, token))
     except torch.OutOfMemoryError:
         raise
     except _REFUSALS as error:
@@ -201,7 +254,7 @@ def _weights(part: torch.nn.Module) -> int:
 
 def check_run_fits(config: Any, device: str, dtype: str, batch: int, prompt: int, new: int = 0) -> None:
     """Raise :class:`UsageError` if the hidden states and the cache of a run alone exceed a device's free memory."""
-    text = config.get_text_config()
+    text = text_configs(config)[0]
     width, layers, heads = (
         int(getattr(text, name, None) or 1) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )

@@ -12,6 +12,7 @@ from tilegym_db.models.decoding import DecodingReport
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.proof import Proof
 from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.records import axes_key
 from tilegym_db.resolver.dispatch import DispatchReport, KernelFailure
 
@@ -60,11 +61,15 @@ class PatchReport:
 
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
     ``decoding`` reports the CUDA graphs of ``generate``; it is None for a model without them.
+    ``undescribed`` are the other modules that compute, by class. ``note`` says so if ``verify=True`` proved nothing, because the
+    model asked for no kernel.
     """
 
     sites: tuple[CallSiteReport, ...]
     gpu_time: GpuTime | None = None
     quantised: QuantisationReport | None = None
+    note: str = ""
+    undescribed: tuple[Undescribed, ...] = ()
     decoding: DecodingReport | None = None
 
     @property
@@ -99,11 +104,14 @@ class PatchReport:
         """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
         quantised = {} if self.quantised is None else {"quantised": asdict(self.quantised)}
+        noted = {"note": self.note} if self.note else {}
+        others = {"undescribed": [one._asdict() for one in self.undescribed]} if self.undescribed else {}
         decoding = {} if self.decoding is None else {"decoding": asdict(self.decoding)}
-        return {"sites": [asdict(site) for site in self.sites], **profiled, **quantised, **decoding}
+        sites = [asdict(site) for site in self.sites]
+        return {"sites": sites, **others, **profiled, **quantised, **noted, **decoding}
 
     def table(self) -> Table:
-        """Return a table for a terminal: one row per call site and kind of call."""
+        """Return a table for a terminal: one row per call site and kind of call, and one per class of other modules."""
         from rich.table import Table
 
         table = Table(title="call sites")
@@ -112,6 +120,8 @@ class PatchReport:
         for site in self.sites:
             for row in _rows(site):
                 table.add_row(f"{site.module_class} x{site.modules}", *row)
+        for one in self.undescribed:
+            table.add_row(f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason)
         return table
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
@@ -186,6 +196,8 @@ class PatchReport:
                 console.print(self.proof_table())
             if self.decoding is not None:
                 console.print(self.decoding.summary(), highlight=False)
+            if self.note:
+                console.print(self.note, highlight=False)
             if self.gpu_time is not None:
                 console.print(self.gpu_table())
             if self.quantised is not None:

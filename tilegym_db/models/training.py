@@ -4,8 +4,9 @@ A call is served only if both kernels are verified and measured for it, so a tra
 The backward keeps the inputs, and the outputs that it names as saved; its kernel recomputes what stock code would keep as well.
 If an input is overwritten before the backward, PyTorch raises an error, as for any tensor that an operation has kept.
 
-The stock solution of the backward Definition computes some gradients in PyTorch operations. These are gradients that no kernel
-serves after all (unexpected strides, a kernel that raised), and gradients that are differentiated again.
+The stock solution of the backward Definition computes gradients that no kernel serves after all (unexpected strides, a kernel
+that raised). Gradients that are differentiated again (``create_graph=True``) come from its reference. A reference consists of
+operations that autograd can differentiate, and a stock solution may call others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tilegym_db.resolver.dispatch import DispatchReport
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import call_site, stock_launcher
+from tilegym_db.verification.oracle import load_function
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
@@ -127,6 +129,7 @@ class _DefinitionPair:
         self.differentiated = tuple(inputs.index(name) for name in differentiated(backward))
         self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
+        self._definition = backward
         self._arguments = [
             _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
             if name.startswith(GRADIENT)
@@ -147,8 +150,15 @@ class _DefinitionPair:
         if not torch.is_grad_enabled() and not _is_watched(grads):
             found = self.serve_gradients(*given)
         if found is None:
-            found = load_verified(self._stock, self._stock.digest)(*given)
+            with torch.autocast(grads[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
+                found = self._code_of_gradients()(*given)
         return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))
+
+    def _code_of_gradients(self) -> Callable[..., Any]:
+        """Return code of PyTorch operations; autograd can differentiate it if gradients are enabled."""
+        if torch.is_grad_enabled():
+            return load_function(self._definition.reference, self._definition.name)
+        return load_verified(self._stock, self._stock.digest)
 
 
 def _is_watched(grads: Sequence[torch.Tensor]) -> bool:
@@ -194,7 +204,7 @@ def training_of(definition: Definition, catalog: Catalog) -> Training | None:
     ways = [
         _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)
-        if _can_fall_back(backward, catalog)
+        if _can_fall_back(backward, catalog) and not _keeps_constants(definition, backward)
     ]
     return Training(definition, ways) if ways else None
 
@@ -202,3 +212,8 @@ def training_of(definition: Definition, catalog: Catalog) -> Training | None:
 def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
     stock = stock_of(catalog.solutions_for(backward.name))
     return stock is not None and not stock.record.spec.destination_passing_style
+
+
+def _keeps_constants(forward: Definition, backward: Definition) -> bool:
+    """Return True if a backward keeps an output without a gradient; its second derivative would lack a term."""
+    return any(GRADIENT + name not in backward.inputs for name in backward.saved if name in forward.outputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
-from tilegym_db.models.capture import new_workloads, random_prompt
+from tilegym_db.models.capture import new_workloads, random_inputs
 from tilegym_db.models.patch import patched
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
 from tilegym_db.models.report import PatchReport
@@ -46,7 +46,7 @@ def verify_model(
     config = load_config(path, layers)
     check_run_fits(config, device, dtype, batch, prompt)
     model = build_model(config, device, dtype)
-    with patched(model, verify=True, inputs=random_prompt(model, batch, prompt)) as handle:
+    with patched(model, verify=True, inputs=random_inputs(model, batch, prompt)) as handle:
         return VerifiedModel(handle.report(), handle.workloads)
 
 

@@ -315,17 +315,21 @@ MAX_SIZES: dict[str, int] = {
     "q_lora_rank": 1 << 20,
     "max_position_embeddings": 1 << 32,
 }
+MAY_BE_ZERO = ("head_dim", "type_vocab_size")
+"""Sizes that are zero in the configs of some models, which do not use them."""
 
 
 def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Raise :class:`UsageError` for a size that is no whole number between 1 and :data:`MAX_SIZES`; null is left alone."""
+    """Raise :class:`UsageError` for a size that is no whole number up to :data:`MAX_SIZES`; null is left alone."""
     for key, value in _entries(content):
         most = MAX_SIZES.get(key)
         if most is None or value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        least = 0 if key in MAY_BE_ZERO else 1
+        is_whole = type(value) is int or (type(value) is float and value.is_integer())
+        if not is_whole or not least <= value <= most:
             raise UsageError(
-                f"{file}: {key} must be a whole number from 1 to {most}, not {json.dumps(value)[:40]}.",
+                f"{file}: {key} must be a whole number from {least} to {most}, not {json.dumps(value)[:40]}.",
                 code="config_size_invalid",
             )
 

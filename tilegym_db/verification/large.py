@@ -27,6 +27,8 @@ VERY_MANY_ROWS = ((1 << 16) + 1, 1 << 17)
 LONG_ROWS = (1 << 10, 1 << 15)
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
+LARGEST_AXIS = (1 << 24) - 1
+"""Maximum size of an axis: more programs than this are beyond what the languages start at once."""
 MAX_FLOPS_ON_CPU, MAX_FLOPS_ON_GPU = 1e8, 2e12
 _PERIODS = (31, 61, 251, 509)
 _MAX_COMPARED = 1 << 19
@@ -103,6 +105,7 @@ class _Large:
         fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
         for number in range(_LARGE_TRIES if axes else 0):
             kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 else ("one", "tiny")
+            kinds = ("prime", "tile", "above a tile") if elements else kinds
             small = [size for kind in kinds for size in SIZES[kind]]
             axis = self.generator.choice(axes)
             sizes = {name: self.generator.choice(small) for name in self.definition.var_axes}
@@ -114,7 +117,12 @@ class _Large:
                 low, high = (-(-bound // most) for bound in bounds) if most else (1, 1)
             size = int(low * (high / low) ** self.generator.random()) | 1  # odd, and often a prime
             large = self._bound(repaired(constraints, {**sizes, axis: size}, fixed, self.dtypes, self.generator))
-            if large is None or not 0.9 * low <= large[axis] <= high + 1 or not self._affordable(large):
+            if (
+                large is None
+                or large[axis] > LARGEST_AXIS
+                or not 0.9 * low <= large[axis] <= high + 1
+                or not self._affordable(large)
+            ):
                 continue
             base = self._bound({**large, **{name: self._period(large[name]) for name in self.repeated}})
             rows = {name: self._rows(name, large) for name in self.repeated}

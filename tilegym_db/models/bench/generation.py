@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import UsageError
+from tilegym_db.models.capture import forward_arguments
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,16 @@ def prefill(model: Any, ids: torch.Tensor, backend: str | None = None) -> Genera
     """
     forward: Callable[..., Any] = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
     takes = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    options = {**forward_arguments(model, ids)}
+    options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    options |= {"use_cache": True} if "use_cache" in takes else {}  # encoders have no cache
     marks = _marks_on(ids.device)
     weights = _bytes_of([*model.parameters(), *model.buffers()])
 
     def run() -> Generation:
         marks.begin()
         with torch.no_grad():
-            logits = forward(ids, use_cache=True, **options).logits
+            logits = forward(**options)[0]
         marks.mark()
         (end,) = marks.read_ms()
         return Generation(end, None, end, logits[:, -1:].argmax(-1).cpu(), marks.peak_bytes(weights))

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProce
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
+from tilegym_db.models.layer_kinds import text_configs
 from tilegym_db.models.patch import patched
-from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
+from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
@@ -104,6 +105,8 @@ def model_bench(
     config = load_config(path, options.layers)
     check_run_fits(config, machine.device, options.dtype, options.batch, options.prompt, options.new)
     stock = build_model(config, machine.device, options.dtype)
+    if not stock.can_generate():
+        options = replace(options, new=0)  # an encoder is timed on its forward
     ids = random_prompt(stock, options.batch, options.prompt)
     twin = _twin_of(stock)
     with (
@@ -185,7 +188,7 @@ def _described(config: Any, model: Any, options: ModelBenchOptions) -> dict[str,
         "proved": options.verify,
         "model_class": type(model).__name__,
         "config_digest": config_digest(config),
-        "layers": config.get_text_config().num_hidden_layers,
+        "layers": text_configs(config)[0].num_hidden_layers,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
@@ -199,8 +202,7 @@ def _described_machine(machine: Machine) -> dict[str, Any]:
 
 def config_digest(config: Any) -> str:
     """Return the sha256 of a config's content; its formatting does not count."""
-    content = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
-    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(config_content(config)).encode()).hexdigest()
 
 
 def _kernels_of(handle: Handle, generate: Generate) -> dict[str, int]:

@@ -30,8 +30,10 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
-from tilegym_db.models.upstream_code import undecorated
+from tilegym_db.models.sdpa_code import other_options, why_other_bits
+from tilegym_db.models.upstream_code import fingerprint, undecorated
 from tilegym_db.records import Definition
+from tilegym_db.records.serving import ModelCode
 
 AFTER = ("rope",)
 """A forward calls its rotary function first."""
@@ -51,8 +53,9 @@ NO_HEADS = "its inputs are not batch, heads, positions and head size"
 OTHER_HEADS = "the ratio of its query heads to its key heads is not the one that the module states"
 OTHER_VALUES = "it has another number of values than of keys"
 SCALE_IS_NO_NUMBER = "its scale is no number"
-OTHER_MATHS = ("position_bias", "softcap", "s_aux", "cache")
-"""Arguments that callers may pass through to stock code, and that no Definition knows."""
+NARROW_VALUES = "its values are narrower than its keys (latent attention), and no definition describes that"
+SINKS = "s_aux"
+"""An argument of eager attention; stock code may ignore it, but no Definition with it is served here."""
 
 _is_compiling = torch.compiler.is_compiling
 Function = Callable[..., Any]
@@ -99,11 +102,19 @@ def is_decode(definition: Definition) -> bool:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Look up the source of the function that the forward's registry has for ``sdpa``."""
+    """Judge the function that the forward's registry has for ``sdpa`` by its structure and by its bits."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    return match_candidates(found, known, sdpa_function(forward), "the sdpa attention in its registry")
+    function, device = sdpa_function(forward), device_of(found.modules[0])
+    options = other_options(function)
+    reason = options if isinstance(options, str) else ""
+    if not reason and device.type != "meta":  # a module without memory is left alone anyway
+        reason = why_other_bits(function, device)
+    if reason:
+        return f"the sdpa attention in its registry is not known: {reason}"
+    (definition,) = (one for one in known.definitions(found.kind) if one.name == found.function)
+    return MatchCandidates([DefinitionMatch(definition, ModelCode(fingerprint=fingerprint(function) or ""))])
 
 
 def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: str) -> MatchCandidates | str:
@@ -218,12 +229,15 @@ def attention_function(stock: Function, prefill: CallSite | None, decode: CallSi
         decode: the call site of single positions; None leaves them to stock.
     """
 
+    read = other_options(stock)
+    others = (*sorted(read), SINKS) if isinstance(read, frozenset) else (SINKS,)
+
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
         site = decode if is_one else prefill
         if site is None or site.falls_back(module.training, query, key, value):
             return None
-        reason = why_stock(module, query, key, options) if value.shape[:3] == key.shape[:3] else OTHER_VALUES
+        reason = why_other_values(key, value) or why_stock(module, query, key, options, others)
         if reason:
             site.bypass(reason)
             return None
@@ -262,7 +276,16 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
     return attention
 
 
-def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any]) -> str:
+def why_other_values(key: torch.Tensor, value: torch.Tensor) -> str:
+    """Return the reason if values are not as many or not as wide as keys; empty if they are."""
+    if value.shape == key.shape:
+        return ""
+    return NARROW_VALUES if value.shape[:3] == key.shape[:3] else OTHER_VALUES
+
+
+def why_stock(
+    module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str] = ()
+) -> str:
     """Return the reason if no Definition describes a call of ``sdpa_attention_forward``; empty if one does.
 
     Stock code ignores all options that are not checked here. A window or a cache shows only in the mask. transformers omits the
@@ -273,6 +296,7 @@ def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapp
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         options: the other arguments by name, including the mask.
+        others: the options that stock code reads and that no Definition knows.
     """
     if options.get("attention_mask") is not None:
         return MASKED
@@ -282,7 +306,7 @@ def why_stock(module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapp
         return DROPOUT
     if options.get("output_attentions"):
         return WEIGHTS
-    for name in OTHER_MATHS:
+    for name in others:
         if options.get(name) is not None:
             return f"it has the argument {name}"
     if type(options.get("scaling")) not in (float, type(None)):

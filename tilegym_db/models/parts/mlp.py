@@ -27,7 +27,10 @@ from tilegym_db.models.found import (
     methods,
     of_class,
 )
+from tilegym_db.models.gated_code import GatedCode, gated_code
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
+from tilegym_db.models.upstream_code import fingerprint
+from tilegym_db.records.serving import ModelCode
 
 AFTER = ("experts",)
 """Experts have a ``down_proj`` too."""
@@ -39,8 +42,8 @@ Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules with a ``down_proj`` that are no experts, or whose code a Definition states."""
-    is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward))
+    """Return the modules with a ``down_proj`` that are no experts, and those with the code of a gated MLP."""
+    is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward) or gated_code(cls.forward) is not None)
     experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
     return grouped(
         "mlp",
@@ -85,11 +88,28 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         return WRAPPED
     matches = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
     if isinstance(matches, str):
-        return matches
+        code = gated_code(cls.forward)
+        if code is None:
+            return matches
+        matches = _of_structure(code, cls, known)
     for match in matches:
         if stock_function(match.definition, known.catalog) is None:
             return f"{match.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
     return MatchCandidates(matches)
+
+
+def _of_structure(code: GatedCode, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
+    """Return the Definitions of two projections with the attributes that a forward uses; the probe decides between them."""
+    roles = {OUTPUT: code.output} | ({ACTIVATION: code.activation} if code.activation else {})
+    mark = fingerprint(cls.forward) or ""
+    return [
+        DefinitionMatch(
+            definition,
+            ModelCode(fingerprint=mark, attributes={**roles, **dict(zip(definition.inputs, code[:2], strict=True))}),
+        )
+        for definition in known.definitions("mlp")
+        if len(definition.inputs) == 2
+    ]
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -181,9 +201,11 @@ def mlp_forward(
         return False
 
     @functools.wraps(stock)
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        if falls_back(self, x):
-            return stock(self, x)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Models call MLPs by position. Parameter names differ between models, so a call by keyword goes to stock.
+        if kwargs or len(args) != 1 or falls_back(self, args[0]):
+            return stock(self, *args, **kwargs)
+        (x,) = args
         given = [getattr(self, name)(x) for name in names]
         # From here on the stock code is repeated instead of called, because the projections must not run twice.
         out = _activate(site, self.training, given)

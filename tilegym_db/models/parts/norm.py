@@ -28,7 +28,7 @@ from tilegym_db.models.found import (
     names_in_code,
     of_class,
 )
-from tilegym_db.models.probe import ROWS, Draw, Probe
+from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
 
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__)
 UNDESCRIBED = {"e6269c6dba95d139": "no definition describes a norm with a gate"}
@@ -82,7 +82,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     missing = [name for name in attributes_of(match) if not hasattr(module, name)]
     if missing:
         return f"it has no {missing[0]}, which serving.code of {match.definition.name} names"
-    twin, x, inputs = random_norm(module, match, Draw(weight.device))
+    twin, x, inputs = random_norm(module, match, Draw(device_of(module)))
     with torch.no_grad():
         out = type(module).forward(twin, x)
     return {next(iter(match.definition.inputs)): x, **inputs}, (out,)

@@ -1,0 +1,66 @@
+"""A report has a row for every module that computes: a call site, or the reason why there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.models.undescribed import LIBRARY, NO_DEFINITION, undescribed
+
+
+def reasons(model: Any, catalog: Catalog) -> dict[str, tuple[int, str]]:
+    report = patch(model, catalog=catalog, dry_run=True).report()
+    return {name: (count, reason) for name, count, reason in report.undescribed}
+
+
+def test_other_modules_that_compute_have_rows(kernels: Catalog, build: Any) -> None:
+    assert reasons(build(), kernels) == {
+        "Embedding": (1, NO_DEFINITION),
+        "LlamaRotaryEmbedding": (1, NO_DEFINITION),
+        "Linear": (15, LIBRARY),  # seven per layer, and the head
+    }
+
+
+def test_a_mixer_without_a_definition_has_a_row(kernels: Catalog, build: Any) -> None:
+    found = reasons(build("qwen3_5"), kernels)
+    assert found["Qwen3_5GatedDeltaNet"] == (1, NO_DEFINITION)
+    assert not any(
+        name in found for name in ("Qwen3_5RMSNorm", "Qwen3_5MLP", "Qwen3_5RMSNormGated", "SiLU", "ModuleList")
+    )
+
+
+def test_shown_in_the_table_and_in_the_data(kernels: Catalog, build: Any) -> None:
+    with patched(build(), catalog=kernels) as handle:
+        report = handle.report()
+    assert "Linear x15" in str(report)
+    assert {"module_class": "Linear", "modules": 15, "reason": LIBRARY} in report.to_dict()["undescribed"]
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.inner(x), -1)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.idle, self.twin = Mixer(), nn.Dropout(0.1), nn.LayerNorm(4)
+        self.again = self.twin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twin(self.idle(self.mixer(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["Mixer", "Linear", "LayerNorm"])
+def test_modules_count_by_what_they_compute(name: str) -> None:
+    found = undescribed(Chain(), [])
+    assert sorted(one.module_class for one in found) == ["LayerNorm", "Linear", "Mixer"]
+    assert {one.module_class: one.modules for one in found}[name] == 1
