@@ -454,13 +454,10 @@ class Verification:
                 outcome = _check_large_case(handle, large) if large is not None else None
             except (StoreError, torch.OutOfMemoryError):
                 large = outcome = None
-            # An error at such a size is loud: a model runs stock code then. A wrong number is not.
-            if isinstance(outcome, Failure) and outcome.status != "RUNTIME_ERROR" and not outcome.no_memory:
+            # An exception at such a size is loud, and a model runs stock code then. A wrong number or a lost process is not.
+            raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
+            if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
                 return outcome
-            if not self.handle.usable:
-                failure = self.handle.load()
-                if failure is not None:
-                    return failure
             (fuzz.dropped if large is None or outcome is not None else fuzz.passed).append(str(case.case))
         return fuzz
 

@@ -289,7 +289,10 @@ class WorkerHandle:
         """Return the outputs of one call on the first slot of attached memory without comparing them."""
         assert self.worker is not None
         timeout_s = self.limits.first_call_s
-        return one_call(self.worker, buffers, 0, self.definition, expected, poison, timeout_s)
+        outcome = one_call(self.worker, buffers, 0, self.definition, expected, poison, timeout_s)
+        if isinstance(outcome, Failure):
+            self._note_spoilt(outcome.log)
+        return outcome
 
     def call_in_turn(
         self, buffers: SharedBuffers, expected: OracleCase, other: OracleCase, first: Mapping[str, torch.Tensor]
