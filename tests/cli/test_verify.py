@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tilegym_db.measurement import machine
@@ -38,7 +40,7 @@ def failed(cli, row_scale, home, tmp_path):
     assert cli("add-solution", path, "-d", "row_scale", "-l", "python", "--name", "row_scale_wrong").code == 0
     assert cli("bench", "row_scale_wrong", "--gpu", "cpu").code == 1
     (row,) = cli("sql", "SELECT failure_command FROM traces WHERE status <> 'PASSED'", "--json").json()
-    return row["failure_command"].split()
+    return shlex.split(row["failure_command"])
 
 
 def test_a_failure_names_the_command_that_shows_it_again(cli, failed):

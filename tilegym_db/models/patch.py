@@ -427,6 +427,8 @@ def _judge(found: ModuleGroup, module: Part, known: KnownCode) -> ModuleGroup:
     candidates = module.candidates(found, known)
     if isinstance(candidates, str):
         return replace(found, reason=candidates)
+    if not candidates.matches:
+        return replace(found, reason="no definition describes it")
     confirmed = {_confirm(found, module, sample, candidates, known.catalog) for sample in found.samples}
     refusals = sorted(reason for _, reason in confirmed if reason)
     names = sorted(name for name, _ in confirmed if name)

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tilegym_db.catalog import Catalog, stock_of
+from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
 from tilegym_db.records.definition_rules import GRADIENT
@@ -130,6 +131,7 @@ class _DefinitionPair:
         self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
         self._definition = backward
+        self._is_once_differentiable = _keeps_constants(forward, backward)
         self._arguments = [
             _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
             if name.startswith(GRADIENT)
@@ -157,6 +159,12 @@ class _DefinitionPair:
     def _code_of_gradients(self) -> Callable[..., Any]:
         """Return code of PyTorch operations; autograd can differentiate it if gradients are enabled."""
         if torch.is_grad_enabled():
+            if self._is_once_differentiable:
+                raise UsageError(
+                    f"{self._definition.name} has no second derivative, as it keeps outputs without a gradient. "
+                    "Leave out create_graph, or patch without this operator (ops=...).",
+                    code="second_derivative_absent",
+                )
             return load_function(self._definition.reference, self._definition.name)
         return load_verified(self._stock, self._stock.digest)
 
@@ -204,7 +212,7 @@ def training_of(definition: Definition, catalog: Catalog) -> Training | None:
     ways = [
         _DefinitionPair(definition, backward, catalog)
         for backward in catalog.backwards_of(definition.name)
-        if _can_fall_back(backward, catalog) and not _keeps_constants(definition, backward)
+        if _can_fall_back(backward, catalog)
     ]
     return Training(definition, ways) if ways else None
 
@@ -215,5 +223,5 @@ def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
 
 
 def _keeps_constants(forward: Definition, backward: Definition) -> bool:
-    """Return True if a backward keeps an output without a gradient; its second derivative would lack a term."""
+    """Return True if a backward keeps an output without a gradient: its second derivative would lack a term."""
     return any(GRADIENT + name not in backward.inputs for name in backward.saved if name in forward.outputs)
