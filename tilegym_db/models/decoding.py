@@ -242,8 +242,13 @@ class _Generation:
                 self.decoding.count(leased)
             else:
                 self.cache = leased
-                leased.fill_from(outputs[_CACHE])
-                outputs[_CACHE] = leased.static
+                try:
+                    leased.fill_from(outputs[_CACHE])
+                except torch.OutOfMemoryError:
+                    leased.failed = "there was no memory for a cache of fixed size; lower max_new_tokens"
+                    self.decoding.count(leased.failed)
+                else:
+                    outputs[_CACHE] = leased.static
         return outputs
 
     def close(self) -> None:
