@@ -93,7 +93,9 @@ class Installation:
 
     def environment(self, home: Path, columns: int = COLUMNS) -> dict[str, str]:
         """Return what a command sees: this installation first on the path, a separate home folder, a terminal of this width."""
-        keep = {key: os.environ[key] for key in ("LANG", "LC_ALL", "TMPDIR") if key in os.environ}
+        keep = {
+            key: os.environ[key] for key in ("LANG", "LC_ALL", "TMPDIR", "TILEGYM_DB_MAX_WAITING") if key in os.environ
+        }
         return {
             **keep,
             "PATH": f"{self.folder / 'bin'}:{os.environ.get('PATH', os.defpath)}",

@@ -16,7 +16,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.records.tolerance import limits_for
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, tensor_of_its_own, tensor_view
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_tensor, plan_slot, tensor_of_its_own, tensor_view
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.gates import relative_error
 from tilegym_db.verification.inputs import draw_inputs
@@ -60,13 +60,18 @@ def check(name: str, entry: Callable[..., torch.Tensor], case: Case, catalog: Ca
     inputs = draw_inputs(definition, case, "cpu")
     with SharedBuffers(plan_slot(definition, case), 1, "cpu") as buffers:
         for plan in buffers.plan.inputs:
-            tensor_view(buffers.slot(0), plan).copy_(inputs[plan.name])
+            fill_tensor(tensor_view(buffers.slot(0), plan), inputs[plan.name])
         laid_out = [tensor_of_its_own(buffers.slot(0), plan) for plan in buffers.plan.inputs]
         out = entry(*laid_out)
     expected = load_function(definition.reference, definition.name)(*inputs.values())
     limits = limits_for(definition, "bfloat16", "ieee")
     assert limits is not None
     assert relative_error(out, expected) <= limits.tau
+
+
+def repeats(layout: str) -> bool:
+    """Return True for strides of zero and memory of another input, for which contents must repeat too."""
+    return "@" in layout or "(0," in layout or " 0," in layout
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +83,7 @@ def test_what_lies_otherwise_is_copied_for_cublas(name: str, entries: Entries, c
         case
         for seed in range(6)
         for case in fuzz_cases(definition, record, anchors, dtypes, {}, count=4, seed=seed)
-        if "special" not in case.distribution
+        if "special" not in case.distribution and not any(map(repeats, case.call.layouts.values()))
     ]
     assert {case.offset for case in cases} == {0, 1}
     assert any(case.call.layouts for case in cases)

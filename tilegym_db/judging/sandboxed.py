@@ -79,9 +79,9 @@ class Confined:
             if isinstance(reply, Failure):
                 return reply
             if reply.mismatch is not None:
-                dtype, what = reply.mismatch
+                kind, what = reply.mismatch
                 return Failure(
-                    "INCORRECT_DTYPE" if dtype else "INCORRECT_SHAPE", what, gate="shape", case=expected.case
+                    "INCORRECT_DTYPE" if kind == "dtype" else "INCORRECT_SHAPE", what, gate="shape", case=expected.case
                 )
             outputs = read_outputs(buffers, 0, self.definition)
             self._ask("detach")

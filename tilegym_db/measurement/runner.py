@@ -194,7 +194,7 @@ MAX_WAITING = "TILEGYM_DB_MAX_WAITING"
 
 def max_waiting_share() -> float:
     """Return the maximum share of the time of timed calls on a CPU for which threads may wait for a processor."""
-    return float(os.environ.get(MAX_WAITING, 0.1))
+    return float(os.environ.get(MAX_WAITING, 0.25))
 
 
 class Waits(NamedTuple):

@@ -132,7 +132,7 @@ class Worker:
         """
         from tilegym_db.sandbox.shared_buffers import fill_tensor
 
-        slot, situation = self.slots[request["slot"]], Situation(**request["situation"])
+        slot, situation = self.slots[request["slot"]], Situation(**request.get("situation", {}))
 
         def call() -> dict[str, str] | None:
             given = situation.arguments(slot, self.timer.occupy)
