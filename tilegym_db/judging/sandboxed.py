@@ -117,7 +117,7 @@ class Confined:
             descriptors=(buffers.descriptor,),
             buffers=buffers.to_message(),
             config={},
-            scalars=case.call.scalars,
+            scalars=[dict(case.call.scalars)],
         )
 
     def _ask(self, op: str, descriptors: tuple[int, ...] = (), **content: Any) -> Reply | Failure:

@@ -108,10 +108,9 @@ class Worker:
         self.detach({})
         memory, plans, self.release = attach(request["buffers"], request["descriptors"][0])
         self.config = request["config"]
-        scalars = request["scalars"]
         for number, (start, plan) in enumerate(plans):
-            own_scalars = scalars[number] if isinstance(scalars, list) else scalars
-            self.slots.append({**own_scalars, **tensors_of_slot(memory[start : start + plan.size], plan)})
+            scalars = request["scalars"][number % len(request["scalars"])]
+            self.slots.append({**scalars, **tensors_of_slot(memory[start : start + plan.size], plan)})
         self.described = [self._described(slot) for slot in self.slots]
         return {}
 
@@ -152,7 +151,7 @@ class Worker:
         """Call the Solution on the listed slots in turn, ``count`` times in all or until ``seconds`` have passed.
 
         With several ``threads``, each takes some of the slots. Returned values are copied to the outputs of their slots. The
-        answer has the number of calls, and how much memory is in use after them.
+        answer has the number of calls.
         """
         order, threads, count = request["slots"], request["threads"], request["count"]
         deadline = time.monotonic() + request["seconds"]
@@ -174,7 +173,13 @@ class Worker:
         self._synchronize()
         changed = [self._changed(self.described[index], self.slots[index]) for index in dict.fromkeys(order)]
         mismatch = next((found for found in changed if found), None)
-        return {"calls": made, "memory": self._memory(), **({"mismatch": mismatch} if mismatch else {})}
+        return {"calls": made, **({"mismatch": mismatch} if mismatch else {})}
+
+    def memory(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Report the bytes of live tensors on the device, and the number of Python's blocks of memory."""
+        gc.collect()
+        on_device = torch.cuda.memory_allocated(self.device) if self.device != "cpu" else 0
+        return {"device_bytes": on_device, "blocks": sys.getallocatedblocks()}
 
     def scalars(self, request: dict[str, Any]) -> dict[str, Any]:
         """Replace the scalar arguments of later calls on these slots."""
@@ -253,12 +258,6 @@ class Worker:
                 return {"kind": "argument", "what": f"{name}: {what}"}
         return None
 
-    def _memory(self) -> dict[str, int]:
-        """Return the bytes of live tensors on the device, and the number of Python's blocks of memory."""
-        gc.collect()
-        on_device = torch.cuda.memory_allocated(self.device) if self.device != "cpu" else 0
-        return {"device_bytes": on_device, "blocks": sys.getallocatedblocks()}
-
     def _give_back_memory(self) -> None:
         if self.device != "cpu":
             import torch
@@ -283,6 +282,7 @@ class Worker:
             "time": self.time,
             "profile": self.profile,
             "repeat": self.repeat,
+            "memory": self.memory,
             "scalars": self.scalars,
             "state": self.state,
         }

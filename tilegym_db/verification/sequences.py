@@ -24,7 +24,16 @@ from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, fill_with
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs
-from tilegym_db.verification.verifier import Failure, incorrect, judge, mismatch_failure, same_bytes
+from tilegym_db.verification.verifier import (
+    Failure,
+    changed_byte,
+    incorrect,
+    judge,
+    mismatch_failure,
+    outputs_in,
+    same_bytes,
+    written_tensors,
+)
 from tilegym_db.verification.worker_handle import WorkerHandle
 
 SHAPES, PAIRS = 300, 6
@@ -91,14 +100,7 @@ class SequenceMemory:
 
     def attach(self) -> Failure | None:
         """Map the memory in the worker, with one slot per step."""
-        return self.handle.order(
-            "attach",
-            self.handle.limits.call_s,
-            descriptors=(self.buffers.descriptor,),
-            buffers=self.buffers.to_message(),
-            config=self.handle.config,
-            scalars=[dict(step.case.call.scalars) for step in self.steps],
-        )
+        return self.handle.attach(self.buffers, *(step.case for step in self.steps))
 
     def play(
         self, order: Sequence[int], judged: Iterable[int], how: str = "", *, threads: int = 1, seconds: float = math.inf
@@ -108,7 +110,8 @@ class SequenceMemory:
         Returns:
             The number of calls; or the failure of a judged call, or of a call that wrote to other memory than its outputs.
         """
-        before = self.fill(order)
+        self.fill(order)
+        before = self.buffers.memory.clone()
         reply = self.repeat(order, len(order), threads=threads, seconds=seconds)
         if isinstance(reply, Failure):
             return reply
@@ -117,8 +120,8 @@ class SequenceMemory:
         failure = self._check_memory(before, order) or self.judge([one for one in made if one in set(judged)], how)
         return calls if failure is None else failure
 
-    def fill(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Write the inputs of some steps, and garbage into their outputs; return a copy of the whole memory."""
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Write the inputs of some steps, and garbage into their outputs."""
         for number in numbers:
             step = self.steps[number]
             for plan in step.plan.outputs:
@@ -129,7 +132,6 @@ class SequenceMemory:
                 if plan.name in step.inputs:
                     tensor_view(self.buffers.memory, plan).copy_(step.inputs[plan.name])
         self.buffers.settle()
-        return self.buffers.memory.clone()
 
     def repeat(
         self, order: Sequence[int], count: int, *, threads: int = 1, seconds: float = math.inf
@@ -169,26 +171,14 @@ class SequenceMemory:
 
     def outputs(self, number: int) -> dict[str, torch.Tensor]:
         """Return a contiguous copy of the outputs of a step, including in-place ones."""
-        definition, plan = self.handle.definition, self.steps[number].plan
-        source = {output: name for name, output in definition.in_place.items()}
-        tensors = {tensor.name: tensor for tensor in plan.tensors}
-        return {
-            name: tensor_view(self.buffers.memory, tensors[source.get(name, name)]).clone(
-                memory_format=torch.contiguous_format
-            )
-            for name in definition.outputs
-        }
+        return outputs_in(self.buffers.memory, self.steps[number].plan, self.handle.definition)
 
     def _check_memory(self, before: torch.Tensor, numbers: Sequence[int]) -> Failure | None:
-        after = self.buffers.memory.clone()
-        for number in numbers:
-            plan = self.steps[number].plan
-            written = [one for one in plan.inputs if one.name in self.handle.definition.in_place]
-            for one in (*plan.outputs, *written):
-                tensor_view(after, one).copy_(tensor_view(before, one))
-        if torch.equal(before, after):
+        plans = [self.steps[number].plan for number in numbers]
+        writable = [one for plan in plans for one in written_tensors(plan, self.handle.definition)]
+        position = changed_byte(before, self.buffers.memory, writable)
+        if position is None:
             return None
-        position = int(torch.nonzero(before != after)[0])
         nearest = min(numbers, key=lambda number: _distance(self.steps[number].plan, position))
         case = self.steps[nearest].case
         return incorrect("memory", f"wrote outside of its outputs in a sequence of calls, near {case}", case)
@@ -198,21 +188,22 @@ def _distance(plan: SlotPlan, position: int) -> int:
     return min(max(one.offset - position, position - one.offset - one.span, 0) for one in plan.tensors)
 
 
+def _at(plan: SlotPlan, starts: Mapping[str, int], size: int) -> SlotPlan:
+    """Return a plan of another size whose tensors begin at other bytes, by name."""
+    inputs, outputs = (
+        tuple(replace(one, offset=starts[one.name]) for one in part) for part in (plan.inputs, plan.outputs)
+    )
+    return SlotPlan(inputs, outputs, size)
+
+
 def _moved(plan: SlotPlan, start: int) -> SlotPlan:
     """Return a plan whose tensors lie ``start`` bytes further."""
-    inputs, outputs = (
-        tuple(replace(one, offset=one.offset + start) for one in part) for part in (plan.inputs, plan.outputs)
-    )
-    return SlotPlan(inputs, outputs, plan.size + start)
+    return _at(plan, {one.name: one.offset + start for one in plan.tensors}, plan.size + start)
 
 
 def _like(plan: SlotPlan, larger: SlotPlan) -> SlotPlan:
     """Return a plan whose tensors begin where those of a larger call do."""
-    starts = {one.name: one.offset for one in larger.tensors}
-    inputs, outputs = (
-        tuple(replace(one, offset=starts[one.name]) for one in part) for part in (plan.inputs, plan.outputs)
-    )
-    return SlotPlan(inputs, outputs, larger.size)
+    return _at(plan, {one.name: one.offset for one in larger.tensors}, larger.size)
 
 
 def _shared(handle: WorkerHandle, steps: Sequence[Step]) -> SharedBuffers:
@@ -298,15 +289,19 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
     """Return the number of calls of a few shapes that need no more and more memory, and stay right to the end."""
     handle, how = memory.handle, "in a long run of calls"
     memory.fill(slots)
-    begun = memory.repeat(slots, WARM_UP_CALLS, seconds=LONG_RUN_S)
-    if isinstance(begun, Failure):
-        return begun
+    warm = memory.repeat(slots, WARM_UP_CALLS, seconds=LONG_RUN_S)
+    before = warm if isinstance(warm, Failure) else handle.ask("memory", handle.limits.call_s)
+    if isinstance(before, Failure):
+        return before
     on_host = handle.memory_bytes()
     run = memory.repeat(slots, drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS), seconds=LONG_RUN_S)
     if isinstance(run, Failure):
         return run
+    after = handle.ask("memory", handle.limits.call_s)
+    if isinstance(after, Failure):
+        return after
     calls, case = max(1, whole_number(run, "calls")), memory.steps[slots[0]].case
-    grown = growth(calls, begun.content.get("memory"), run.content.get("memory"), handle.memory_bytes() - on_host)
+    grown = growth(calls, before.content, after.content, handle.memory_bytes() - on_host)
     if grown is not None:
         return Failure(
             "REJECTED", f"{grown}: it keeps something of each call at {case}", gate="memory growth", case=case

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import (
     SharedBuffers,
+    SlotPlan,
     TensorPlan,
     each_once,
     fill_tensor,
@@ -235,15 +236,10 @@ def check_memory(
     buffers: SharedBuffers, index: int, before: torch.Tensor, definition: Definition, case: Case
 ) -> Failure | None:
     """Check that no byte outside the outputs changed: inputs, gaps between rows or columns of an output, guard bands."""
-    after = buffers.slot(index).clone()
-    writable = [
-        plan for plan in buffers.plan.tensors if plan in buffers.plan.outputs or plan.name in definition.in_place
-    ]
-    for plan in writable:
-        tensor_view(after, plan).copy_(tensor_view(before, plan))
-    if torch.equal(before, after):
+    writable = written_tensors(buffers.plan, definition)
+    position = changed_byte(before, buffers.slot(index), writable)
+    if position is None:
         return None
-    position = int(torch.nonzero(before != after)[0])
     within = [plan for plan in buffers.plan.tensors if plan.offset <= position < plan.offset + plan.span]
     if within:
         # Inputs of one memory interleave: one may lie in the gaps of another.
@@ -257,6 +253,19 @@ def check_memory(
     return incorrect("memory", f"wrote outside the tensors, near {nearest.name}, at {case}", case)
 
 
+def written_tensors(plan: SlotPlan, definition: Definition) -> list[TensorPlan]:
+    """Return the tensors of a call that it may write: its outputs, and inputs that it replaces."""
+    return [one for one in plan.tensors if one in plan.outputs or one.name in definition.in_place]
+
+
+def changed_byte(before: torch.Tensor, now: torch.Tensor, writable: Iterable[TensorPlan]) -> int | None:
+    """Return the first byte of a memory that differs from a copy, without the elements of some tensors; None if none does."""
+    after = now.clone()
+    for plan in writable:
+        tensor_view(after, plan).copy_(tensor_view(before, plan))
+    return None if torch.equal(before, after) else int(torch.nonzero(before != after)[0])
+
+
 def _holds(slot: torch.Tensor, plan: TensorPlan, position: int) -> bool:
     """Return True if a byte of a slot belongs to an element of the tensor."""
     marks = torch.ones_like(slot)
@@ -266,9 +275,15 @@ def _holds(slot: torch.Tensor, plan: TensorPlan, position: int) -> bool:
 
 def read_outputs(buffers: SharedBuffers, index: int, definition: Definition) -> dict[str, torch.Tensor]:
     """Return a contiguous copy of every output in one slot, including in-place ones."""
+    return outputs_in(buffers.slot(index), buffers.plan, definition)
+
+
+def outputs_in(memory: torch.Tensor, plan: SlotPlan, definition: Definition) -> dict[str, torch.Tensor]:
+    """Return a contiguous copy of every output of a call whose tensors lie in a memory, including in-place ones."""
     replaced = {target: source for source, target in definition.in_place.items()}
+    tensors = {one.name: tensor_view(memory, one) for one in plan.tensors}
     return {
-        name: buffers.tensor(index, replaced.get(name, name)).clone(memory_format=torch.contiguous_format)
+        name: tensors[replaced.get(name, name)].clone(memory_format=torch.contiguous_format)
         for name in definition.outputs
     }
 

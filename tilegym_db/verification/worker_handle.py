@@ -237,15 +237,15 @@ class WorkerHandle:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def attach(self, buffers: SharedBuffers, case: Case) -> Failure | None:
-        """Map memory for the next calls in the worker, under the current config."""
+    def attach(self, buffers: SharedBuffers, *cases: Case) -> Failure | None:
+        """Map memory for the next calls in the worker, under the current config: of one case, or of a case per slot."""
         return self.order(
             "attach",
             self.limits.call_s,
             descriptors=(buffers.descriptor,),
             buffers=buffers.to_message(),
             config=self.config,
-            scalars=case.call.scalars,
+            scalars=[dict(case.call.scalars) for case in cases],
         )
 
     def detach(self) -> None:
