@@ -225,6 +225,15 @@ def test_removing_gives_the_class_back_and_frees_the_caches(model):
     assert decoding.report().cache_bytes == 0
 
 
+def test_after_removal_below_another_class_generation_is_stock(model):
+    decoding = in_graphs(model)
+    model.__class__ = type("Wrapped", (type(model),), {})
+    decoding.remove()
+    model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    assert decoding.report().replayed == 0
+    assert decoding.report().cache_bytes == 0
+
+
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 4000, 5000, 40_000])
 def test_a_bucket_is_at_most_a_sixteenth_longer(length):
     assert length <= bucket_of(length) <= max(length * 17 // 16 + 1, length + BUCKET)

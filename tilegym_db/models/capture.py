@@ -17,7 +17,7 @@ from tilegym_db.models.layer_kinds import text_configs
 from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import bind_call
-from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides
+from tilegym_db.records.layouts import contiguous_strides, layout_class, layout_strides, span_of
 from tilegym_db.resolver.hot_path import Allocate
 
 PROMPT_TOKENS = 128
@@ -168,7 +168,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in new memory with the same strides, overlaps and alignment."""
     if tensor.numel() == 0:
         return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = span_of(tensor.shape, tensor.stride())
     ahead = tensor.data_ptr() % ALIGNMENT_BYTES // tensor.element_size()
     memory = tensor.new_empty(ahead + span)
     memory[ahead:].copy_(tensor.as_strided((span,), (1,)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import has_hooks, subclass
+from tilegym_db.models.call_site import change_class, has_hooks, subclass
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
@@ -114,7 +114,9 @@ class Decoding:
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
         self._captured = self._replayed = 0
-        self._ours: type | None = None
+        self.ours: Any = None
+        """The class of the model while graphs are installed."""
+        self.is_open = True
 
     @classmethod
     def of(cls, model: Any) -> Decoding | None:
@@ -129,21 +131,30 @@ class Decoding:
         decoding.install()
         return decoding
 
+    @property
+    def model(self) -> Any:
+        """The model, which holds these graphs by its class, and not the other way round."""
+        model = self._model()
+        assert model is not None, "only asked by the model's own methods"
+        return model
+
     def install(self) -> None:
         """Give the model a class whose generation asks for graphs."""
-        model = self._model()
-        assert model is not None
-        base = type(model)
-        self._ours = subclass(base, base.forward)
+        base = type(self.model)
+        self.ours = subclass(base, base.forward)
         for name, method in _methods(base, self).items():
-            setattr(self._ours, name, method)
-        model.__class__ = self._ours
+            setattr(self.ours, name, method)
+        change_class(self.model, self.ours)
 
     def remove(self) -> None:
-        """Give the model its class back, and free graphs and caches. Safe to call twice."""
-        model, ours = self._model(), self._ours
+        """Give the model its class back, and free graphs and caches. Safe to call twice.
+
+        If other code has changed the class since, the class stays, and generation is stock.
+        """
+        self.is_open = False
+        model, ours = self._model(), self.ours
         if model is not None and ours is not None and type(model) is ours:
-            model.__class__ = ours.__mro__[1]
+            change_class(model, ours.__mro__[1])
         self._caches.clear()
 
     def report(self) -> DecodingReport:
@@ -164,9 +175,8 @@ class Decoding:
     # -- caches -------------------------------------------------------------------------------------------------------
 
     def lease(self, batch: int, length: int) -> _Cache | str:
-        """Return a cache for one generation until :meth:`give_back`, or the reason for none."""
-        model = self._model()
-        assert model is not None
+        """Return a cache for one generation, which gives it back at its end, or the reason for none."""
+        model = self.model
         with self._lock:
             weights = _state_of(model)
             if weights != self._weights:  # graphs would read weights that the model does not have any more
@@ -192,8 +202,7 @@ class Decoding:
 
     def step(self, cache: _Cache, inputs: dict[str, Any]) -> Any:
         """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
-        model = self._model()
-        assert model is not None
+        model = self.model
         tensors, form = _split(inputs)
         if cache.failed or form not in cache.graphs:
             cache.graphs.setdefault(form, None)
@@ -226,8 +235,7 @@ class _Generation:
 
     def step(self, *_: Any, **inputs: Any) -> Any:
         """Run the forward of one new token."""
-        model = self.decoding._model()
-        assert model is not None
+        model = self.decoding.model
         given = inputs.get(_CACHE)
         if self.cache is not None and given is self.cache.static:
             return self.decoding.step(self.cache, inputs)
@@ -277,7 +285,7 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         given = kwargs.get(_CACHE)
         prepared = stock._prepare_cache_for_generation(self, config, kwargs, mode, batch_size, length, *rest)
-        if decoding.generations:
+        if decoding.generations and decoding.is_open:
             generation = decoding.generations[-1]
             reason = why_stock(self, config, kwargs, mode) if given is None else "the caller gives a cache"
             generation.may_use_graphs = not reason

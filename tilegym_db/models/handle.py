@@ -73,6 +73,8 @@ class Handle:
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
         self._decoding = Decoding.of(model)
+        if self._decoding is not None and self._decoding.ours is not None:
+            self._changed.append((model, self._decoding.ours))
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
         """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""

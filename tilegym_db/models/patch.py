@@ -25,7 +25,7 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.undescribed import undescribed
+from tilegym_db.models.undescribed import NO_DEFINITION, undescribed
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
@@ -428,7 +428,7 @@ def _judge(found: ModuleGroup, module: Part, known: KnownCode) -> ModuleGroup:
     if isinstance(candidates, str):
         return replace(found, reason=candidates)
     if not candidates.matches:
-        return replace(found, reason="no definition describes it")
+        return replace(found, reason=NO_DEFINITION)
     confirmed = {_confirm(found, module, sample, candidates, known.catalog) for sample in found.samples}
     refusals = sorted(reason for _, reason in confirmed if reason)
     names = sorted(name for name, _ in confirmed if name)

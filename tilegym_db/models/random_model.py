@@ -173,9 +173,8 @@ def unchecked_model(config: Any, device: str, dtype: str) -> Any:
         generation = getattr(model, "generation_config", None)
         if getattr(config, "is_encoder_decoder", False) and generation is not None:
             first = generation.decoder_start_token_id
-            generation.decoder_start_token_id = (
-                first if first is not None else 0
-            )  # checkpoints of T5 state it, its config not
+            # Checkpoints of T5 state the first token, its config does not.
+            generation.decoder_start_token_id = 0 if first is None else first
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

@@ -77,6 +77,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first of a tensor to its last in memory, gaps included; 0 without elements."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
 def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the strides in elements that a layout gives a tensor of this shape.
 

@@ -22,7 +22,7 @@ from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
-from tilegym_db.records.layouts import shared_place
+from tilegym_db.records.layouts import shared_place, span_of
 
 GUARD_BYTES = 4096
 ALIGNMENT = 512
@@ -98,13 +98,13 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
         dtype = definition.dtype_of(name, case.call.dtypes)
         itemsize = storage_dtype(dtype).itemsize
         shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
-        elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        span = span_of(shape, strides) * itemsize
         start = offset + case.offset * itemsize
         if name in hosts:
             host, distance = hosts[name]
             start = placed[host].offset + distance * itemsize
-        placed[name] = TensorPlan(name, dtype, shape, strides, start, elements * itemsize)
-        offset = max(offset, -(-(start + elements * itemsize + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT)
+        placed[name] = TensorPlan(name, dtype, shape, strides, start, span)
+        offset = max(offset, -(-(start + span + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT)
     inputs, outputs = (tuple(placed[name] for name in part) for part in (names, definition.written_outputs))
     return SlotPlan(inputs, outputs, offset)
 

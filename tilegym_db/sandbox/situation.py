@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from tilegym_db.records.layouts import span_of
 from tilegym_db.sandbox.shared_buffers import fill_tensor
 
 Gradients = Literal["on", "off", "inference"]
@@ -188,12 +189,7 @@ def _deeper(frames: int, call: Callable[[], Any]) -> Any:
 
 def _empty_like(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the same strides and alignment in PyTorch's memory; all bytes of its memory are set."""
-    offset = value.storage_offset()
-    span = (
-        1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-        if value.numel()
-        else 0
-    )
+    offset, span = value.storage_offset(), span_of(value.shape, value.stride())
     memory = torch.empty(span + offset, dtype=value.dtype, device=value.device)
     memory.view(torch.uint8).fill_(_POISON)
     return memory.as_strided(value.shape, value.stride(), offset)

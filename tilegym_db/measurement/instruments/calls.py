@@ -20,6 +20,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.measurement.instruments.requests import SolutionCalls, marked_line, read_request
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
+from tilegym_db.records.layouts import span_of
 from tilegym_db.records.solution import narrowed
 from tilegym_db.sandbox.shared_buffers import fill_tensor
 from tilegym_db.verification.inputs import BlobReader, draw_inputs
@@ -40,23 +41,16 @@ def arguments_of(definition: Definition, case: Case, device: str, blobs: BlobRea
     for name, value in draw_inputs(definition, case, "cpu", blobs=blobs).items():
         if isinstance(value, torch.Tensor):
             strides = case.strides(definition, name)
-            flat = torch.zeros(_span(tuple(value.shape), strides) + case.offset, dtype=value.dtype)
+            flat = torch.zeros(span_of(value.shape, strides) + case.offset, dtype=value.dtype)
             fill_tensor(flat.as_strided(value.shape, strides, case.offset), value)
             value = flat.to(device).as_strided(value.shape, strides, case.offset)
         given[name] = value
     for name in definition.written_outputs:
         dtype = storage_dtype(definition.dtype_of(name, case.call.dtypes))
         shape, strides = definition.shape_of(name, case.call.axes), case.strides(definition, name)
-        flat = torch.empty(_span(shape, strides) + case.offset, dtype=dtype, device=device)
+        flat = torch.empty(span_of(shape, strides) + case.offset, dtype=dtype, device=device)
         given[name] = flat.as_strided(shape, strides, case.offset)
     return given
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last of a tensor."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def run_solution(calls: SolutionCalls, device: str, *, profile: bool) -> None:
