@@ -31,6 +31,7 @@ _NOTHING = frozenset(
         "tl.annotate_consumer_reg_alloc",
         "tl.sync_warp",
         "tl.fence_proxy_async",
+        "tl.wait_wgmma",
         "tl.cluster_sync",
         "tirx.ptx_commit_group",
         "tirx.ptx_wait_group",
@@ -501,6 +502,7 @@ _MAKERS: dict[str, Callable[[Expressions, Any], Action]] = {
     "tl.tileop.copy": _copy,
     "tl.tileop.fill": _fill,
     "tl.tileop.gemm": _gemm,
+    "tl.tileop.wgmma_gemm": _gemm,
     "tl.tileop.reduce": _reduce,
     "tl.tileop.cumsum": _cumsum,
 }

@@ -1,7 +1,8 @@
-"""Attention with a sink in each head, TileLang: a running softmax that starts with the sink, keys and values by TMA.
+"""Attention with shared key heads, TileLang, of whole sequences or one position, with sinks or without: keys by TMA.
 
-One warp fetches tiles of keys and values, the others multiply. What TMA cannot address (rows that are not aligned to 16 bytes)
-is loaded element by element, without overlap.
+One warp fetches tiles of keys and values, the others multiply. In prefill the product with the values of one step runs while the
+scores of the next are weighed, as in FlashAttention-3. What TMA cannot address (rows that are not apart, or not aligned to 16
+bytes) is loaded element by element, without overlap.
 """
 
 import functools
@@ -11,8 +12,307 @@ import tilelang.language as T
 import torch
 
 LOG2_E = 1.4426950408889634
-LEAST_SCORE = -1e30  # where the largest score starts: finite, so that a sink of -inf gives a weight of 0 and not NaN
+LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that differences of it are no NaN
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
+L2_BYTES = 50 << 20  # of an H100 or H200
+
+
+@T.macro
+def start_with(sink, largest, sums):
+    """Start a running softmax with a sink: a score without a value, which is not scaled."""
+    T.fill(largest, T.max(T.cast(sink, "float32") * LOG2_E, LEAST_SCORE))
+    T.fill(sums, T.exp2(T.cast(sink, "float32") * LOG2_E - T.max(T.cast(sink, "float32") * LOG2_E, LEAST_SCORE)))
+
+
+@T.macro
+def hide(scores, key, first, window, rows, keys):
+    """Hide later keys and those before the window from positions `first` on; no more if each position sees all `keys` keys.
+
+    Keys past S are later than every position that is stored.
+    """
+    if key + keys > first + 1 or key < first + rows - window:
+        for i, j in T.Parallel(rows, keys):
+            scores[i, j] = T.if_then_else(
+                key + j <= first + i and key + j > first + i - window, scores[i, j], -T.infinity("float32")
+            )
+
+
+@T.macro
+def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
+    """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
+
+    The largest score is found before scaling, which takes a scale above 0.
+    """
+    T.copy(largest, shrink)
+    T.reduce_max(scores, largest, dim=1, clear=True)
+    for i in T.Parallel(rows):
+        largest[i] = T.max(shrink[i], largest[i] * scale)
+    for i, j in T.Parallel(rows, keys):
+        scores[i, j] = T.exp2(scores[i, j] * scale - largest[i])
+    T.reduce_sum(scores, added, dim=1)
+    for i in T.Parallel(rows):
+        shrink[i] = T.exp2(shrink[i] - largest[i])
+    for i in T.Parallel(rows):
+        sums[i] = sums[i] * shrink[i] + added[i]
+
+
+# --- Prefill
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, blocks, multiprocessors):
+    """Compile attention of tiles of `rows` positions of a query head to the keys that any of them sees, `keys` a step.
+
+    `blocks` CTAs a multiprocessor walk over the tiles, the longest first, of `heads` query heads at a time. `columns` is D filled
+    up for the tensor cores; TMA gives zeros past D and past S. Without `sink`, `sinks` is not read. The scale must be above 0.
+    """
+    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    warps, ctas = rows // 16, multiprocessors * blocks
+    # Registers of a thread that multiplies, when the last warpgroup, which fetches, keeps 24. Their sum must not grow, or the
+    # kernel would wait for registers for ever.
+    given = min(240, 65536 // ((2 * rows + 128) * blocks) // 8 * 8)
+    registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
+    full_row = T.GemmWarpPolicy.FullRow
+    queries = T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype)
+
+    @T.prim_func
+    def prefill(
+        q: queries,
+        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype) if sink else queries,
+        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
+        heads: T.int32,
+        window: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(ctas, threads=2 * rows) as block:
+            T.annotate_min_blocks_per_sm(blocks)
+            T.assume(q_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_prefill() checked it
+            T.assume(q_h % 8 == 0)
+            T.assume(q_s % 8 == 0)
+            T.assume(k_b % 8 == 0)
+            T.assume(k_h % 8 == 0)
+            T.assume(k_s % 8 == 0)
+            T.assume(v_b % 8 == 0)
+            T.assume(v_h % 8 == 0)
+            T.assume(v_s % 8 == 0)
+            q_tile = T.alloc_shared((rows, columns), dtype)
+            k_tile = T.alloc_shared((keys, columns), dtype)
+            v_tile = T.alloc_shared((keys, columns), dtype)
+            k_first = T.alloc_shared((keys, columns), dtype)
+            v_last = T.alloc_shared((keys, columns), dtype)
+            scores = T.alloc_fragment((rows, keys), "float32")
+            weights = T.alloc_fragment((rows, keys), dtype)
+            acc = T.alloc_fragment((rows, columns), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            shrink = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            wave = T.alloc_var("int32")
+            index = T.alloc_var("int32")
+            group = T.alloc_var("int32")
+            turn = T.alloc_var("int32")
+            batch = T.alloc_var("int32")
+            head = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            steps = T.alloc_var("int32")
+            tiles = (S + rows - 1) // rows * (B * Hq)
+
+            wait, release = T.WSSync.consumer_wait, T.WSSync.consumer_release
+            acquire, commit = T.WSSync.producer_acquire, T.WSSync.producer_commit
+            T.annotate_ws_schedule(
+                T.WSSchedule(
+                    num_warps=warps + 4,
+                    roles=[
+                        T.WSRole("multiplier", warps_lo=0, warps_hi=warps, max_nreg=registers),
+                        T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1, max_nreg=24),
+                    ],
+                    pipelines=[
+                        T.WSPipeline("q", [q_tile], depth=1),
+                        T.WSPipeline("first", [k_first], depth=1),
+                        T.WSPipeline("k", [k_tile], depth=k_stages),
+                        T.WSPipeline("v", [v_tile], depth=v_stages),
+                        T.WSPipeline("last", [v_last], depth=1),
+                    ],
+                    scopes=[
+                        T.WSScope(
+                            "steps",
+                            {
+                                "fetcher": [acquire("k"), "fetch_k", commit("k"), acquire("v"), "fetch_v", commit("v")],
+                                "multiplier": [
+                                    wait("k"), "multiply_k", wait("v"), "multiply_v", "wait_k", release("k"), "weigh",
+                                    "wait_v", release("v"), "renew",
+                                ],
+                            },
+                        ),
+                        T.WSScope(
+                            "tiles",
+                            {
+                                "fetcher": [
+                                    "place", acquire("q"), "fetch_q", commit("q"),
+                                    acquire("first"), "fetch_first", commit("first"), "steps",
+                                    acquire("last"), "fetch_last", commit("last"), "next",
+                                ],
+                                "multiplier": [
+                                    "place", wait("q"), wait("first"), "multiply_first", release("first"), "start", "steps",
+                                    release("q"), wait("last"), "multiply_last", release("last"), "store", "next",
+                                ],
+                            },
+                        ),
+                        T.WSScope(T.WSScope.ROOT, {"fetcher": ["first", "tiles"], "multiplier": ["first", "tiles"]}),
+                    ],
+                )
+            )  # fmt: skip
+            with T.ws_op("first"):
+                wave = 0
+                index = block
+            with T.ws_op("tiles"):
+                while index < tiles:
+                    with T.ws_op("place"):
+                        # The last positions see the most keys: theirs are the first tiles, of all heads of a group.
+                        group = T.truncdiv(index, T.truncdiv(S + rows - 1, rows) * heads)
+                        turn = index - group * T.truncdiv(S + rows - 1, rows) * heads
+                        batch = T.truncdiv(group * heads + T.truncmod(turn, heads), Hq)
+                        head = T.truncmod(group * heads + T.truncmod(turn, heads), Hq)
+                        key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
+                        first = (T.truncdiv(S + rows - 1, rows) - 1 - T.truncdiv(turn, heads)) * rows
+                        begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
+                        steps = T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)
+                    T.copy(q[batch, head, first, 0], q_tile, annotations={T.WSID: "fetch_q"})
+                    T.copy(k[batch, key_head, begin, 0], k_first, annotations={T.WSID: "fetch_first"})
+                    T.gemm(q_tile, k_first, scores, transpose_B=True, policy=full_row, clear_accum=True,
+                           annotations={T.WSID: "multiply_first"})  # fmt: skip
+                    with T.ws_op("start"):
+                        T.clear(acc)
+                        if sink:
+                            start_with(sinks[head], largest, sums)
+                        else:
+                            T.fill(largest, LEAST_SCORE)
+                            T.clear(sums)
+                        hide(scores, begin, first, window, rows, keys)
+                        weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                        T.copy(scores, weights)
+                    # In one step the keys of that step and the values of the one before.
+                    for step in T.Pipelined(steps - 1, num_stages=v_stages, annotations={T.WSID: "steps"}):
+                        T.copy(
+                            k[batch, key_head, begin + (step + 1) * keys, 0], k_tile, annotations={T.WSID: "fetch_k"}
+                        )
+                        T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
+                        T.wgmma_gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True,
+                                     annotations={T.WSID: "multiply_k"})  # fmt: skip
+                        T.wgmma_gemm(weights, v_tile, acc, policy=full_row, annotations={T.WSID: "multiply_v"})
+                        with T.ws_op("wait_k"):
+                            T.wait_wgmma(1)
+                        with T.ws_op("weigh"):
+                            hide(scores, begin + (step + 1) * keys, first, window, rows, keys)
+                            weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                        with T.ws_op("wait_v"):
+                            T.wait_wgmma(0)
+                        with T.ws_op("renew"):
+                            T.copy(scores, weights)
+                            for i, j in T.Parallel(rows, columns):
+                                acc[i, j] = acc[i, j] * shrink[i]
+                    T.copy(
+                        v[batch, key_head, begin + (steps - 1) * keys, 0], v_last, annotations={T.WSID: "fetch_last"}
+                    )
+                    T.gemm(weights, v_last, acc, policy=full_row, annotations={T.WSID: "multiply_last"})
+                    with T.ws_op("store"):
+                        for i, j in T.Parallel(rows, columns):
+                            acc[i, j] = acc[i, j] / sums[i]
+                        for i, j in T.Parallel(rows, columns):
+                            if first + i < S and j < D:
+                                out[batch, head, first + i, j] = T.cast(acc[i, j], dtype)
+                    with T.ws_op("next"):
+                        # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
+                        wave = wave + 1
+                        index = wave * ctas + T.if_then_else(T.bitwise_and(wave, 1) == 1, ctas - 1 - block, block)
+
+    return prefill
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def plain_prefill_kernel(D, dtype, sink, columns):
+    """Compile the kernel for rows that TMA cannot address, and for scales of any sign: one element a load, no overlap."""
+    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    rows = keys = 64
+    full_row = T.GemmWarpPolicy.FullRow
+    queries = T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype)
+
+    @T.prim_func
+    def plain_prefill(
+        q: queries,
+        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype) if sink else queries,
+        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
+        window: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
+            q_tile = T.alloc_shared((rows, columns), dtype)
+            k_tile = T.alloc_shared((keys, columns), dtype)
+            v_tile = T.alloc_shared((keys, columns), dtype)
+            scores = T.alloc_fragment((rows, keys), "float32")
+            weights = T.alloc_fragment((rows, keys), dtype)
+            acc = T.alloc_fragment((rows, columns), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            shrink = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            batch = T.alloc_var("int32")
+            head = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+
+            batch = T.truncdiv(row, Hq)
+            head = T.truncmod(row, Hq)
+            key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
+            first = tile * rows
+            begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
+            T.clear(acc)
+            if sink:
+                start_with(sinks[head], largest, sums)
+            else:
+                T.fill(largest, LEAST_SCORE)
+                T.clear(sums)
+            for i, j in T.Parallel(rows, columns):
+                q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
+            for step in T.serial(T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)):
+                for i, j in T.Parallel(keys, columns):
+                    k_tile[i, j] = T.if_then_else(
+                        begin + step * keys + i < S and j < D, k[batch, key_head, begin + step * keys + i, j], 0
+                    )
+                for i, j in T.Parallel(keys, columns):
+                    v_tile[i, j] = T.if_then_else(
+                        begin + step * keys + i < S and j < D, v[batch, key_head, begin + step * keys + i, j], 0
+                    )
+                T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
+                for i, j in T.Parallel(rows, keys):
+                    scores[i, j] = scores[i, j] * scale
+                hide(scores, begin + step * keys, first, window, rows, keys)
+                weigh(scores, largest, shrink, sums, added, 1.0, rows, keys)
+                T.copy(scores, weights)
+                for i, j in T.Parallel(rows, columns):
+                    acc[i, j] = acc[i, j] * shrink[i]
+                T.gemm(weights, v_tile, acc, policy=full_row)
+            for i, j in T.Parallel(rows, columns):
+                if first + i < S and j < D:
+                    out[batch, head, first + i, j] = T.cast(acc[i, j] / sums[i], dtype)
+
+    return plain_prefill
+
+
+# --- Decode
 
 
 def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
@@ -45,287 +345,29 @@ def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
     )
 
 
-@T.macro
-def weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns):
-    """One step of the running softmax: scores of these keys, not yet scaled, to weights; the sums so far shrink to match.
-
-    The largest score is found before scaling, which takes a scale above 0. Two rows share the barriers of a reduction.
-    """
-    T.copy(largest, before)
-    T.reduce_max(scores, largest, dim=1, clear=True, batch=2)
-    for i in T.Parallel(rows):
-        largest[i] = T.max(before[i], largest[i] * scale)
-    for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2(scores[i, j] * scale - largest[i])
-    T.reduce_sum(scores, added, dim=1, batch=2)
-    T.copy(scores, weights)
-    for i in T.Parallel(rows):
-        before[i] = T.exp2(before[i] - largest[i])
-    for i in T.Parallel(rows):
-        sums[i] = sums[i] * before[i] + added[i]
-    for i, j in T.Parallel(rows, columns):
-        acc[i, j] = acc[i, j] * before[i]
-
-
-# --- Prefill
-
-
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def sink_prefill_kernel(D, dtype, rows, keys, columns, stages, blocks, multiprocessors):
-    """Compile attention of tiles of `rows` positions of a query head to the keys that any of them sees, `keys` a step.
-
-    `blocks` CTAs a multiprocessor walk over the tiles; fetching runs ahead into the next tile. `columns` is D filled up for the
-    tensor cores; TMA gives zeros past D and past S. The scale must be above 0.
-    """
-    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
-    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
-    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
-    warps, ctas = rows // 16, multiprocessors * blocks
-    # What a thread has at the start, and of it what one that multiplies gets when the last warpgroup, which fetches, keeps 24.
-    # The sum of a CTA must not grow, or the kernel would wait for registers for ever.
-    given = min(240, 65536 // ((2 * rows + 128) * blocks) // 8 * 8)
-    registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
-    full_row = T.GemmWarpPolicy.FullRow
-
-    @T.prim_func
-    def sink_prefill(
-        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
-        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
-        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype),
-        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
-        window: T.int32,
-        scale: T.float32,
-    ):
-        with T.Kernel(ctas, threads=2 * rows) as block:
-            T.annotate_min_blocks_per_sm(blocks)
-            T.assume(q_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_prefill() checked it
-            T.assume(q_h % 8 == 0)
-            T.assume(q_s % 8 == 0)
-            T.assume(k_b % 8 == 0)
-            T.assume(k_h % 8 == 0)
-            T.assume(k_s % 8 == 0)
-            T.assume(v_b % 8 == 0)
-            T.assume(v_h % 8 == 0)
-            T.assume(v_s % 8 == 0)
-            T.assume(out_b % 8 == 0)
-            T.assume(out_h % 8 == 0)
-            T.assume(out_s % 8 == 0)
-            q_tile = T.alloc_shared((rows, columns), dtype)
-            k_tile = T.alloc_shared((keys, columns), dtype)
-            v_tile = T.alloc_shared((keys, columns), dtype)
-            out_tile = T.alloc_shared((rows, columns), dtype)
-            scores = T.alloc_fragment((rows, keys), "float32")
-            weights = T.alloc_fragment((rows, keys), dtype)
-            acc = T.alloc_fragment((rows, columns), "float32")
-            largest = T.alloc_fragment((rows,), "float32")
-            before = T.alloc_fragment((rows,), "float32")
-            sums = T.alloc_fragment((rows,), "float32")
-            added = T.alloc_fragment((rows,), "float32")
-            wave = T.alloc_var("int32")
-            index = T.alloc_var("int32")
-            batch = T.alloc_var("int32")
-            head = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            steps = T.alloc_var("int32")
-            sink = T.alloc_var("float32")
-            # Where the 64 rows of this thread's warpgroup start.
-            own = T.get_thread_binding(0) // 128 * 64
-            tiles = (S + rows - 1) // rows * (B * Hq)
-
-            T.annotate_ws_schedule(
-                one_warp_fetches(
-                    warps,
-                    {"q": ([q_tile], 2 if columns == 64 else 1), "k": ([k_tile], stages), "v": ([v_tile], stages)},
-                    {
-                        "steps": ["acquire k", "fetch_k", "commit k", "acquire v", "fetch_v", "commit v"],
-                        "tiles": ["place", "acquire q", "fetch_q", "commit q", "steps", "next"],
-                        T.WSScope.ROOT: ["first", "tiles"],
-                    },
-                    {
-                        "steps": ["wait k", "multiply_k", "release k", "weigh", "wait v", "multiply_v", "release v"],
-                        "tiles": ["place", "start", "wait q", "steps", "release q", "store", "next"],
-                        T.WSScope.ROOT: ["first", "tiles"],
-                    },
-                    registers,
-                )
-            )
-            with T.ws_op("first"):
-                wave = 0
-                index = block
-            with T.ws_op("tiles"):
-                while index < tiles:
-                    with T.ws_op("place"):
-                        # The last positions see the most keys: theirs are the first tiles, of all heads.
-                        batch = T.truncdiv(T.truncmod(index, B * Hq), Hq)
-                        head = T.truncmod(index, Hq)
-                        key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
-                        first = (T.truncdiv(S + rows - 1, rows) - 1 - T.truncdiv(index, B * Hq)) * rows
-                        begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
-                        steps = T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)
-                    T.copy(q[batch, head, first, 0], q_tile, annotations={T.WSID: "fetch_q"})
-                    with T.ws_op("start"):
-                        sink = T.cast(sinks[head], "float32") * LOG2_E
-                        T.clear(acc)
-                        T.fill(largest, T.max(sink, LEAST_SCORE))
-                        T.fill(sums, T.exp2(sink - T.max(sink, LEAST_SCORE)))
-                    for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
-                        T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
-                        T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
-                        # A warpgroup leaves out steps of which none of its rows sees a key.
-                        if (
-                            begin + step * keys < first + own + 64
-                            and begin + (step + 1) * keys > first + own + 1 - window
-                        ):
-                            T.gemm(
-                                q_tile,
-                                k_tile,
-                                scores,
-                                transpose_B=True,
-                                policy=full_row,
-                                clear_accum=True,
-                                annotations={T.WSID: "multiply_k"},
-                            )
-                        if (
-                            begin + step * keys < first + own + 64
-                            and begin + (step + 1) * keys > first + own + 1 - window
-                        ):
-                            with T.ws_op("weigh"):
-                                # The first row sees the fewest late keys, the last one the fewest early ones. Keys past S
-                                # are later than every row that is stored.
-                                if (
-                                    begin + (step + 1) * keys > first + own + 1
-                                    or begin + step * keys < first + own + 64 - window
-                                ):
-                                    for i, j in T.Parallel(rows, keys):
-                                        scores[i, j] = T.if_then_else(
-                                            begin + step * keys + j <= first + i
-                                            and begin + step * keys + j > first + i - window,
-                                            scores[i, j],
-                                            -T.infinity("float32"),
-                                        )
-                                weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns)
-                        if (
-                            begin + step * keys < first + own + 64
-                            and begin + (step + 1) * keys > first + own + 1 - window
-                        ):
-                            T.gemm(weights, v_tile, acc, policy=full_row, annotations={T.WSID: "multiply_v"})
-                    with T.ws_op("store"):
-                        for i, j in T.Parallel(rows, columns):
-                            acc[i, j] = acc[i, j] / sums[i]
-                        T.copy(acc, out_tile)
-                        T.fence_proxy_async()
-                        T.copy(out_tile, out[batch, head, first, 0])
-                    with T.ws_op("next"):
-                        # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
-                        wave = wave + 1
-                        index = wave * ctas + T.if_then_else(T.bitwise_and(wave, 1) == 1, ctas - 1 - block, block)
-
-    return sink_prefill
-
-
-@functools.cache
-@tilelang.jit(pass_configs=FLAGS)
-def sink_prefill_plain_kernel(D, dtype, columns):
-    """Compile the kernel for rows that TMA cannot address, and for scales of any sign: one element a load, no overlap."""
-    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
-    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
-    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
-    rows = keys = 64
-    full_row = T.GemmWarpPolicy.FullRow
-
-    @T.prim_func
-    def sink_prefill_plain(
-        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
-        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
-        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype),
-        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
-        window: T.int32,
-        scale: T.float32,
-    ):
-        with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
-            q_tile = T.alloc_shared((rows, columns), dtype)
-            k_tile = T.alloc_shared((keys, columns), dtype)
-            v_tile = T.alloc_shared((keys, columns), dtype)
-            scores = T.alloc_fragment((rows, keys), "float32")
-            weights = T.alloc_fragment((rows, keys), dtype)
-            acc = T.alloc_fragment((rows, columns), "float32")
-            largest = T.alloc_fragment((rows,), "float32")
-            before = T.alloc_fragment((rows,), "float32")
-            sums = T.alloc_fragment((rows,), "float32")
-            added = T.alloc_fragment((rows,), "float32")
-            batch = T.alloc_var("int32")
-            head = T.alloc_var("int32")
-            key_head = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            sink = T.alloc_var("float32")
-
-            batch = T.truncdiv(row, Hq)
-            head = T.truncmod(row, Hq)
-            key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
-            first = tile * rows
-            begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
-            sink = T.cast(sinks[head], "float32") * LOG2_E
-            T.clear(acc)
-            T.fill(largest, T.max(sink, LEAST_SCORE))
-            T.fill(sums, T.exp2(sink - T.max(sink, LEAST_SCORE)))
-            for i, j in T.Parallel(rows, columns):
-                q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
-            for step in T.serial(T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)):
-                for i, j in T.Parallel(keys, columns):
-                    k_tile[i, j] = T.if_then_else(
-                        begin + step * keys + i < S and j < D, k[batch, key_head, begin + step * keys + i, j], 0
-                    )
-                for i, j in T.Parallel(keys, columns):
-                    v_tile[i, j] = T.if_then_else(
-                        begin + step * keys + i < S and j < D, v[batch, key_head, begin + step * keys + i, j], 0
-                    )
-                T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
-                for i, j in T.Parallel(rows, keys):
-                    scores[i, j] = T.if_then_else(
-                        begin + step * keys + j <= first + i and begin + step * keys + j > first + i - window,
-                        scores[i, j] * scale,
-                        -T.infinity("float32"),
-                    )
-                weigh(scores, weights, acc, largest, before, sums, added, 1.0, rows, keys, columns)
-                T.gemm(weights, v_tile, acc, policy=full_row)
-            for i, j in T.Parallel(rows, columns):
-                if first + i < S and j < D:
-                    out[batch, head, first + i, j] = T.cast(acc[i, j] / sums[i], dtype)
-
-    return sink_prefill_plain
-
-
-# --- Decode
-
-
-@functools.cache
-@tilelang.jit(pass_configs=FLAGS)
-def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
+def decode_kernel(D, dtype, sink, rows, keys, columns, stages, whole):
     """Compile attention of the query heads that share a key head to a span of positions: out, or parts without `whole`.
 
     The heads are the rows of the products, filled up to `rows` with zeros: each key is read once for all of them. Four warps
     share the keys of a step, or the rows where there are 64. A part is sums of values not yet divided, the largest score and
-    the sum of weights; the first span has the sink. The scale must be above 0.
+    the sum of weights; the first span has the sink, if any. The scale must be above 0.
     """
     B, Hq, Hkv, L, splits = T.dynamic("B Hq Hkv L splits")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
     policy = T.GemmWarpPolicy.FullRow if rows == 64 else T.GemmWarpPolicy.FullCol
+    query = T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype)
     one_out = T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype)
     partial_out = T.Tensor((B, Hq, splits, D + 2), "float32")
 
     @T.prim_func
-    def sink_decode(
-        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
+    def decode(
+        q: query,
         k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype),
+        sinks: T.Tensor((Hq,), dtype) if sink else query,
         out: one_out if whole else partial_out,
         span: T.int32,
         scale: T.float32,
@@ -344,7 +386,7 @@ def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
             scores = T.alloc_fragment((rows, keys), "float32")
             acc = T.alloc_fragment((rows, columns), "float32")
             largest = T.alloc_fragment((rows,), "float32")
-            before = T.alloc_fragment((rows,), "float32")
+            shrink = T.alloc_fragment((rows,), "float32")
             sums = T.alloc_fragment((rows,), "float32")
             added = T.alloc_fragment((rows,), "float32")
             batch = T.alloc_var("int32")
@@ -377,16 +419,20 @@ def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                 for i, j in T.Parallel(rows, columns):
                     q_tile[i, j] = T.if_then_else(i < group and j < D, q[batch, key_head * group + i, 0, j], 0)
                 T.clear(acc)
-                for i in T.Parallel(rows):
-                    before[i] = T.if_then_else(
-                        split == 0 and i < group,
-                        T.cast(sinks[key_head * group + T.min(i, group - 1)], "float32") * LOG2_E,
-                        -T.infinity("float32"),
-                    )
-                for i in T.Parallel(rows):
-                    largest[i] = T.max(before[i], LEAST_SCORE)
-                for i in T.Parallel(rows):
-                    sums[i] = T.exp2(before[i] - largest[i])
+                if sink:
+                    for i in T.Parallel(rows):
+                        shrink[i] = T.if_then_else(
+                            split == 0 and i < group,
+                            T.cast(sinks[key_head * group + T.min(i, group - 1)], "float32") * LOG2_E,
+                            -T.infinity("float32"),
+                        )
+                    for i in T.Parallel(rows):
+                        largest[i] = T.max(shrink[i], LEAST_SCORE)
+                    for i in T.Parallel(rows):
+                        sums[i] = T.exp2(shrink[i] - largest[i])
+                else:
+                    T.fill(largest, LEAST_SCORE)
+                    T.clear(sums)
             for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
                 T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
                 T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
@@ -405,7 +451,10 @@ def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             scores[i, j] = T.if_then_else(
                                 begin + step * keys + j < L, scores[i, j], -T.infinity("float32")
                             )
-                    weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns)
+                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    T.copy(scores, weights)
+                    for i, j in T.Parallel(rows, columns):
+                        acc[i, j] = acc[i, j] * shrink[i]
                 T.gemm(weights, v_tile, acc, policy=policy, annotations={T.WSID: "multiply_v"})
             with T.ws_op("store"):
                 if whole:
@@ -421,19 +470,19 @@ def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             out[batch, key_head * group + i, split, D] = largest[i]
                             out[batch, key_head * group + i, split, D + 1] = sums[i]
 
-    return sink_decode
+    return decode
 
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def sink_join_kernel(D, dtype):
+def join_kernel(D, dtype):
     """Compile out = the parts of each head, joined: a thread a column, always in the order of the spans."""
     B, Hq, splits, heads = T.dynamic("B Hq splits heads")
     out_b, out_h, out_s = T.dynamic("out_b out_h out_s", "int64")
     loads = 16  # of a thread in flight
 
     @T.prim_func
-    def sink_join(
+    def join(
         parts: T.Tensor((heads, splits, D + 2), "float32"),
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
     ):
@@ -463,24 +512,25 @@ def sink_join_kernel(D, dtype):
             if column < D:
                 out[batch, head, 0, column] = T.cast(acc / total, dtype)
 
-    return sink_join
+    return join
 
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def sink_decode_plain_kernel(D, dtype):
+def plain_decode_kernel(D, dtype, sink):
     """Compile the kernel for keys that TMA cannot address, and for scales of any sign: a warp a query head, a key a turn."""
     B, Hq, Hkv, L = T.dynamic("B Hq Hkv L")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
     parts = -(-D // 32)
+    query = T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype)
 
     @T.prim_func
-    def sink_decode_plain(
-        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
+    def plain_decode(
+        q: query,
         k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype),
+        sinks: T.Tensor((Hq,), dtype) if sink else query,
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
         scale: T.float32,
     ):
@@ -488,29 +538,28 @@ def sink_decode_plain_kernel(D, dtype):
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
             lane = T.get_thread_binding(0)
-            query = T.alloc_local((parts,), "float32")
+            wanted = T.alloc_local((parts,), "float32")
             acc = T.alloc_local((parts,), "float32")
-            sink = T.alloc_var("float32", init=0.0)
-            largest = T.alloc_var("float32", init=0.0)
+            largest = T.alloc_var("float32", init=LEAST_SCORE)
             grown = T.alloc_var("float32", init=0.0)
             total = T.alloc_var("float32", init=0.0)
             score = T.alloc_var("float32", init=0.0)
             shrink = T.alloc_var("float32", init=0.0)
             weight = T.alloc_var("float32", init=0.0)
 
-            sink = T.cast(sinks[head], "float32") * LOG2_E
-            largest = T.max(sink, LEAST_SCORE)
-            total = T.exp2(sink - largest)
+            if sink:
+                largest = T.max(T.cast(sinks[head], "float32") * LOG2_E, LEAST_SCORE)
+                total = T.exp2(T.cast(sinks[head], "float32") * LOG2_E - largest)
             for p in T.unroll(parts):
                 acc[p] = 0.0
-                query[p] = 0.0
+                wanted[p] = 0.0
                 if p * 32 + lane < D:
-                    query[p] = T.cast(q[batch, head, 0, p * 32 + lane], "float32")
+                    wanted[p] = T.cast(q[batch, head, 0, p * 32 + lane], "float32")
             for key in T.serial(L):
                 score = 0.0
                 for p in T.unroll(parts):
                     if p * 32 + lane < D:
-                        score += query[p] * T.cast(k[batch, key_head, key, p * 32 + lane], "float32")
+                        score += wanted[p] * T.cast(k[batch, key_head, key, p * 32 + lane], "float32")
                 for step in T.unroll(5):
                     score += T.shfl_xor(score, 1 << step)
                 score *= scale
@@ -528,20 +577,22 @@ def sink_decode_plain_kernel(D, dtype):
                 if p * 32 + lane < D:
                     out[batch, head, 0, p * 32 + lane] = T.cast(acc[p] / total, dtype)
 
-    return sink_decode_plain
+    return plain_decode
 
 
-# --- Entries
+# --- Launches
 
 
 def columns_of(D):
     """Columns of a tile: D filled up to what swizzled tiles and the warps of a product take."""
-    return 64 if D <= 64 else 128
+    return 64 if D <= 64 else 128 if D <= 128 else 256
 
 
 def for_tma(*tensors):
-    """Whether the copy engine can address all of them: rows that start at multiples of 16 bytes."""
-    return all(t.data_ptr() % 16 == 0 and not any(stride % 8 for stride in t.stride()[:-1]) for t in tensors)
+    """Whether the copy engine can address all of them: rows apart, and at multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in t.stride()[:-1]) for t in tensors
+    )
 
 
 @functools.cache
@@ -550,34 +601,56 @@ def multiprocessor_count(index):
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else 132
 
 
-def run_prefill(q, k, v, sinks, window, scale, out, *, rows=None, keys=None):
-    """out = T(softmax(scale * q k^T and the sink, causal, in the window) v): scores, softmax and sums in float32.
+@functools.lru_cache(maxsize=4096)
+def heads_at_a_time(all_heads, group, S, D):
+    """Query heads whose keys and values, of two bytes a number, stay in half of the L2 cache together."""
+    fitting = max(group, L2_BYTES // 2 // (4 * S * D) * group)
+    return max(heads for heads in range(1, all_heads + 1) if all_heads % heads == 0 and heads <= fitting)
 
-    q and out: [B, Hq, S, D], k and v: [B, Hkv, S, D], last stride 1 (any others); sinks: [Hq]; T is bfloat16 or float16. Weights
-    are rounded to T for the second product. A CTA owns `rows` positions of a query head at a time (64, 128 or 192) and streams
-    the keys that they see, `keys` a step (64 or 128); blocks of keys outside the window are not read. None chooses by shape.
-    Rows that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
-    """
+
+def prefill(q, k, v, sinks, window, scale, out, rows, keys):
+    """Launch attention of whole sequences; sinks or None."""
     B, Hq, S, D = q.shape
     if q.numel() == 0:
         return
-    window = min(int(window), S)
-    scale = float(scale) * LOG2_E
-    columns = columns_of(D)
-    if not (scale > 0 and for_tma(q, k, v, out)):
-        sink_prefill_plain_kernel(D, q.dtype, columns)(q, k, v, sinks, out, window, scale)
+    window, scale = min(int(window), S), float(scale) * LOG2_E
+    columns, sink = columns_of(D), sinks is not None
+    given = sinks if sink else q
+    if not (scale > 0 and for_tma(q, k, v)):
+        plain_prefill_kernel(D, q.dtype, sink, columns)(q, k, v, given, out, window, scale)
         return
     multiprocessors = multiprocessor_count(q.device.index)
+    narrow = window <= 256
     if rows is None:  # large tiles read keys the least often, and need enough tiles to even out
-        rows = 128 if columns == 128 else 192 if B * Hq * -(-S // 192) >= 4 * multiprocessors else 64
-    keys = keys or (64 if rows == 64 or window <= 256 else 128)
-    if columns == 128 and rows == 192:
-        keys = 64  # more of them take more registers than there are
+        is_many = B * Hq * S >= 192 * 4 * multiprocessors
+        rows = 64 if narrow and columns == 64 else 128 if columns > 64 or not is_many else 192
+    rows = rows if columns == 64 else 128  # more of them take more registers than there are
+    keys = 64 if columns == 256 or rows == 64 else keys or (64 if narrow else 128)
     # A CTA of 64 rows has one warpgroup that multiplies: several of them share a multiprocessor.
-    blocks = 1 if rows > 64 or columns == 128 else 3 if keys == 64 else 2
-    stages = max(2, (98304 if blocks == 1 else 49152) // (4 * keys * columns))
-    kernel = sink_prefill_kernel(D, q.dtype, rows, keys, columns, stages, blocks, multiprocessors)
-    kernel(q, k, v, sinks, out, window, scale)
+    blocks = 1 if rows > 64 else 3
+    k_stages = 1 if columns == 256 else 2
+    kernel = prefill_kernel(D, q.dtype, sink, rows, keys, columns, k_stages, 2, blocks, multiprocessors)
+    heads = heads_at_a_time(B * Hq, Hq // k.shape[1], S, D)
+    kernel(q, k, v, given, out, heads, window, scale)
+
+
+def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
+    """out = T(softmax(scale * q k^T, causal) v): scores, softmax and sums in float32.
+
+    q and out: [B, Hq, S, D], k and v: [B, Hkv, S, D], last stride 1 (any others); T is bfloat16 or float16. Weights are rounded
+    to T for the second product. A CTA owns `rows` positions of a query head at a time (64, 128 or 192) and streams the keys that
+    they see, `keys` a step (64 or 128). None chooses by shape. Rows that are not aligned to 16 bytes, and scales of 0 or less,
+    take a plain kernel, which is slow.
+    """
+    prefill(q, k, v, None, q.shape[2], scale, out, rows, keys)
+
+
+def run_sink_prefill(q, k, v, sinks, window, scale, out, *, rows=None, keys=None):
+    """out = T(softmax(scale * q k^T and the sink, causal, in the window) v), as :func:`run_prefill`; sinks: [Hq].
+
+    Blocks of keys outside the window are not read.
+    """
+    prefill(q, k, v, sinks, window, scale, out, rows, keys)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -589,31 +662,42 @@ def default_span(programs, L, least, wanted):
     return max(least, -(-L // (splits * 128)) * 128)
 
 
-def run_decode(q, k, v, sinks, scale, out, *, least=256, stages=3):
-    """out = T(softmax(scale * q k^T and the sink) v): scores, softmax and sums in float32.
-
-    q and out: [B, Hq, 1, D], k and v: [B, Hkv, L, D], last stride 1 (any others); sinks: [Hq]; T is bfloat16 or float16. Weights
-    are rounded to T for the second product. A CTA owns a key head, all query heads that share it, and a span of `least` or more
-    positions, two CTAs a multiprocessor with `stages` tiles of keys and of values each; spans are joined by a second kernel.
-    Rows of k or v that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
-    """
+def decode(q, k, v, sinks, scale, out, least, stages):
+    """Launch attention of one position; sinks or None."""
     B, Hq, _, D = q.shape
     Hkv, L = k.shape[1], k.shape[2]
     if q.numel() == 0:
         return
-    scale = float(scale) * LOG2_E
+    scale, sink = float(scale) * LOG2_E, sinks is not None
+    given = sinks if sink else q
     if not (scale > 0 and for_tma(k, v)):
-        sink_decode_plain_kernel(D, q.dtype)(q, k, v, sinks, out, scale)
+        plain_decode_kernel(D, q.dtype, sink)(q, k, v, given, out, scale)
         return
     group = Hq // Hkv
     rows = 16 if group <= 16 else 32 if group <= 32 else 64
     columns = columns_of(D)
     span = default_span(B * Hkv, L, least, 2 * multiprocessor_count(q.device.index))
     splits = -(-L // span)
-    kernel = sink_decode_kernel(D, q.dtype, rows, 8192 // columns, columns, stages, splits == 1)
+    kernel = decode_kernel(D, q.dtype, sink, rows, 8192 // columns, columns, stages, splits == 1)
     if splits == 1:
-        kernel(q, k, v, sinks, out, span, scale)
+        kernel(q, k, v, given, out, span, scale)
         return
     parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
-    kernel(q, k, v, sinks, parts, span, scale)
-    sink_join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
+    kernel(q, k, v, given, parts, span, scale)
+    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
+
+
+def run_decode(q, k, v, scale, out, *, least=256, stages=3):
+    """out = T(softmax(scale * q k^T) v): scores, softmax and sums in float32.
+
+    q and out: [B, Hq, 1, D], k and v: [B, Hkv, L, D], last stride 1 (any others); T is bfloat16 or float16. Weights are rounded
+    to T for the second product. A CTA owns a key head, all query heads that share it, and a span of `least` or more positions,
+    two CTAs a multiprocessor with `stages` tiles of keys and of values each; spans are joined by a second kernel. Rows of k or v
+    that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
+    """
+    decode(q, k, v, None, scale, out, least, stages)
+
+
+def run_sink_decode(q, k, v, sinks, scale, out, *, least=256, stages=3):
+    """out = T(softmax(scale * q k^T and the sink) v), as :func:`run_decode`; sinks: [Hq]."""
+    decode(q, k, v, sinks, scale, out, least, stages)

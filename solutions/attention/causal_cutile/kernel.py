@@ -1,6 +1,6 @@
-"""Attention with a sink, cuTile: causal with a window, and of one position whose keys are split among blocks.
+"""Attention with shared key heads, cuTile: causal with a window, and of one position whose keys are split among blocks.
 
-The running softmax is in base 2 and starts with the sink, a score without a value: no state of it is ever infinite.
+The running softmax is in base 2. It may start with a sink, a score without a value: no state of it is ever infinite.
 """
 
 from typing import Annotated, NamedTuple
@@ -72,6 +72,7 @@ def _prefill(
     window: int,
     scale: float,
     GROUP: Int,
+    SINK: Flag,
     NEGATIVE: Flag,
     NARROW: Flag,
     PACK: Int,
@@ -95,8 +96,12 @@ def _prefill(
 
     shape = (1, PACK, TILE_S, TILE_D)
     queries = ct.load(q, (batch, pack, tile, 0), shape, padding_mode=ZERO).reshape((PACK * TILE_S, TILE_D))
-    sink = ct.gather(sinks, pack * PACK + ct.arange(PACK, dtype=ct.int32), check_bounds=False)[:, None]
-    largest, sums = _start(ct.broadcast_to(sink, (PACK, TILE_S)).reshape((PACK * TILE_S, 1)))
+    if SINK:
+        sink = ct.gather(sinks, pack * PACK + ct.arange(PACK, dtype=ct.int32), check_bounds=False)[:, None]
+        largest, sums = _start(ct.broadcast_to(sink, (PACK, TILE_S)).reshape((PACK * TILE_S, 1)))
+    else:
+        largest = ct.full((PACK * TILE_S, 1), -HUGE, dtype=ct.float32)
+        sums = ct.zeros((PACK * TILE_S, 1), dtype=ct.float32)
     state = ct.zeros((PACK * TILE_S, TILE_D), dtype=ct.float32), sums, largest
     skipped = 0
     if not NARROW:
@@ -131,6 +136,7 @@ def _decode(
     scale: float,
     SPLITS: Int,
     GROUP: Int,
+    SINK: Flag,
     TILE_G: Int,
     TILE_N: Int,
     TILE_D: Int,
@@ -148,7 +154,7 @@ def _decode(
     # the instructions have 64, and heads along columns, of which they have as few as 8.
     shape = (1, 1, TILE_D, TILE_G)
     queries = ct.load(q, (batch, head, 0, 0), shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_G))
-    if SPLITS == 1:
+    if SINK and SPLITS == 1:
         sink = ct.gather(sinks, head * GROUP + members, mask=members < GROUP, check_bounds=False)
         largest, sink_sum = _start(sink[None, :])
     else:  # the sink takes part once, where the spans are joined
@@ -184,8 +190,10 @@ def _decode(
 
 
 @ct.kernel(num_worker_warps=4, occupancy=4)
-def _join(parts: Heads, statistics: ct.Array, sinks: ct.Array, out: Heads, SPLITS: Int, GROUP: Int, TILE_D: Int):
-    """A block has a query head: the sum of its parts, each at the scale of the largest score among them and the sink."""
+def _join(
+    parts: Heads, statistics: ct.Array, sinks: ct.Array, out: Heads, SPLITS: Int, GROUP: Int, SINK: Flag, TILE_D: Int
+):
+    """A block has a query head: the sum of its parts, each at the scale of the largest score among them and a sink."""
     row, member = ct.bid(0) // GROUP, ct.bid(0) % GROUP
     batch, head = row // out.shape[1], row % out.shape[1]
     spans = ct.arange(SPLITS, dtype=ct.int32)
@@ -193,10 +201,14 @@ def _join(parts: Heads, statistics: ct.Array, sinks: ct.Array, out: Heads, SPLIT
     sums = ct.gather(statistics, (row, spans, 1, member), check_bounds=False)
     shape = (1, SPLITS, 1, TILE_D)
     accs = ct.load(parts, (row, 0, member, 0), shape, padding_mode=ZERO).reshape((SPLITS, TILE_D))
-    sink, sink_sum = _start(ct.gather(sinks, head * GROUP + member, check_bounds=False))
-    most = ct.maximum(sink, ct.max(largest, axis=0))
+    most = ct.max(largest, axis=0)
+    if SINK:
+        sink, sink_sum = _start(ct.gather(sinks, head * GROUP + member, check_bounds=False))
+        most = ct.maximum(sink, most)
     shares = ct.exp2(largest - most)
-    total = sink_sum * ct.exp2(sink - most) + ct.sum(sums * shares, axis=0)
+    total = ct.sum(sums * shares, axis=0)
+    if SINK:
+        total += sink_sum * ct.exp2(sink - most)
     found = ct.sum(accs * shares[:, None], axis=0) * (1.0 / total)
     ct.store(out, (batch, head, member, 0), found.astype(out.dtype).reshape((1, 1, 1, TILE_D)))
 
@@ -231,7 +243,41 @@ def _in_base_2(scale: float) -> float:
     return scale if abs(scale) >= 1e-30 else 1e-30
 
 
+def _launch_prefill(q, k, v, sinks, window, scale, out, config: str | None) -> None:
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    group, window = Hq // k.shape[1], min(window, S)
+    narrow = window <= 256
+    large = D <= 128 and B * Hq * -(-S // 128) >= FEW_BLOCKS
+    pack, tile_s, tile_n, occupancy = CONFIGS[
+        config or ("h2_s64_n64" if narrow else "h1_s128_n128" if large else "h1_s64_n64")
+    ]
+    pack = min(pack, group & -group)
+    kernel = _PREFILL[8 if pack * tile_s > 64 else 4, occupancy]
+    scale = _in_base_2(scale)
+    args = (
+        q, k, v, q if sinks is None else sinks, out, window, scale, group, sinks is not None, scale < 0, narrow,
+        pack, tile_s, tile_n, max(16, 1 << (D - 1).bit_length()),
+    )  # fmt: skip
+    ct.launch(torch.cuda.current_stream(), (B * Hq // pack * -(-S // tile_s), 1, 1), kernel, args)
+
+
 def run_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, *, CONFIG: str | None = None
+) -> None:
+    """out = T(softmax(scale * q k^T, causal) v), scores, softmax and sums in fp32, weights rounded to T for the second product.
+
+    Shapes: q and out [B, Hq, S, D], k and v [B, Hkv, S, D]; unit last strides, any others; T in bfloat16, float16.
+    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
+    Mapping: a block owns some positions of one or two query heads of a key head, and streams the keys that these positions see:
+    first those that all of them see, without a mask, then those that the diagonal cuts.
+    CONFIG names an entry of CONFIGS. None: 128 positions of a head, or 64 if blocks are few or heads are large.
+    """
+    _launch_prefill(q, k, v, None, q.shape[2], scale, out, CONFIG)
+
+
+def run_sink_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -242,31 +288,12 @@ def run_prefill(
     *,
     CONFIG: str | None = None,
 ) -> None:
-    """out = T(softmax([scale * q k^T, sinks], causal, window) [v, 0]), scores, softmax and sums in fp32, weights rounded to T.
+    """out = T(softmax([scale * q k^T, sinks], causal, window) [v, 0]), as :func:`run_prefill`; sinks [Hq].
 
-    Shapes: q and out [B, Hq, S, D], k and v [B, Hkv, S, D], sinks [Hq]; unit last strides, any others; T in bfloat16, float16.
-    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
-    Mapping: a block owns some positions of one or two query heads of a key head, and streams the keys that these positions see:
-    first those that all of them see, without a mask, then those that the window or the diagonal cuts. Narrow windows have few of
-    the former: one loop takes all.
-    CONFIG names an entry of CONFIGS. None: for a narrow window two heads, which read its keys once, at 64 positions each; else
-    128 positions of a head, or 64 where blocks are few.
+    Keys outside the window are not read. Narrow windows have few blocks that every position sees: one loop takes all. Two heads
+    then share the keys of a window, at 64 positions each.
     """
-    B, Hq, S, D = q.shape
-    if q.numel() == 0:
-        return
-    group, window = Hq // k.shape[1], min(window, S)
-    narrow = window <= 256
-    name = "h2_s64_n64" if narrow else "h1_s128_n128" if B * Hq * -(-S // 128) >= FEW_BLOCKS else "h1_s64_n64"
-    config = CONFIGS[CONFIG or name]
-    pack = min(config.pack, group & -group)
-    kernel = _PREFILL[8 if pack * config.tile_s > 64 else 4, config.occupancy]
-    scale = _in_base_2(scale)
-    args = (
-        q, k, v, sinks, out, window, scale, group, scale < 0, narrow,
-        pack, config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),
-    )  # fmt: skip
-    ct.launch(torch.cuda.current_stream(), (B * Hq // pack * -(-S // config.tile_s), 1, 1), kernel, args)
+    _launch_prefill(q, k, v, sinks, window, scale, out, CONFIG)
 
 
 def _splits(programs: int, length: int, wanted: int, least: int) -> int:
@@ -277,7 +304,58 @@ def _splits(programs: int, length: int, wanted: int, least: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+def _launch_decode(q, k, v, sinks, scale, out, blocks: int, least: int, tile_n: int) -> None:
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return
+    group = Hq // Hkv
+    splits = _splits(B * Hkv, L, blocks, least)
+    # Values lie along rows in the second product, and its fast instructions have 64.
+    tile_d = max(64, 1 << (D - 1).bit_length())
+    # Splitting the heads and dropping the position keeps any strides.
+    q, out = q.view(B, Hkv, group, D), out.view(B, Hkv, group, D)
+    stream, sink = torch.cuda.current_stream(), sinks is not None
+    sinks = sinks if sink else q
+    parts, statistics = out, sinks
+    if splits > 1:
+        rows = B * Hq * splits
+        # Sums of values, then the largest score and the sum of weights of each head and span.
+        workspace = torch.empty(rows * (D + 2), dtype=torch.float32, device=q.device)
+        parts = workspace[: rows * D].view(B * Hkv, splits, group, D)
+        statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
+    args = (
+        q, k, v, sinks, parts, statistics, scale * LOG2_E,
+        splits, group, sink, max(8, 1 << (group - 1).bit_length()), tile_n if D <= 128 else 64, tile_d,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
+    if splits > 1:
+        ct.launch(stream, (B * Hq, 1, 1), _join, (parts, statistics, sinks, out, splits, group, sink, tile_d))
+
+
 def run_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    BLOCKS: int = 256,
+    LEAST: int = 256,
+    TILE_N: int = 128,
+) -> None:
+    """out = T(softmax(scale * q k^T) v), scores, softmax and sums in fp32, weights rounded to T for the second product.
+
+    Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D]; unit last strides, any others; T in bfloat16, float16.
+    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
+    Mapping: a block owns a key head, all query heads that share it, and one of several spans of positions, in steps of TILE_N;
+    there are BLOCKS of them, or fewer where a span would get under LEAST positions. Parts are kept in fp32 and joined by one
+    block a query head.
+    """
+    _launch_decode(q, k, v, None, scale, out, BLOCKS, LEAST, TILE_N)
+
+
+def run_sink_decode(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -289,36 +367,5 @@ def run_decode(
     LEAST: int = 256,
     TILE_N: int = 128,
 ) -> None:
-    """out = T(softmax([scale * q k^T, sinks]) [v, 0]), scores, softmax and sums in fp32, weights rounded to T.
-
-    Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D], sinks [Hq]; unit last strides, any others; T in bfloat16, float16.
-    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
-    Mapping: a block owns a key head, all query heads that share it, and one of several spans of positions, in steps of TILE_N;
-    there are BLOCKS of them, or fewer where a span would get under LEAST positions. Parts are kept in fp32 and joined with the
-    sink by one block a query head.
-    """
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
-    if q.numel() == 0:
-        return
-    group = Hq // Hkv
-    splits = _splits(B * Hkv, L, BLOCKS, LEAST)
-    # Values lie along rows in the second product, and its fast instructions have 64.
-    tile_d = max(64, 1 << (D - 1).bit_length())
-    # Splitting the heads and dropping the position keeps any strides.
-    q, out = q.view(B, Hkv, group, D), out.view(B, Hkv, group, D)
-    stream = torch.cuda.current_stream()
-    parts, statistics = out, sinks
-    if splits > 1:
-        rows = B * Hq * splits
-        # Sums of values, then the largest score and the sum of weights of each head and span.
-        workspace = torch.empty(rows * (D + 2), dtype=torch.float32, device=q.device)
-        parts = workspace[: rows * D].view(B * Hkv, splits, group, D)
-        statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
-    args = (
-        q, k, v, sinks, parts, statistics, scale * LOG2_E,
-        splits, group, max(8, 1 << (group - 1).bit_length()), TILE_N, tile_d,
-    )  # fmt: skip
-    ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
-    if splits > 1:
-        ct.launch(stream, (B * Hq, 1, 1), _join, (parts, statistics, sinks, out, splits, group, tile_d))
+    """out = T(softmax([scale * q k^T, sinks]) [v, 0]), as :func:`run_decode`; sinks [Hq] take part once, at the end."""
+    _launch_decode(q, k, v, sinks, scale, out, BLOCKS, LEAST, TILE_N)
