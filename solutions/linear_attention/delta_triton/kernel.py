@@ -102,7 +102,9 @@ def _split(x):
 @triton.jit
 def _join(T, A, rows, cols, SIZE: tl.constexpr):
     """T: the inverse of the blocks of SIZE on the diagonal of I + A -> that of the blocks of twice the size."""
-    below = (rows[:, None] // (2 * SIZE) == cols[None, :] // (2 * SIZE)) & (rows[:, None] // SIZE > cols[None, :] // SIZE)
+    below = (rows[:, None] // (2 * SIZE) == cols[None, :] // (2 * SIZE)) & (
+        rows[:, None] // SIZE > cols[None, :] // SIZE
+    )
     half = T.to(tl.float16)
     corner = tl.dot(half, tl.where(below, A, 0.0).to(tl.float16))
     return T - tl.dot(corner.to(tl.float16), half)
@@ -112,8 +114,8 @@ def _join(T, A, rows, cols, SIZE: tl.constexpr):
 def _inverse(A, rows, cols):
     """A [C, C] float32, strictly lower -> (I + A)^-1.
 
-    No element of an inverse of blocks exceeds one, since keys are of norm one and rates at most one: float16 holds them. A step of
-    Newton then leaves the error of the split factors.
+    Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. A step
+    of Newton then leaves the error of the split factors.
     """
     identity = tl.where(rows[:, None] == cols[None, :], 1.0, 0.0)
     pairs = (rows[:, None] // 2 == cols[None, :] // 2) & (rows[:, None] > cols[None, :])
@@ -138,39 +140,41 @@ def _prepare_chunk(
     part = tl.program_id(0).to(tl.int64)
     batch = part // chunks // Hv
     head = part // chunks % Hv
+    first = part % chunks * CHUNK
     rows, cols, depth = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    tokens = part % chunks * CHUNK + rows
-    inside = (tokens[:, None] < T) & (depth[None, :] < K)
-    k_ptrs = k_ptr + batch * k_b + tokens[:, None] * k_t + head // group * k_h + depth[None, :] * k_k
-    q_ptrs = q_ptr + batch * q_b + tokens[:, None] * q_t + head // group * q_h + depth[None, :] * q_k
-    k = tl.load(k_ptrs, mask=inside, other=0.0)
-    q = tl.load(q_ptrs, mask=inside, other=0.0)
-    g = tl.load(g_ptr + batch * g_b + tokens * g_t + head, mask=tokens < T, other=0.0)
-    beta = tl.load(beta_ptr + batch * beta_b + tokens * beta_t + head, mask=tokens < T, other=0.0).to(tl.float32)
+    here = rows < T - first
+    inside = here[:, None] & (depth[None, :] < K)
+    k_ptr += batch * k_b + head // group * k_h + first * k_t
+    q_ptr += batch * q_b + head // group * q_h + first * q_t
+    square = rows[:, None] * CHUNK + cols[None, :]
+    inverse_ptr += part * (2 * CHUNK * CHUNK)
+    attention_ptr += part * (2 * CHUNK * CHUNK)
+    factors_ptr += part * (4 * CHUNK)
+    g = tl.load(g_ptr + batch * g_b + (first + rows) * g_t + head, mask=here, other=0.0)
+    beta = tl.load(beta_ptr + batch * beta_b + (first + rows) * beta_t + head, mask=here, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + rows[:, None] * k_t + depth[None, :] * k_k, mask=inside, other=0.0)
+    q = tl.load(q_ptr + rows[:, None] * q_t + depth[None, :] * q_k, mask=inside, other=0.0)
     of_k = _inverse_norm(k.to(tl.float32))
     of_q = _inverse_norm(q.to(tl.float32)) * scale
     # 1. Decays between the tokens of the chunk; a difference of sums above zero belongs to no pair.
     G = tl.cumsum(g, axis=0)
     last = tl.sum(g, axis=0)
-    along = tl.trans(tl.broadcast_to(G[:, None], (CHUNK, CHUNK)))
-    left = tl.exp(tl.where(rows[:, None] >= cols[None, :], G[:, None] - along, float("-inf")))
-    left = left * tl.trans(tl.broadcast_to(of_k[:, None], (CHUNK, CHUNK)))
+    tl.store(factors_ptr + rows, of_k * tl.exp(G))
+    tl.store(factors_ptr + CHUNK + rows, of_k * tl.exp(tl.minimum(last - G, 0.0)))
+    tl.store(factors_ptr + 2 * CHUNK + rows, of_q * tl.exp(G))
+    tl.store(factors_ptr + 3 * CHUNK, tl.exp(last))
     # 2. Products of queries and of keys with keys.
+    left = tl.exp(tl.where(rows[:, None] >= cols[None, :], G[:, None] - G[None, :], float("-inf"))) * of_k[None, :]
     attention = tl.dot(q, tl.trans(k)) * left * of_q[:, None]
+    high, low = _split(attention)
+    tl.store(attention_ptr + square, high)
+    tl.store(attention_ptr + CHUNK * CHUNK + square, low)
     pairs = tl.dot(k, tl.trans(k)) * left * (of_k * beta)[:, None]
-    places = part * (CHUNK * CHUNK) + rows[:, None] * CHUNK + cols[None, :]
-    tl.store(attention_ptr + places, attention.to(tl.bfloat16))
-    # 3. The inverse, and the factors of rows.
+    # 3. The inverse.
     inverse = _inverse(tl.where(rows[:, None] > cols[None, :], pairs, 0.0), rows, cols)
-    high, low = _split(inverse * tl.trans(tl.broadcast_to(beta[:, None], (CHUNK, CHUNK))))
-    places += part * (CHUNK * CHUNK)
-    tl.store(inverse_ptr + places, high)
-    tl.store(inverse_ptr + places + CHUNK * CHUNK, low)
-    factors_ptr += part * (4 * CHUNK) + rows
-    tl.store(factors_ptr, of_k * tl.exp(G))
-    tl.store(factors_ptr + CHUNK, of_k * tl.exp(tl.minimum(last - G, 0.0)))
-    tl.store(factors_ptr + 2 * CHUNK, of_q * tl.exp(G))
-    tl.store(factors_ptr + 3 * CHUNK, tl.broadcast_to(tl.exp(last), (CHUNK,)))
+    high, low = _split(inverse * beta[None, :])
+    tl.store(inverse_ptr + square, high)
+    tl.store(inverse_ptr + CHUNK * CHUNK + square, low)
 
 
 @triton.jit
@@ -178,64 +182,85 @@ def _scan_chunks(
     q_ptr, k_ptr, v_ptr, initial_ptr, inverse_ptr, attention_ptr, factors_ptr, out_ptr, final_ptr,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v,
     initial_b, initial_h, initial_k, out_b, out_t, out_h, final_b, final_h, final_k,
-    T, Hv, group, V, chunks, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    T, Hv, group, V, chunks, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(1) // Hv).to(tl.int64)
-    head = (tl.program_id(1) % Hv).to(tl.int64)
+    blocks = tl.cdiv(V, BLOCK_V)
+    pair = tl.program_id(0) // blocks  # of a sequence and a head
+    batch = (pair // Hv).to(tl.int64)
+    head = (pair % Hv).to(tl.int64)
     rows, depth = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cols = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = depth[None, :] < K, cols[None, :] < V
-    k_ptrs = k_ptr + batch * k_b + head // group * k_h + rows[:, None].to(tl.int64) * k_t + depth[None, :] * k_k
-    q_ptrs = q_ptr + batch * q_b + head // group * q_h + rows[:, None].to(tl.int64) * q_t + depth[None, :] * q_k
-    v_ptrs = v_ptr + batch * v_b + head * v_h + rows[:, None].to(tl.int64) * v_t + cols[None, :].to(tl.int64) * v_v
-    out_ptrs = out_ptr + batch * out_b + head * out_h + rows[:, None].to(tl.int64) * out_t + cols[None, :]
-    part = tl.program_id(1).to(tl.int64) * chunks
+    # A chunk begins at a pointer of its own, so that threads keep offsets of 32 bits only.
+    k_ptr += batch * k_b + head // group * k_h
+    q_ptr += batch * q_b + head // group * q_h
+    v_ptr += batch * v_b + head * v_h
+    out_ptr += batch * out_b + head * out_h
+    k_offsets = rows[:, None] * k_t + depth[None, :] * k_k
+    q_offsets = rows[:, None] * q_t + depth[None, :] * q_k
+    v_offsets = rows[:, None] * v_t + cols[None, :] * v_v
+    out_offsets = rows[:, None] * out_t + cols[None, :]
+    part = pair.to(tl.int64) * chunks
     square = rows[:, None] * CHUNK + rows[None, :]
-    high_ptrs = inverse_ptr + part * (2 * CHUNK * CHUNK) + square
-    attention_ptrs = attention_ptr + part * (CHUNK * CHUNK) + square
-    factors_ptrs = factors_ptr + part * (4 * CHUNK) + rows
-    left_ptr = factors_ptr + part * (4 * CHUNK) + 3 * CHUNK
+    inverse_ptr += part * (2 * CHUNK * CHUNK)
+    attention_ptr += part * (2 * CHUNK * CHUNK)
+    factors_ptr += part * (4 * CHUNK)
     # The state and all that is made of it are transposed: rows are columns of values, and stay in registers between products.
     state_ptrs = initial_ptr + batch * initial_b + head * initial_h + depth[:, None] * initial_k + cols[None, :]
     inside = (depth[:, None] < K) & in_v
     state = tl.trans(tl.load(state_ptrs, mask=inside, other=0.0))
     for chunk in tl.range(0, chunks, num_stages=STAGES):
-        here = chunk * CHUNK + rows < T
-        k = tl.load(k_ptrs, mask=here[:, None] & in_k, other=0.0)
-        q = tl.load(q_ptrs, mask=here[:, None] & in_k, other=0.0)
-        v = tl.load(v_ptrs, mask=here[:, None] & in_v, other=0.0)
-        inverse_high = tl.load(high_ptrs)
-        inverse_low = tl.load(high_ptrs + CHUNK * CHUNK)
-        attention = tl.load(attention_ptrs)
-        read = tl.load(factors_ptrs)
-        written = tl.load(factors_ptrs + CHUNK)
-        asked = tl.load(factors_ptrs + 2 * CHUNK)
-        left = tl.load(left_ptr)
+        here = rows < T - chunk * CHUNK
+        if WHOLE:
+            k = tl.load(k_ptr + k_offsets)
+            q = tl.load(q_ptr + q_offsets)
+            v = tl.load(v_ptr + v_offsets)
+        else:
+            k = tl.load(k_ptr + k_offsets, mask=here[:, None] & in_k, other=0.0)
+            q = tl.load(q_ptr + q_offsets, mask=here[:, None] & in_k, other=0.0)
+            v = tl.load(v_ptr + v_offsets, mask=here[:, None] & in_v, other=0.0)
+        inverse_high = tl.load(inverse_ptr + square)
+        inverse_low = tl.load(inverse_ptr + CHUNK * CHUNK + square)
+        attention_high = tl.load(attention_ptr + square)
+        attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
+        # 1. What the state holds for the keys and for the queries.
         high, low = _split(state)
-        # 1. What the state says of the keys, and the part of the values that is new.
-        known = tl.dot(low, tl.trans(k), tl.dot(high, tl.trans(k)))
-        new_high, new_low = _split(tl.trans(v).to(tl.float32) - known * read[None, :])
-        # 2. What the tokens write.
-        delta = tl.dot(new_high, tl.trans(inverse_low), tl.dot(new_low, tl.trans(inverse_high)))
-        delta = tl.dot(new_high, tl.trans(inverse_high), delta)
+        known = tl.dot(low, tl.trans(k))
+        known = tl.dot(high, tl.trans(k), known)
+        read = tl.load(factors_ptr + rows)
+        # 2. What the tokens write, of the part of the values that is new.
+        high, low = _split(tl.trans(v).to(tl.float32) - known * read[None, :])
+        delta = tl.dot(low, tl.trans(inverse_high))
+        delta = tl.dot(high, tl.trans(inverse_low), delta)
+        delta = tl.dot(high, tl.trans(inverse_high), delta)
         # 3. What the queries read.
-        out = tl.dot(low, tl.trans(q), tl.dot(high, tl.trans(q))) * asked[None, :]
-        delta_high, delta_low = _split(delta)
-        out = tl.dot(delta_low, tl.trans(attention), out)
-        out = tl.dot(delta_high, tl.trans(attention), out)
+        high, low = _split(state)
+        out = tl.dot(low, tl.trans(q))
+        out = tl.dot(high, tl.trans(q), out)
+        high, low = _split(delta)
+        asked = tl.load(factors_ptr + 2 * CHUNK + rows)
+        out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
+        out = tl.dot(high, tl.trans(attention_low), out)
+        out = tl.dot(high, tl.trans(attention_high), out)
+        out = tl.trans(out.to(out_ptr.dtype.element_ty))
+        if WHOLE:
+            tl.store(out_ptr + out_offsets, out)
+        else:
+            tl.store(out_ptr + out_offsets, out, mask=here[:, None] & in_v)
         # 4. The state behind the chunk.
-        delta_high, delta_low = _split(delta * written[None, :])
-        state = tl.dot(delta_low, k, state * left)
-        state = tl.dot(delta_high, k, state)
-        tl.store(out_ptrs, tl.trans(out).to(out_ptr.dtype.element_ty), mask=here[:, None] & in_v)
-        k_ptrs += CHUNK * tl.cast(k_t, tl.int64)
-        q_ptrs += CHUNK * tl.cast(q_t, tl.int64)
-        v_ptrs += CHUNK * tl.cast(v_t, tl.int64)
-        out_ptrs += CHUNK * tl.cast(out_t, tl.int64)
-        high_ptrs += 2 * CHUNK * CHUNK
-        attention_ptrs += CHUNK * CHUNK
-        factors_ptrs += 4 * CHUNK
-        left_ptr += 4 * CHUNK
+        written = tl.load(factors_ptr + CHUNK + rows)
+        left = tl.load(factors_ptr + 3 * CHUNK)
+        high, low = _split(delta * written[None, :])
+        state = tl.dot(low, k, state * left)
+        state = tl.dot(high, k, state)
+        k_ptr += CHUNK * tl.cast(k_t, tl.int64)
+        q_ptr += CHUNK * tl.cast(q_t, tl.int64)
+        v_ptr += CHUNK * tl.cast(v_t, tl.int64)
+        out_ptr += CHUNK * tl.cast(out_t, tl.int64)
+        inverse_ptr += 2 * CHUNK * CHUNK
+        attention_ptr += 2 * CHUNK * CHUNK
+        factors_ptr += 4 * CHUNK
     final_ptrs = final_ptr + batch * final_b + head * final_h + depth[:, None] * final_k + cols[None, :]
     tl.store(final_ptrs, tl.trans(state), mask=inside)
 
@@ -270,17 +295,17 @@ def run_chunk(
     block_k = max(16, triton.next_power_of_2(K))
     block_v = BLOCK_V or (128 if B * Hv > 66 and V > 64 else 64)
     inverse = torch.empty(2 * parts * square, dtype=torch.bfloat16, device=q.device)
-    attention = torch.empty(parts * square, dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty(2 * parts * square, dtype=torch.bfloat16, device=q.device)
     factors = torch.empty(parts * 4 * CHUNK.value, dtype=torch.float32, device=q.device)
     _prepare_chunk[(parts,)](
         q, k, g, beta, inverse, attention, factors,
         *q.stride(), *k.stride(), *g.stride()[:2], *beta.stride()[:2],
         T, Hv, Hv // k.shape[2], chunks, K**-0.5, K, block_k,
-        num_warps=4,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
-    _scan_chunks[(triton.cdiv(V, block_v), B * Hv)](
+    _scan_chunks[(B * Hv * triton.cdiv(V, block_v),)](
         q, k, v, initial_state, inverse, attention, factors, out, final_state,
         *q.stride(), *k.stride(), *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
-        T, Hv, Hv // k.shape[2], V, chunks, K, block_k, block_v, num_stages,
+        T, Hv, Hv // k.shape[2], V, chunks, K, block_k, block_v, T % CHUNK.value == V % block_v == K % block_k == 0, num_stages,
         num_warps=block_v // 16,
     )  # fmt: skip
