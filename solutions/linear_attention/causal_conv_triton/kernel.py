@@ -13,7 +13,7 @@ WARP = 32
 def _weights(weight_ptr, cols, in_d):
     """Read the four weights of each channel, in fp32."""
     T: tl.constexpr = weight_ptr.dtype.element_ty
-    if tl.float32 == T:
+    if weight_ptr.dtype.element_ty == tl.float32:
         ptrs = weight_ptr + cols * WIDTH
         w0 = tl.load(ptrs, mask=in_d, other=0.0)
         w1 = tl.load(ptrs + 1, mask=in_d, other=0.0)
