@@ -20,7 +20,7 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _in_model_order(out: torch.Tensor) -> torch.Tensor:
-    """Heads after tokens in memory, which is how the model goes on."""
+    """Lay heads out after tokens in memory, which is how the model goes on."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -23,7 +23,7 @@ SHARED_BYTES = 200 << 10
 
 @triton.jit
 def _normalised(acc, sums):
-    """acc [R, D] / sums [R]; zeros in rows that have seen no key."""
+    """Return acc [R, D] / sums [R]; zeros in rows that have seen no key."""
     return tl.where(sums[:, None] > 0, acc / tl.where(sums > 0, sums, 1.0)[:, None], 0.0)
 
 
@@ -43,7 +43,13 @@ def _attend_to_tiles(
     split = tl.program_id(1)
     mask_ptr += batch * mask_b
     places = tl.arange(0, BLOCK_N)
-    # 1. Of the program's tiles (split, split + splits, ...), the first and the last with a key that is seen.
+    # 1. Rows are the query heads that share the key head, filled up with zeros: each key is read once for all of them.
+    members = tl.arange(0, BLOCK_G)
+    cols = tl.arange(0, BLOCK_D)
+    inside = (members[:, None] < group) & (cols[None, :] < D)
+    query_heads = head * group + members
+    q = tl.load(q_ptr + batch * q_b + query_heads[:, None] * q_h + cols[None, :], mask=inside, other=0.0)
+    # 2. Of the program's tiles (split, split + splits, ...), the first and the last with a key that is seen.
     first, last = tiles, 0
     for base in range(0, tiles, BLOCK_T):
         own = base + tl.arange(0, BLOCK_T)
@@ -52,12 +58,7 @@ def _attend_to_tiles(
         is_seen = tl.max(flags, 1) > 0
         first = tl.minimum(first, tl.min(tl.where(is_seen, own, tiles), 0))
         last = tl.maximum(last, tl.max(tl.where(is_seen, own + 1, 0), 0))
-    # 2. Rows are the query heads that share the key head, filled up with zeros: each key is read once for all of them.
-    members = tl.arange(0, BLOCK_G)
-    cols = tl.arange(0, BLOCK_D)
-    inside = (members[:, None] < group) & (cols[None, :] < D)
-    query_heads = head * group + members
-    q = tl.load(q_ptr + batch * q_b + query_heads[:, None] * q_h + cols[None, :], mask=inside, other=0.0)
+    # 3. The tiles in between.
     k_ptr += batch * k_b + head * k_h
     v_ptr += batch * v_b + head * v_h
     acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
@@ -81,7 +82,7 @@ def _attend_to_tiles(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         sums = sums * shrink + tl.sum(weights, 1)
         largest = new_largest
-    # 3. The result, or a part of it that is not yet divided by its sum.
+    # 4. The result, or a part of it that is not yet divided by its sum.
     if IS_WHOLE:
         out_ptrs = out_ptr + batch * out_b + query_heads[:, None] * out_h + cols[None, :]
         tl.store(out_ptrs, _normalised(acc, sums).to(out_ptr.dtype.element_ty), mask=inside)
@@ -170,7 +171,7 @@ def run_decode(
 def _sort_tiles(
     mask_ptr, kinds_ptr, mask_b, mask_q, mask_k, S, L, blocks, tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The kind of a tile of the mask: 2 if each of its queries sees each of its keys, 1 if some flag is set, 0 if none is."""
+    """Note the kind of a tile of the mask: 2 if each of its queries sees each of its keys, 1 if some flag is set, else 0."""
     index = tl.program_id(0).to(tl.int64)
     rows = index // tiles % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = index % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -186,7 +187,7 @@ def _sort_tiles(
 @triton.jit
 def _add_keys(q, acc, sums, largest, k_ptr, v_ptr, mask_ptr, rows, start, S, L, k_s, v_s, mask_q, mask_k, scale,
               D: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """One step of the running softmax: BLOCK_N keys from ``start`` on."""
+    """Add BLOCK_N keys from ``start`` on to the running softmax."""
     keys = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_D)
     k_ptrs = k_ptr + keys[None, :] * k_s + cols[:, None]
