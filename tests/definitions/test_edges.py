@@ -658,6 +658,36 @@ def test_attention_reads_a_part_of_a_longer_cache(dtype: torch.dtype, agree: Agr
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 3), (129, 128)])
+def test_mask_of_a_window_equals_steps_over_its_last_keys(
+    length: int, window: int, dtype: torch.dtype, agree: Agree
+) -> None:
+    q = heads(2, 6, length, 16, dtype, 0)
+    k, v = (heads(2, 3, length, 16, dtype, seed) for seed in (1, 2))
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    mask = ((behind >= 0) & (behind < window)).expand(2, 1, -1, -1)
+    whole = agree("attention_masked_prefill", q, k, v, mask, SCALE)["out"]
+    for last in {0, length // 2, length - 1}:
+        newest, seen = slice(last, last + 1), slice(max(0, last + 1 - window), last + 1)
+        step = agree("attention_masked_decode", q[:, :, newest], k, v, mask[:, :, newest], SCALE)["out"]
+        plain = agree("attention_decode", q[:, :, newest], k[:, :, seen], v[:, :, seen], SCALE)["out"]
+        torch.testing.assert_close(whole[:, :, newest], step, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(step, plain, rtol=2e-2, atol=1e-2)
+
+
+def test_a_position_that_sees_no_key_gets_zeros(agree: Agree) -> None:
+    q, k, v = (heads(2, count, 5, 8, torch.float32, count) for count in (4, 2, 2))
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[1, :, 3], mask[0, :, 0, 1:] = False, False
+    out = agree("attention_masked_prefill", q, k, v, mask, SCALE)["out"]
+    assert not out[1, :, 3].any()
+    torch.testing.assert_close(out[0, :, 0], v[0, :, 0].repeat_interleave(2, dim=0))
+    out = agree("attention_masked_decode", q[:, :, 3:4], k, v, mask[:, :, 3:4], SCALE)["out"]
+    assert not out[1].any()
+    assert out[0].all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 1), (7, 3), (129, 128)])
 def test_window_with_a_sink_equals_steps_over_its_last_keys(
     length: int, window: int, dtype: torch.dtype, agree: Agree

@@ -87,11 +87,11 @@ def _uses(tree: ast.FunctionDef, module: str, rest: str) -> Iterator[tuple[str, 
             yield None
 
 
-def why_other_bits(function: Callable[..., Any], device: torch.device) -> str:
+def why_other_bits(function: Callable[..., Any], device: torch.device, *, with_mask: bool = False) -> str:
     """Return the reason if an attention function computes other bits than PyTorch's; empty if it computes the same.
 
-    The calls have no mask. They have one or two query heads per key head, one or more positions, more keys than queries, and a
-    scale or none.
+    The calls have one or two query heads per key head, one or more positions, more keys than queries, and a scale or none.
+    ``with_mask`` gives all of them a mask of flags.
     """
     draw = Draw(device)
     for groups, queries, keys, scale in itertools.product((1, 2), (1, ROWS), (ROWS, 2 * ROWS), (None, SCALE)):
@@ -99,22 +99,37 @@ def why_other_bits(function: Callable[..., Any], device: torch.device) -> str:
         key, value = draw(2, 2, keys, HEAD_SIZE), draw(2, 2, keys, HEAD_SIZE)
         asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False, layer_idx=0)
         with torch.no_grad():
+            mask = drawn_mask(query, key) if with_mask else None
             try:
-                found, _ = function(asking, query, key, value, None, dropout=0.0, scaling=scale)
+                found, _ = function(asking, query, key, value, mask, dropout=0.0, scaling=scale)
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 return f"it raises {type(error).__name__} in a probe"
-            want = _bits_of_pytorch(query, key, value, scale)
+            want = _bits_of_pytorch(query, key, value, mask, scale)
         if not any(found.shape == one.shape and torch.equal(found, one) for one in want):
             called = f"{queries} queries, {keys} keys and {groups} query heads per key head"
+            called += ", with a mask," if with_mask else ""
             return f"its bits for {called} are not those of {Sdpa.__name__}"
     return ""
 
 
-def _bits_of_pytorch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> Iterator[Any]:
-    """Yield the results of the two ways in which PyTorch can share key heads."""
-    groups, is_causal = query.shape[1] // key.shape[1], query.shape[2] > 1
+def drawn_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return random flags [B, 1, Sq, Skv], True at what a position sees. Each position sees the first key at least."""
+    flags = Draw(query.device)(query.shape[0], 1, query.shape[2], key.shape[2]) > 0
+    flags[..., 0] = True
+    return flags
+
+
+def _bits_of_pytorch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> Iterator[Any]:
+    """Yield the results of the ways in which PyTorch can share key heads."""
+    groups, is_causal = query.shape[1] // key.shape[1], query.shape[2] > 1 and mask is None
     if is_causal:  # from the first key on: a cache of fixed size that is still empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    yield Sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=groups > 1).transpose(1, 2)
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    yield Sdpa(query, key, value, is_causal=is_causal, scale=scale).transpose(1, 2)
+    options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    yield Sdpa(query, key, value, **options, enable_gqa=groups > 1).transpose(1, 2)
+    repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    yield Sdpa(query, *repeated, **options).transpose(1, 2)
+    if mask is not None and query.shape[2] == 1:  # the query heads of a key head as rows of one product
+        rows = query.reshape(query.shape[0], key.shape[1], groups, -1)
+        yield Sdpa(rows, key, value, **options).reshape(query.shape).transpose(1, 2)

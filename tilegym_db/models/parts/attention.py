@@ -3,6 +3,9 @@
 An attention forward asks the registry of transformers for a function, by a name in its config. A patched forward reads the
 registry through :class:`Interfaces`, which returns the same functions and wraps only the one that was probed. So config, registry
 and masks stay as they are: a mask is built for ``sdpa``, and a missing mask means that the call needs none.
+
+A mask of flags is an input of the Definitions that take one. It is never read on the host, so no call waits for the GPU, and a
+step over a cache of fixed size can be captured.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +33,7 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
-from tilegym_db.models.sdpa_code import other_options, why_other_bits
+from tilegym_db.models.sdpa_code import drawn_mask, other_options, why_other_bits
 from tilegym_db.models.upstream_code import fingerprint, undecorated
 from tilegym_db.records import Definition
 from tilegym_db.records.serving import ModelCode
@@ -45,6 +48,8 @@ SCALE = 0.3
 """Scale of the probe, which runs a few last positions with two query heads per key head."""
 
 MASKED = "it has a mask: padding, a window within the sequence, a static cache, or a prompt in chunks"
+NO_FLAGS = "its mask is no tensor of flags, but numbers that are added to scores"
+OTHER_MASK = "its mask is not one for all heads, [batch, 1, positions, keys]"
 DROPOUT = "it drops weights at random"
 WEIGHTS = "the caller wants attention weights"
 NOT_CAUSAL = "its positions may see later ones"
@@ -54,6 +59,8 @@ OTHER_HEADS = "the ratio of its query heads to its key heads is not the one that
 OTHER_VALUES = "it has another number of values than of keys"
 SCALE_IS_NO_NUMBER = "its scale is no number"
 NARROW_VALUES = "its values are narrower than its keys (latent attention), and no definition describes that"
+MASK = "mask"
+"""The input of a Definition that takes flags, True at what a position sees."""
 SINKS = "s_aux"
 """An argument of eager attention; stock code may ignore it, but no Definition with it is served here."""
 
@@ -70,9 +77,12 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
 def attention_modules(
     part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]
 ) -> Iterable[ModuleGroup]:
-    """Return the modules of a part whose forward asks the registry, once per Definition of the part, decode last."""
+    """Return the modules of a part whose forward asks the registry, once per Definition of the part.
+
+    Definitions without a mask come first, and among those the ones of whole prompts.
+    """
     asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
-    definitions = sorted(known.definitions(part), key=lambda definition: (is_decode(definition), definition.name))
+    definitions = sorted(known.definitions(part), key=lambda one: (has_mask(one), is_decode(one), one.name))
     return grouped(
         part,
         [
@@ -101,19 +111,24 @@ def is_decode(definition: Definition) -> bool:
     return (next(iter(definition.inputs.values())).shape or ())[-2:-1] == (1,)
 
 
+def has_mask(definition: Definition) -> bool:
+    """Return True if a Definition takes a mask of flags."""
+    return MASK in definition.inputs
+
+
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """Judge the function that the forward's registry has for ``sdpa`` by its structure and by its bits."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
     function, device = sdpa_function(forward), device_of(found.modules[0])
+    (definition,) = (one for one in known.definitions(found.kind) if one.name == found.function)
     options = other_options(function)
     reason = options if isinstance(options, str) else ""
     if not reason and device.type != "meta":  # a module without memory is left alone anyway
-        reason = why_other_bits(function, device)
+        reason = why_other_bits(function, device, with_mask=has_mask(definition))
     if reason:
         return f"the sdpa attention in its registry is not known: {reason}"
-    (definition,) = (one for one in known.definitions(found.kind) if one.name == found.function)
     return MatchCandidates([DefinitionMatch(definition, ModelCode(fingerprint=fingerprint(function) or ""))])
 
 
@@ -130,13 +145,21 @@ def match_candidates(found: ModuleGroup, known: KnownCode, function: Any, what: 
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
-    """Run the attention function on some of the last positions, with two query heads per key head."""
+    """Run the attention function on some of the last positions, with two query heads per key head.
+
+    For one position with a mask, each key head has one query head. Releases of transformers differ in how they share a key head
+    there, which may change bits. :func:`candidates` accepts the bits of each way.
+    """
+    definition, device = match.definition, device_of(module)
     sdpa = sdpa_function(undecorated(type(module).forward))
-    inputs: dict[str, Any] = {**drawn_inputs(match.definition, SIZES, device_of(module))}
-    scalars = {name: SCALE for name, spec in match.definition.inputs.items() if spec.is_scalar}
-    asking = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
+    groups = 1 if has_mask(definition) and is_decode(definition) else SIZES["Hq"] // SIZES["Hkv"]
+    inputs: dict[str, Any] = {**drawn_inputs(definition, {**SIZES, "Hkv": SIZES["Hq"] // groups}, device)}
+    if has_mask(definition):
+        inputs[MASK] = drawn_mask(inputs["q"], inputs["k"])
+    scalars = {name: SCALE for name, spec in definition.inputs.items() if spec.is_scalar}
+    asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
     with torch.no_grad():
-        out, _ = sdpa(asking, *inputs.values(), None, dropout=0.0, scaling=SCALE)
+        out, _ = sdpa(asking, *(inputs[name] for name in ("q", "k", "v")), inputs.get(MASK), dropout=0.0, scaling=SCALE)
     return {**inputs, **scalars}, (out.transpose(1, 2),)
 
 
@@ -145,20 +168,34 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     return seen_registry(stock, calls, SDPA, sdpa_function(undecorated(stock)), attention_function)
 
 
+class Sites(NamedTuple):
+    """The call sites of one attention function: of whole prompts and of single positions, without and with a mask.
+
+    None leaves these calls to stock code.
+    """
+
+    prefill: CallSite | None = None
+    decode: CallSite | None = None
+    masked_prefill: CallSite | None = None
+    masked_decode: CallSite | None = None
+
+    def site_of(self, *, is_one: bool, is_masked: bool) -> CallSite | None:
+        """Return the site of a call. A call with a mask, without a site, is counted at the site without one."""
+        plain, masked = (self.decode, self.masked_decode) if is_one else (self.prefill, self.masked_prefill)
+        return masked if is_masked and masked is not None else plain
+
+
 def seen_registry(
-    stock: Any,
-    calls: Sequence[PartCall],
-    name: str,
-    function: Function,
-    serving: Callable[[Function, CallSite | None, CallSite | None], Function],
+    stock: Any, calls: Sequence[PartCall], name: str, function: Function, serving: Callable[[Function, Sites], Function]
 ) -> FunctionOverrides:
-    """Return a registry with ``serving(function, prefill, decode)`` in place of the function that a config calls ``name``."""
-    sites = {is_decode(_definition(found)): site for found, site in calls}
-    served = serving(function, sites.get(False), sites.get(True))
+    """Return a registry with ``serving(function, sites)`` in place of the function that a config calls ``name``."""
+    by_kind = {(has_mask(_definition(found)), is_decode(_definition(found))): site for found, site in calls}
+    sites = Sites(*(by_kind.get((is_masked, is_one)) for is_masked in (False, True) for is_one in (False, True)))
     registry = undecorated(stock).__globals__[REGISTRY]
-    interfaces = Interfaces(registry, name, function, served, next(iter(sites.values())).bypass)
-    # Training runs whole sequences, so only their sites count.
-    return FunctionOverrides({REGISTRY: interfaces}, {}, [site for is_step, site in sites.items() if not is_step])
+    interfaces = Interfaces(registry, name, function, serving(function, sites), next(iter(by_kind.values())).bypass)
+    # Training runs whole sequences, so only their sites count, each call once.
+    counting = [site for site in (sites.prefill, sites.masked_prefill) if site is not None]
+    return FunctionOverrides({REGISTRY: interfaces}, {}, counting[:1])
 
 
 def _definition(found: ModuleGroup) -> Definition:
@@ -220,32 +257,36 @@ class Interfaces:
         return getattr(self._registry, name)
 
 
-def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
+def attention_function(stock: Function, sites: Sites) -> Function:
     """Return ``sdpa_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
 
     Args:
         stock: the original function.
-        prefill: the call site of whole prompts; None leaves them to stock.
-        decode: the call site of single positions; None leaves them to stock.
+        sites: the call sites.
     """
 
     read = other_options(stock)
     others = (*sorted(read), SINKS) if isinstance(read, frozenset) else (SINKS,)
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
-        is_one = query.dim() == 4 and query.shape[2] == 1
-        site = decode if is_one else prefill
+        is_one, mask = query.dim() == 4 and query.shape[2] == 1, options.get("attention_mask")
+        site = sites.site_of(is_one=is_one, is_masked=mask is not None)
         if site is None or site.falls_back(module.training, query, key, value):
             return None
-        reason = why_other_values(key, value) or why_stock(module, query, key, options, others)
+        takes_mask = site in (sites.masked_prefill, sites.masked_decode)
+        why = why_stock_with_mask if takes_mask else why_stock
+        reason = why_other_values(key, value) or why(module, query, key, options, others)
         if reason:
             site.bypass(reason)
             return None
+        scaling = options.get("scaling")
+        scale = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
+        if takes_mask:
+            return answer(site, query, key, value, whole_mask(mask, query, key), scale)
         if not is_one and key.shape[2] > query.shape[2]:
             # A static cache that is still empty: attention is causal from its start, so stock drops the other keys as well.
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        scaling = options.get("scaling")
-        return answer(site, query, key, value, 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling)
+        return answer(site, query, key, value, scale)
 
     return served_or_stock(stock, serve)
 
@@ -286,7 +327,7 @@ def why_other_values(key: torch.Tensor, value: torch.Tensor) -> str:
 def why_stock(
     module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str] = ()
 ) -> str:
-    """Return the reason if no Definition describes a call of ``sdpa_attention_forward``; empty if one does.
+    """Return the reason if no Definition describes a call of ``sdpa_attention_forward`` without a mask; empty if one does.
 
     Stock code ignores all options that are not checked here. A window or a cache shows only in the mask. transformers omits the
     mask only if every query sees all keys, or all keys up to its own.
@@ -300,6 +341,40 @@ def why_stock(
     """
     if options.get("attention_mask") is not None:
         return MASKED
+    reason = _why_other_call(module, query, key, options, others)
+    return reason or _why_not_causal(module, query.shape[2], key.shape[2], options.get("is_causal"))
+
+
+def why_stock_with_mask(
+    module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str] = ()
+) -> str:
+    """Return the reason if no Definition describes a call with a mask; empty if one does. For arguments, see :func:`why_stock`.
+
+    With a mask, stock code ignores causality.
+    """
+    reason = _why_other_call(module, query, key, options, others)
+    return reason or _why_other_mask(options["attention_mask"], query, key)
+
+
+def _why_other_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> str:
+    if type(mask) is not torch.Tensor or mask.dtype != torch.bool:
+        return NO_FLAGS
+    wanted = (query.shape[0], 1, query.shape[2], key.shape[2])
+    if mask.dim() != 4 or any(size not in (1, want) for size, want in zip(mask.shape[:3], wanted[:3], strict=True)):
+        return OTHER_MASK
+    if mask.shape[3] != wanted[3]:
+        return OTHER_MASK
+    return FEWER_KEYS if key.shape[2] < query.shape[2] else ""
+
+
+def whole_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return a mask [B or 1, 1, Sq or 1, Skv] as [B, 1, Sq, Skv], contiguous as it was measured."""
+    return mask.expand(query.shape[0], 1, query.shape[2], key.shape[2]).contiguous()
+
+
+def _why_other_call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str]
+) -> str:
     if torch.is_autocast_enabled(query.device.type):
         return AUTOCAST
     if options.get("dropout"):
@@ -315,7 +390,7 @@ def why_stock(
         return NO_HEADS
     if query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1):
         return OTHER_HEADS
-    return _why_not_causal(module, query.shape[2], key.shape[2], options.get("is_causal"))
+    return ""
 
 
 def _why_not_causal(module: Any, queries: int, keys: int, is_causal: Any) -> str:

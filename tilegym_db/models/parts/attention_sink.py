@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilegym_db.models.call_site import AUTOCAST, CallSite
+from tilegym_db.models.call_site import AUTOCAST
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -34,6 +34,7 @@ from tilegym_db.models.parts.attention import (
     SCALE_IS_NO_NUMBER,
     SIZES,
     WEIGHTS,
+    Sites,
     answer,
     attention_modules,
     eager_function,
@@ -93,19 +94,18 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     return seen_registry(stock, calls, EAGER, eager_function(undecorated(stock)), attention_function)
 
 
-def attention_function(stock: Function, prefill: CallSite | None, decode: CallSite | None) -> Function:
+def attention_function(stock: Function, sites: Sites) -> Function:
     """Return ``eager_attention_forward``: query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D] -> ([B, Sq, Hq, D], None).
 
     Args:
         stock: the original function, which also returns the weights.
-        prefill: the call site of whole prompts; None leaves them to stock.
-        decode: the call site of single positions; None leaves them to stock.
+        sites: the call sites.
     """
     masks = Masks()
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
-        site = decode if is_one else prefill
+        site = sites.site_of(is_one=is_one, is_masked=False)
         if site is None or site.falls_back(module.training, query, key, value, module.sinks):
             return None
         window = _window(query, options)
