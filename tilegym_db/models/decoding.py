@@ -462,7 +462,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     if model.training:
         return "the model is in training mode"
     if type(cache) is not DynamicCache:
-        return "it has no cache, or one of its own kind"
+        return "it has no cache, or one that transformers does not make by default"
     if reason := _why_not_layers(cache):
         return reason
     if config.return_dict_in_generate:
@@ -540,7 +540,7 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
     given = inputs.get(_MASK)
     masks = list(given.values()) if isinstance(given, dict) else [given]
     if isinstance(given, dict) or (isinstance(given, torch.Tensor) and given.ndim == 4):
-        return "" if all(mask is None or mask.ndim in (2, 4) for mask in masks) else "a mask has a shape of its own"
+        return "" if all(mask is None or mask.ndim in (2, 4) for mask in masks) else "a mask is neither per token nor per pair of tokens"
     return "its cache has a window, and the forward makes the mask itself"
 
 
