@@ -30,6 +30,8 @@ EAGER = [
     "topk_sigmoid_bias_groups_stock", "topk_softmax_groups_stock", "topk_sqrtsoftplus_bias_stock", "table_router_stock",
     "rope_half_tables_stock", "rope_pairs_stock", "rope_pairs_to_halves_stock", "rope_complex_pairs_stock",
     "rope_tail_pairs_stock", "attention_sink_prefill_stock", "attention_sink_decode_stock",
+    "rms_norm_gated_silu_stock", "sigmoid_mul_stock", "causal_conv1d_stock", "causal_conv1d_bias_stock",
+    "causal_conv1d_update_stock", "gdn_gates_stock",
 ]  # fmt: skip
 
 
