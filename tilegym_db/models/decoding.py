@@ -540,7 +540,11 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
     given = inputs.get(_MASK)
     masks = list(given.values()) if isinstance(given, dict) else [given]
     if isinstance(given, dict) or (isinstance(given, torch.Tensor) and given.ndim == 4):
-        return "" if all(mask is None or mask.ndim in (2, 4) for mask in masks) else "a mask is neither per token nor per pair of tokens"
+        return (
+            ""
+            if all(mask is None or mask.ndim in (2, 4) for mask in masks)
+            else "a mask is neither per token nor per pair of tokens"
+        )
     return "its cache has a window, and the forward makes the mask itself"
 
 
