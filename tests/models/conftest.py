@@ -157,7 +157,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm5_next": ("Glm5Next", GLM5_NEXT),
     "qwen4_exp": ("Qwen4Exp", QWEN4_EXP),
 }
-STATES = ("initial_state", "final_state")
 NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 
 
@@ -188,9 +187,11 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
     Heads and tokens may change places; the rows of a norm may be padded.
     """
     tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
-    varying = tuple(name for name, spec in tensors.items() if len(spec.shape or ()) == 4 and name not in STATES)
-    if definition.serving is not None and definition.serving.part == "causal_conv":
-        return [{}, {"x": "strided"}, {"x": "strided", "out": "strided"}]  # the transposed view of a projection
+    varying = tuple(name for name, spec in tensors.items() if len(spec.shape or ()) == 4)
+    if definition.serving is not None and definition.serving.part == "causal_conv":  # transposed views of projections
+        return [{}, {"x": "strided"}, {"out": "strided"}, {"x": "strided", "out": "strided"}]
+    if definition.serving is not None and definition.serving.part == "delta_rule":  # columns of one tensor
+        return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [

@@ -97,8 +97,8 @@ class MatchCandidates(NamedTuple):
 class FunctionOverrides(NamedTuple):
     """Replacements for functions that a forward calls: in inference, and in training if a derivative exists.
 
-    The ``counting`` call sites count the calls that training leaves to stock code. Each of ``rewrites`` changes the syntax tree of
-    the forward first, so that it calls a function in place of a method of the module or of an expression.
+    The ``counting`` call sites count the calls that training leaves to stock code. Each of ``rewrites`` changes the syntax tree
+    of the forward first, so that it calls a function in place of a method of the module or of an expression.
     """
 
     inference: Mapping[str, Any]

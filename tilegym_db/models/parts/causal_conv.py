@@ -1,7 +1,7 @@
 """Depthwise causal convolutions: a function that a mixer's forward calls, over a sequence or for one position.
 
-The inputs of a Definition are the activation [B, D, S], the state of the convolution if there is one, the weights [D, W] and a bias
-if there is one. SiLU follows.
+The inputs of a Definition are the activation [B, D, S], the state of the convolution if there is one, the weights [D, W] and a
+bias if there is one. SiLU follows.
 """
 
 from __future__ import annotations

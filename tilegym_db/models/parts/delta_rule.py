@@ -1,6 +1,6 @@
 """The gated delta rule: a function that a mixer's forward calls, over a sequence or for one token.
 
-The inputs of a Definition are queries, keys, values, decays and rates [B, T, H, ...] and the state before the first token, and its
+The inputs of a Definition are queries, keys, values, decays and rates [B, T, H, ...] and the state before the first token. Its
 outputs are the values and the state after the last token. In models, the state may be missing at first, and unwanted after.
 """
 
