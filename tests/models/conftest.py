@@ -188,6 +188,10 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
     """
     tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
     varying = tuple(name for name, spec in tensors.items() if len(spec.shape or ()) == 4)
+    if definition.serving is not None and definition.serving.part == "causal_conv":  # transposed views of projections
+        return [{}, {"x": "strided"}, {"out": "strided"}, {"x": "strided", "out": "strided"}]
+    if definition.serving is not None and definition.serving.part == "delta_rule":  # columns of one tensor
+        return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [
@@ -198,7 +202,7 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
 
 def _size(definition: Definition, axis: str, size: int) -> int:
     """Return a size as large as everything else, within the limits: heads are limited or hold pairs, groups hold two experts."""
-    if "D <= 256" in definition.constraints and axis == "D":
+    if f"{axis} <= 256" in definition.constraints:
         return min(size, LARGEST_HEAD)
     if "2 * P <= D" in definition.constraints and axis == "D":
         return 2 * size
@@ -364,7 +368,10 @@ class Shop:
                 "definition_digest": definition.digest,
                 "op_type": definition.op_type,
                 "dtypes": dtypes,
-                "axes": {axis: _size(definition, axis, size) for axis in definition.var_axes},
+                "axes": {
+                    **{name: axis.value for name, axis in definition.axes.items() if axis.value is not None},
+                    **{axis: _size(definition, axis, size) for axis in definition.var_axes},
+                },
                 "layouts": layouts,
                 "scalars": flags,
                 "candidates": [candidate],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from host_graphs import eager
 
 from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
 
@@ -29,20 +30,41 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
     "olmo2": lambda: transformers.Olmo2Config(**TINY),
+    "olmoe": lambda: transformers.OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2),
 }
-
-
-def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-    """Return the forward as a graph would: on copies of its inputs, with the same outputs object for every replay."""
-    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != "past_key_values"})
-    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    cache, outputs = inputs["past_key_values"], transformers.modeling_outputs.CausalLMOutputWithPast()
-
-    def replay() -> None:
-        found = model(**torch.utils._pytree.tree_unflatten(kept, structure), past_key_values=cache)
-        outputs["logits"], outputs["past_key_values"] = found.logits, cache
-
-    return CapturedForward(replay, [leaf for leaf in kept if isinstance(leaf, torch.Tensor)], outputs)
+WINDOW = 12
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "mistral with a window": lambda: transformers.MistralConfig(**TINY, sliding_window=WINDOW),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **TINY, head_dim=16, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **TINY,
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**TINY, **LINEAR),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **TINY,
+        **LINEAR,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "falcon_h1": lambda: transformers.FalconH1Config(**TINY, **MAMBA, mamba_d_ssm=128),
+    "bamba": lambda: transformers.BambaConfig(**TINY, **MAMBA, mamba_expand=2, attn_layer_indices=[1]),
+}
+CONFIGS.update(HYBRIDS)
 
 
 def made(name: str = "llama") -> Any:
@@ -109,6 +131,70 @@ def test_what_generate_offers_stays_as_it_is(name, model):
     stock, found, decoding = stock_and_graphs(model, ids, max_new_tokens=20, **options)
     assert torch.equal(stock, found)
     assert decoding.report().captured == 1
+
+
+PROMPTS = {"shorter": WINDOW // 2, "one less": WINDOW - 1, "full": WINDOW, "one more": WINDOW + 1, "longer": 3 * WINDOW}
+
+
+@pytest.mark.parametrize("length", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_windows_and_states_decode_as_in_stock(name, batch, length):
+    ids = prompt(batch, length)
+    stock, found, decoding = stock_and_graphs(made(name), ids, max_new_tokens=2 * WINDOW, do_sample=False)
+    assert torch.equal(stock, found)
+    report = decoding.report()
+    assert report.replayed > 2 * WINDOW
+    assert not report.stock
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_left_padding_of_windows_and_states_is_that_of_stock(name):
+    options = padded()
+    ids = options.pop("inputs")
+    stock, found, decoding = stock_and_graphs(made(name), ids, max_new_tokens=2 * WINDOW, **options)
+    assert torch.equal(stock, found)
+    assert decoding.report().replayed > 2 * WINDOW
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "falcon_h1"])
+def test_a_shorter_prompt_after_a_longer_one_decodes_as_in_stock(name):
+    stock, model = made(name), made(name)
+    decoding = in_graphs(model)
+    for length, seed in ((40, 1), (4, 2), (WINDOW + 3, 3), (WINDOW - 1, 4), (40, 5)):
+        ids = prompt(2, length, seed)
+        options = {"max_new_tokens": 16, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
+    assert decoding.report().replayed > 40
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_a_prompt_in_chunks_decodes_as_in_stock(name):
+    options = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": 5}
+    stock, found, decoding = stock_and_graphs(made(name), prompt(2, 17), **options)
+    assert torch.equal(stock, found)
+    assert decoding.report().replayed > 15
+
+
+def test_a_window_has_one_graph_before_it_is_full_and_one_after():
+    _, _, decoding = stock_and_graphs(made("gemma3"), prompt(1, 4), max_new_tokens=2 * WINDOW, do_sample=False)
+    assert decoding.report().captured == 2
+
+
+def test_a_cache_that_changes_on_the_host_runs_stock(monkeypatch):
+    from transformers.cache_utils import StaticLayer
+
+    update = StaticLayer.update
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(StaticLayer, "update", counting)
+    stock, found, decoding = stock_and_graphs(made(), prompt(), max_new_tokens=20, do_sample=False)
+    assert torch.equal(stock, found)
+    assert decoding.report().replayed == 0
+    assert any("changes calls on the host" in reason for reason in decoding.report().stock)
 
 
 STOCK: dict[str, dict[str, Any]] = {

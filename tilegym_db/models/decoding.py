@@ -1,8 +1,11 @@
 """Decoding steps of ``generate`` in CUDA graphs: what the host does for each launch is then done once, at capture.
 
 ``generate`` itself stays stock, with its sampling, processors, stopping criteria and streamers. The prompt and the first new
-token run as before, with the cache that transformers makes. Then their keys and values are copied to a cache of fixed size, and
-each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
+token run as before, with the cache that transformers makes. Then its keys, values and states are copied to a cache of fixed size,
+and each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
+
+A graph repeats the branches that the host took at capture. A window of keys moves once it is full, and a cache counts its tokens
+on the host for that. So there is one graph for a window that fills and one for a full window, and a replay counts on.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,18 @@ MAX_CACHES = 4
 MEMORY_SHARE = 0.25
 """Maximum share of the free memory of a GPU for one cache."""
 _CACHE = "past_key_values"
+_MASK = "attention_mask"
+_FIXED = {
+    "DynamicLayer": "StaticLayer",
+    "DynamicSlidingWindowLayer": "StaticSlidingWindowLayer",
+    "LinearAttentionLayer": "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+    "DummyLayer": "DummyLayer",
+}
+"""Class of a cache's layer -> the class of a layer of fixed size that computes the same, both in transformers."""
+_COUNTER = "cumulative_length_int"
+"""The count of tokens that a window keeps on the host."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +95,116 @@ class _Cache:
 
     static: Any
     graphs: dict[Any, CapturedForward | None] = field(default_factory=dict)
-    """Form of the inputs -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
+    """Form of a step -> its graph; None after one eager step in this form, which compiles and loads what it needs."""
     failed: str = ""
     in_use: bool = False
+    tokens: int = 0
+    """Tokens in the cache, the count that the device has too."""
+    windows: list[Any] = field(init=False)
+    """The layers that count on the host."""
+    sizes: tuple[int, ...] = field(init=False)
+    """The different sizes of the windows."""
+
+    def __post_init__(self) -> None:
+        self.windows = [layer for layer in self.static.layers if hasattr(layer, _COUNTER)]
+        self.sizes = tuple(sorted({layer.max_cache_len for layer in self.windows}))
 
     @property
     def bytes(self) -> int:
-        layers = [layer for layer in self.static.layers if layer.is_initialized]
-        return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+        return sum(value.nbytes for _, value in _attributes(self.static) if isinstance(value, torch.Tensor))
+
+    @property
+    def phase(self) -> tuple[bool, ...]:
+        """The branches that the windows take on the host in the next step, one for each size: True if full."""
+        return tuple([self.tokens >= size for size in self.sizes])
+
+    def count(self, tokens: int) -> None:
+        """Set the counts on the host. The device counts when it runs a step."""
+        self.tokens = tokens
+        for layer in self.windows:
+            setattr(layer, _COUNTER, tokens)
 
     def fill_from(self, dynamic: Any) -> None:
-        """Copy the keys and values of the tokens so far, and clear what an earlier generation left behind them."""
+        """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
+        tokens = int(dynamic.get_seq_length())
         for layer, found in zip(self.static.layers, dynamic.layers, strict=True):
-            if not layer.is_initialized:
-                layer.lazy_initialization(found.keys, found.values)
-            length = found.keys.shape[-2]
-            for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
-                kept[..., :length, :].copy_(given)
-                kept[..., length:, :].zero_()  # masked, but 0 * NaN is NaN
-            layer.cumulative_length.fill_(length)
+            if hasattr(layer, "conv_states"):
+                _copy_states(layer, found)
+            if isinstance(getattr(found, "keys", None), torch.Tensor):
+                _copy_keys_and_values(layer, found, tokens)
+        self.count(tokens)
+
+    def host_state(self) -> dict[Any, Any]:
+        """Return what a graph takes from the host: addresses and settings of the layers, without the counts."""
+        return {
+            name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for name, value in _attributes(self.static)
+            if name[1] != _COUNTER
+        }
+
+
+def _attributes(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the attributes of each layer; those of a state have its index in their name."""
+    for index, layer in enumerate(cache.layers):
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                yield from (((index, name, key), inner) for key, inner in value.items())
+            else:
+                yield (index, name), value
+
+
+def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:
+    """Copy keys and values to their places: at the start, or at the end of a window that is full."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(found.keys, found.values)
+    size = layer.keys.shape[-2]
+    is_full = tokens >= size
+    length = min(found.keys.shape[-2], size - 1 if is_full else tokens)
+    start = size - length if is_full else 0
+    for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
+        kept[..., :start, :].zero_()  # masked, but 0 * NaN is NaN
+        kept[..., start : start + length, :].copy_(given[..., given.shape[-2] - length :, :])
+        kept[..., start + length :, :].zero_()
+    layer.cumulative_length.fill_(min(tokens, size))
+
+
+def _copy_states(layer: Any, found: Any) -> None:
+    """Copy the states of linear attention, which have one size, and what the host knows about them."""
+    for name in vars(_linear_layer()()):
+        of_layer, of_found = getattr(layer, name), getattr(found, name)
+        if isinstance(of_found, dict):
+            for key, value in of_found.items():
+                if not isinstance(value, torch.Tensor):
+                    of_layer[key] = value
+                elif of_layer[key] is None:
+                    of_layer[key] = value.clone()
+                else:
+                    of_layer[key].copy_(value)
+        else:
+            setattr(layer, name, of_found)
+
+
+@functools.cache
+def _moving(window: Any) -> Any:
+    """Return a subclass of a window's layer whose full window moves without a copy from the host, which no graph may contain."""
+
+    def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = getattr(self, _COUNTER)
+        if not self.is_initialized or tokens < self.max_cache_len or keys.shape[-2] != 1:
+            return window.update(self, keys, values, *args, **kwargs)
+        for kept, given in ((self.keys, keys), (self.values, values)):
+            kept.copy_(torch.cat((kept[..., 1:, :], given), dim=-2))
+        setattr(self, _COUNTER, tokens + 1)
+        return self.keys, self.values
+
+    return type(window.__name__, (window,), {"update": update, "__module__": window.__module__})
+
+
+@functools.cache
+def _linear_layer() -> Any:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    return LinearAttentionLayer
 
 
 class Decoding:
@@ -174,8 +280,11 @@ class Decoding:
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
-    def lease(self, batch: int, length: int) -> _Cache | str:
-        """Return a cache for one generation, which gives it back at its end, or the reason for none."""
+    def lease(self, batch: int, length: int, dynamic: Any) -> _Cache | str:
+        """Return a cache for one generation, which gives it back at its end, or the reason for none.
+
+        ``dynamic`` is the cache of transformers so far: it has the classes and sizes of the layers.
+        """
         model = self.model
         with self._lock:
             weights = _state_of(model)
@@ -184,7 +293,7 @@ class Decoding:
             key = batch, bucket_of(length), torch.is_inference_mode_enabled()
             cache = self._caches.pop(key, None)
             if cache is None:
-                made = _new_cache(model, batch, bucket_of(length))
+                made = _new_cache(model, dynamic, bucket_of(length))
                 if isinstance(made, str):
                     return made
                 cache = _Cache(made)
@@ -202,11 +311,21 @@ class Decoding:
 
     def step(self, cache: _Cache, inputs: dict[str, Any]) -> Any:
         """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
-        model = self.model
+        model, tokens = self.model, cache.tokens
         tensors, form = _split(inputs)
+        form = *form, cache.phase
         if cache.failed or form not in cache.graphs:
-            cache.graphs.setdefault(form, None)
-            return model(**inputs)
+            if not cache.failed:
+                cache.graphs[form] = None
+                cache.failed = _why_not_inputs(inputs) if cache.windows else ""
+            before = cache.host_state()
+            outputs = model(**inputs)
+            cache.count(tokens + 1)
+            if not cache.failed and before != (after := cache.host_state()):
+                changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
+                cache.failed = f"its cache changes {', '.join(changed)} on the host in each step"
+                self.count(cache.failed)
+            return outputs
         graph = cache.graphs[form]
         if graph is None:
             try:
@@ -215,10 +334,14 @@ class Decoding:
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {_first_line(error)}"
                 self.count(cache.failed)
-                return model(**inputs)
+                cache.count(tokens)  # the capture may have counted on the host, but the device has not run
+                outputs = model(**inputs)
+                cache.count(tokens + 1)
+                return outputs
         for kept, given in zip(graph.inputs, tensors, strict=True):
             kept.copy_(given)
         graph.replay()
+        cache.count(tokens + 1)
         self._replayed += 1
         return graph.outputs
 
@@ -240,12 +363,14 @@ class _Generation:
         if self.cache is not None and given is self.cache.static:
             return self.decoding.step(self.cache, inputs)
         outputs = model(**inputs)
-        if self.may_use_graphs and self.cache is None:
+        ids = inputs.get("input_ids")
+        is_one_token = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1  # else a part of the prompt
+        if self.may_use_graphs and self.cache is None and is_one_token:
             self.may_use_graphs = False
             leased: _Cache | str = _why_not_outputs(outputs)
             if not leased and self.length - int(outputs[_CACHE].get_seq_length()) < MIN_NEW_TOKENS:
                 leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
-            leased = leased or self.decoding.lease(self.batch, self.length)
+            leased = leased or self.decoding.lease(self.batch, self.length, outputs[_CACHE])
             if isinstance(leased, str):
                 self.decoding.count(leased)
             else:
@@ -328,7 +453,6 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         mode: of generation.
     """
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
 
     cache = kwargs.get(_CACHE)
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
@@ -337,12 +461,10 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         return "an encoder-decoder model"
     if model.training:
         return "the model is in training mode"
-    if (
-        cache is None
-        or type(cache) is not DynamicCache
-        or any(type(layer) is not DynamicLayer for layer in cache.layers)
-    ):
-        return "its cache is not one of plain keys and values"
+    if type(cache) is not DynamicCache:
+        return "it has no cache, or one that transformers does not make by default"
+    if reason := _why_not_layers(cache):
+        return reason
     if config.return_dict_in_generate:
         return "the caller wants the cache back (return_dict_in_generate)"
     if config.output_attentions or config.output_hidden_states:
@@ -356,33 +478,74 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     return ""
 
 
-def _new_cache(model: Any, batch: int, length: int) -> Any:
-    """Return an empty cache of fixed size, or the reason for none."""
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer
+def _why_not_layers(cache: Any) -> str:
+    """Return the reason against a cache of fixed size for the layers of a cache; empty if there is one."""
+    from transformers import cache_utils
 
+    known = [getattr(cache_utils, name, None) for name in _FIXED]
+    for layer in cache.layers:
+        if type(layer) not in known:
+            return f"its cache has a {type(layer).__name__}, and no cache of fixed size that is known holds the same"
+        if getattr(layer, "record_past", False):
+            return "its cache records the past"
+    if cache.layers and not any(hasattr(layer, "keys") for layer in cache.layers):
+        return "its cache counts no tokens, because no layer keeps keys"
+    return ""
+
+
+def _new_cache(model: Any, dynamic: Any, length: int) -> Any:
+    """Return an empty cache of fixed size for the layers of another cache, or the reason for none."""
+    from transformers import StaticCache
+
+    if reason := _why_not_layers(dynamic):
+        return reason
     config = model.config.get_text_config(decoder=True)
     try:
         cache: Any = StaticCache(config=config, max_cache_len=length)
     except (KeyError, NotImplementedError, TypeError) as error:
         return f"transformers has no cache of fixed size for it: {_first_line(error)}"
-    if any(type(layer) is not StaticLayer for layer in cache.layers):
-        return "a layer keeps more than plain keys and values, or a window of them"
-    if any(not isinstance(layer.cumulative_length, torch.Tensor) for layer in cache.layers):
-        return "this version of transformers counts the tokens of a cache on the host"
-    needed = _bytes_of_cache(config, batch, length) * next(model.parameters()).element_size()
+    fixed = [_FIXED[type(layer).__name__] for layer in dynamic.layers]
+    if [type(layer).__name__ for layer in cache.layers] != fixed:
+        return "its cache of fixed size has other kinds of layers"
+    for layer in cache.layers:
+        counts_on_host = hasattr(layer, "cumulative_length") and not isinstance(layer.cumulative_length, torch.Tensor)
+        if counts_on_host or (getattr(layer, "is_sliding", False) and not hasattr(layer, _COUNTER)):
+            return "this version of transformers counts the tokens of a cache on the host"
+        if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
+            return "a window of its cache has one position"
+        if getattr(layer, "is_sliding", False):
+            layer.__class__ = _moving(type(layer))
+    needed = _bytes_of_cache(dynamic, cache)
     free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else needed
     if model.device.type == "cuda" and needed > MEMORY_SHARE * free:
         return f"a cache of fixed size would take {needed >> 20} MiB of {free >> 20} MiB free; lower max_new_tokens"
     return cache
 
 
-def _bytes_of_cache(config: Any, batch: int, length: int) -> int:
-    """Return about how many numbers the cache of a batch has."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = max(own, getattr(config, "qk_head_dim", None) or 0)
-    return int(2 * config.num_hidden_layers * batch * heads * size * length)
+def _bytes_of_cache(dynamic: Any, static: Any) -> int:
+    """Return the bytes that a cache of fixed size needs for the layers of another cache."""
+    needed = 0
+    lengths = [getattr(layer, "max_cache_len", 0) for layer in static.layers]
+    for (index, name, *_), value in _attributes(dynamic):
+        if isinstance(value, torch.Tensor):
+            is_grown = name in ("keys", "values")
+            needed += value.nbytes // max(value.shape[-2], 1) * lengths[index] if is_grown else value.nbytes
+    return needed
+
+
+def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
+    """Return the reason if the forward would derive positions or masks from counts on the host; empty if they are inputs."""
+    if not isinstance(inputs.get("position_ids"), torch.Tensor):
+        return "its cache has a window, and the forward counts the positions itself"
+    given = inputs.get(_MASK)
+    masks = list(given.values()) if isinstance(given, dict) else [given]
+    if isinstance(given, dict) or (isinstance(given, torch.Tensor) and given.ndim == 4):
+        return (
+            ""
+            if all(mask is None or mask.ndim in (2, 4) for mask in masks)
+            else "a mask is neither per token nor per pair of tokens"
+        )
+    return "its cache has a window, and the forward makes the mask itself"
 
 
 def _why_not_outputs(outputs: Any) -> str:
@@ -400,15 +563,44 @@ def _state_of(model: Any) -> Any:
 # ---- capture --------------------------------------------------------------------------------------
 
 
-def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors of the inputs, and what else decides the course of a forward, as a key."""
-    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != _CACHE})
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    others = tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-    return tensors, (str(structure), others)
+def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Return the tensors of the inputs, and what else decides the course of a forward, as a key.
+
+    It runs for each token, so it walks through the inputs itself.
+    """
+    tensors: list[torch.Tensor] = []
+    form: list[Any] = []
+    _add(inputs, tensors, form)
+    return tensors, tuple(form)
+
+
+def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]) -> None:
+    for name, value in inputs.items():
+        if name == _CACHE:
+            continue
+        form.append(name)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            form += value.shape, value.stride(), value.dtype, value.device
+        elif value is None or type(value) in (bool, int, str):
+            form += type(value), value
+        elif type(value) in (dict, list, tuple):
+            form += type(value), len(value)
+            _add(value if type(value) is dict else dict(enumerate(value)), tensors, form)
+        else:
+            form.append(repr(value))
+
+
+def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
+    """Return a copy of inputs without the cache, and add its tensors to ``kept`` in the order of :func:`_split`."""
+    if isinstance(inputs, torch.Tensor):
+        kept.append(inputs.clone())
+        return kept[-1]
+    if type(inputs) is dict:
+        return {name: copied(value, kept) for name, value in inputs.items() if name != _CACHE}
+    if type(inputs) in (list, tuple):
+        return type(inputs)(copied(value, kept) for value in inputs)
+    return inputs
 
 
 _capturing = threading.Lock()
@@ -416,13 +608,12 @@ _capturing = threading.Lock()
 
 def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     """Capture a forward; its inputs are copies, which a replay reads again."""
-    leaves, structure = torch.utils._pytree.tree_flatten({k: v for k, v in inputs.items() if k != _CACHE})
-    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    given = torch.utils._pytree.tree_unflatten(kept, structure)
+    kept: list[torch.Tensor] = []
+    given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
     with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = model(**given, **{_CACHE: inputs[_CACHE]})
-    return CapturedForward(graph.replay, [leaf for leaf in kept if isinstance(leaf, torch.Tensor)], outputs)
+    return CapturedForward(graph.replay, kept, outputs)
 
 
 def _first_line(error: BaseException) -> str:

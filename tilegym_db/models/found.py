@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,12 +97,14 @@ class MatchCandidates(NamedTuple):
 class FunctionOverrides(NamedTuple):
     """Replacements for functions that a forward calls: in inference, and in training if a derivative exists.
 
-    The ``counting`` call sites count the calls that training leaves to stock code.
+    The ``counting`` call sites count the calls that training leaves to stock code. Each of ``rewrites`` changes the syntax tree
+    of the forward first, so that it calls a function in place of a method of the module or of an expression.
     """
 
     inference: Mapping[str, Any]
     training: Mapping[str, Any]
     counting: Sequence[CallSite]
+    rewrites: Sequence[Callable[[ast.FunctionDef], None]] = ()
 
 
 class PartCall(NamedTuple):
@@ -125,7 +128,8 @@ class OwnCode(NamedTuple):
 class Part(Protocol):
     """One kind of part of a model: a module of :mod:`tilegym_db.models.parts`.
 
-    A part whose code has several execution modes also has ``own_code(found) -> OwnCode``.
+    A part whose code has several execution modes also has ``own_code(found) -> OwnCode``. One whose results need not have the
+    same bits has ``AGREES(returned, expected) -> bool``.
     """
 
     def find(self, model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
@@ -172,6 +176,14 @@ class KnownCode:
             definition
             for definition in self.catalog.definitions.values()
             if definition.serving is not None and definition.serving.part == part
+        ]
+
+    def nominated(self, part: str) -> list[DefinitionMatch]:
+        """Return the Definitions of a part, each with its first code: a probe decides about code of another text."""
+        return [
+            DefinitionMatch(definition, definition.serving.code[0])
+            for definition in self.definitions(part)
+            if definition.serving is not None and definition.serving.code
         ]
 
     def is_stated(self, part: str, function: Any) -> bool:

@@ -23,6 +23,7 @@ from tilegym_db.models.parts import part
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport
+from tilegym_db.models.rewrite import rewritten_by
 from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.records import Workload
@@ -299,12 +300,16 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
     training = {name: value for one in made for name, value in one.training.items()}
     sites = [site for _, site in calls]
     counting = [site for one in made for site in one.counting] or sites[:1]
-    shadow = _shadowed(stock, inference, sites[0])
-    return shared_forward(stock, shadow, _shadowed(stock, training, sites[0]) if training else None, counting, sites)
+    rewrites = [rewrite for one in made for rewrite in one.rewrites]
+    shadow = _shadowed(stock, inference, rewrites, sites[0])
+    of_training = _shadowed(stock, training, [], sites[0]) if training else None
+    return shared_forward(stock, shadow, of_training, counting, sites)
 
 
-def _shadowed(stock: Any, replacements: dict[str, Any], owner: CallSite) -> Callable[..., Any]:
-    shadowed, forget = shadow_function(undecorated(stock), replacements)
+def _shadowed(
+    stock: Any, replacements: dict[str, Any], rewrites: Sequence[Callable[..., None]], owner: CallSite
+) -> Callable[..., Any]:
+    shadowed, forget = shadow_function(rewritten_by(undecorated(stock), rewrites), replacements)
     owner.shadows.append(forget)
     return decorated_alike(stock, shadowed)
 

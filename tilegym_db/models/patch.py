@@ -454,7 +454,7 @@ def _confirm(
         if isinstance(probed, str):
             return "", probed
         asked = {match.definition.name: match.definition for match in candidates.matches} | alternatives
-        matched.update(matching_definitions(probed, asked.values(), catalog))
+        matched.update(matching_definitions(probed, asked.values(), catalog, getattr(module, "AGREES", None)))
     if len(matched) == 1 and matched <= set(names):
         return next(iter(matched)), ""
     expected = " or ".join(names)

@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -73,6 +73,16 @@ def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType
     copied.__kwdefaults__ = forward.__kwdefaults__
     copied.__qualname__, copied.__module__ = forward.__qualname__, forward.__module__
     return copied
+
+
+def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.FunctionDef], None]]) -> FunctionType:
+    """Return the same function after each rewrite has changed its syntax tree; ``forward`` itself without rewrites."""
+    function = parsed(forward) if rewrites else None
+    if function is None:
+        return forward
+    for rewrite in rewrites:
+        rewrite(function)
+    return recompiled(forward, function)
 
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:

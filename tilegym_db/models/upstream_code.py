@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import sys
 import textwrap
@@ -118,12 +119,13 @@ class _Normalise(ast.NodeTransformer):
 # ---- decorators -----------------------------------------------------------------------------------
 # Decorators of transformers whose effect on a forward is known: how to remove them, and how to put them around other code.
 #
-# ``deprecate_kwarg`` renames arguments that callers pass by an older name. A patched forward must accept these names too, so
-# it gets the model's own decorator. The wrapper for gradient checkpointing does nothing outside of training.
+# ``deprecate_kwarg`` renames arguments that callers pass by an older name. ``force_accelerate_hooks`` brings the weights of a
+# submodule to the device before the forward uses them itself. A patched forward must do so too, so it gets the model's own
+# decorator. The wrapper for gradient checkpointing does nothing outside of training.
 
 
 def undecorated(forward: Any) -> Any:
-    """Return a forward without the decorators that rename its arguments; ``forward`` itself if it has none."""
+    """Return a forward without the decorators of transformers that are known; ``forward`` itself if it has none."""
     while _renames(forward):
         forward = forward.__wrapped__
     return forward
@@ -148,11 +150,10 @@ def without_checkpointing(forward: Any) -> Any:
 
 
 def is_renaming(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
-    """Return True if a decorator in a function's source renames arguments; ``scope`` has the globals of the function."""
+    """Return True if a decorator in a function's source is a known one; ``scope`` has the globals of the function."""
     match decorator:
         case ast.Call(func=ast.Name(id=name)):
-            made_by = getattr(scope.get(name), "__code__", None)
-            return made_by is not None and made_by is getattr(_deprecate_kwarg(), "__code__", None)
+            return any(scope.get(name) is known for known in _known_decorators())
     return False
 
 
@@ -170,15 +171,20 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 @cache
 def _renaming_codes() -> frozenset[CodeType]:
-    return wrapper_codes(_deprecate_kwarg())
+    return frozenset(code for decorator in _known_decorators() for code in wrapper_codes(decorator))
 
 
-def _deprecate_kwarg() -> Any:
-    try:
-        from transformers.utils.deprecation import deprecate_kwarg
-    except ImportError:
-        return None
-    return deprecate_kwarg
+@cache
+def _known_decorators() -> tuple[Any, ...]:
+    """Return the decorators that rename arguments, or that run accelerate's hooks of a submodule before and after the forward."""
+    found = []
+    for module, name in (
+        ("transformers.utils.deprecation", "deprecate_kwarg"),
+        ("transformers.integrations.accelerate", "force_accelerate_hooks"),
+    ):
+        with contextlib.suppress(ImportError):
+            found.append(getattr(importlib.import_module(module), name, None))
+    return tuple(decorator for decorator in found if decorator is not None)
 
 
 @cache

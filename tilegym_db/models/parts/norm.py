@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
@@ -31,8 +32,8 @@ from tilegym_db.models.found import (
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
 
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__)
-UNDESCRIBED = {"e6269c6dba95d139": "no definition describes a norm with a gate"}
-"""Known code that no Definition describes: Qwen3-Next and Qwen3.5."""
+GATE = "gate"
+"""The second argument of a norm with a gate."""
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -40,22 +41,30 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules without submodules that have a vector as weight and normalise, or whose code a Definition states."""
-    normalises = of_class(_normalises)
+    is_plain = of_class(lambda cls: normalises(cls) and not takes_gate(cls))
     is_stated = of_class(lambda cls: known.is_stated("norm", cls.forward))
     modules = []
     for module in model.modules():
-        if not module._modules and _vector(module) is not None and (normalises(module) or is_stated(module)):
-            weight: Any = _vector(module)
+        weight: Any = weight_of(module)
+        if not module._modules and weight is not None and (is_plain(module) or is_stated(module)):
             modules.append(ModuleOfPart(module, detail=(weight.shape, weight.dtype, weight.device)))
     return grouped("norm", modules)
 
 
-def _vector(module: Module) -> torch.Tensor | None:
+def weight_of(module: Module) -> torch.Tensor | None:
+    """Return the weight of a module if it is a vector."""
     weight = module._parameters.get("weight")
     return weight if weight is not None and weight.dim() == 1 else None
 
 
-def _normalises(cls: type[Module]) -> bool:
+def takes_gate(cls: type[Module]) -> bool:
+    """Return True if the forward of a class takes an activation and its gate."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and code.co_varnames[2 : code.co_argcount] == (GATE,)
+
+
+def normalises(cls: type[Module]) -> bool:
+    """Return True if a method of a class calls a function of norms."""
     own = cls.__mro__[: cls.__mro__.index(Module)]
     functions = [value for owner in own for value in vars(owner).values() if isinstance(value, FunctionType)]
     return any(name in names_in_code(function) for function in functions for name in NORM_CALLS)
@@ -66,7 +75,7 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     cls = found.module_class
     if hasattr(cls.forward, "__wrapped__"):
         return WRAPPED
-    matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", UNDESCRIBED)
+    matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", {})
     if isinstance(matches, str):
         return matches
     inputs = {tuple(match.definition.inputs) for match in matches}

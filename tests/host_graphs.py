@@ -1,0 +1,77 @@
+"""Graphs without a GPU: forwards that run again as a CUDA graph would, with what the host kept at capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+
+from tilegym_db.models.decoding import CapturedForward, copied
+
+__all__ = ["eager"]
+
+
+def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+    """Return the forward as a CUDA graph would run it.
+
+    Its inputs are copies, all replays return one object, and what the host kept at capture stays as it was then. The capture
+    itself runs on the host only.
+    """
+    kept: list[torch.Tensor] = []
+    given = copied(dict(inputs), kept)
+    cache, outputs = inputs["past_key_values"], transformers.modeling_outputs.CausalLMOutputWithPast()
+    at_capture = host_state(cache)
+    on_device = [(value, value.clone()) for _, _, value in tensors_of(cache)]
+
+    def replay() -> None:
+        before = host_state(cache)
+        set_host_state(cache, at_capture)
+        found = model(**given, past_key_values=cache)
+        set_host_state(cache, before)
+        outputs["logits"], outputs["past_key_values"] = found.logits, cache
+
+    with NoWaiting():
+        model(**given, past_key_values=cache)
+    for value, was in on_device:
+        value.copy_(was)
+    return CapturedForward(replay, kept, outputs)
+
+
+class NoWaiting(TorchFunctionMode):
+    """A mode that refuses what a capture on a GPU refuses: copies of numbers to the device, and reads of them."""
+
+    REFUSED = (
+        torch.tensor,
+        torch.as_tensor,
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__bool__,
+        torch.nonzero,
+    )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.REFUSED:
+            raise RuntimeError(f"{function} is not permitted when a stream is capturing")
+        return function(*args, **(kwargs or {}))
+
+
+def tensors_of(cache: Any) -> list[tuple[Any, Any, torch.Tensor]]:
+    layers = [vars(layer) for layer in cache.layers]
+    places = [*layers, *(value for layer in layers for value in layer.values() if isinstance(value, dict))]
+    return [(place, name, value) for place in places for name, value in place.items() if torch.is_tensor(value)]
+
+
+def host_state(cache: Any) -> list[dict[str, Any]]:
+    return [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+        for layer in cache.layers
+    ]
+
+
+def set_host_state(cache: Any, state: list[dict[str, Any]]) -> None:
+    for layer, attributes in zip(cache.layers, state, strict=True):
+        for name, value in attributes.items():
+            setattr(layer, name, dict(value) if isinstance(value, dict) else value)
