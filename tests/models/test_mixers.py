@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,3 +358,59 @@ def test_a_package_behind_a_function_stays_stock(build: Any, mixers: Catalog, mo
     assert reasons == [
         "its torch_chunk_gated_delta_rule is that of fla.ops, and the kernels were measured against PyTorch code"
     ]
+
+
+ATTRIBUTES = {
+    "chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "causal_conv1d_fn": "causal_conv1d_fn",
+    "causal_conv1d_update": "causal_conv1d_update",
+}
+
+
+@pytest.fixture
+def with_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Qwen3.5 as older versions of transformers have it: its functions are attributes of the mixer."""
+    source = inspect.getsource(qwen).replace("from ... ", "from transformers ").replace("from ...", "from transformers.")
+    source = source.replace("from ..", "from transformers.models.").replace("from .", f"from {qwen.__package__}.")
+    kept = "".join(f"        self.{name} = {function}\n" for name, function in ATTRIBUTES.items())
+    source = source.replace("        self.num_v_heads = config", f"{kept}        self.num_v_heads = config", 1)
+    for name, function in ATTRIBUTES.items():
+        assert f"= {function}(\n" in source
+        source = source.replace(f"= {function}(\n", f"= self.{name}(\n")
+    (tmp_path / "qwen_with_attributes.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("qwen_with_attributes")
+    del sys.modules["qwen_with_attributes"]
+
+
+def test_functions_that_are_attributes_are_served(
+    with_attributes: Any, mixers: Catalog, build: Any, prompt: Any
+) -> None:
+    usual = build("qwen3_5")
+    model = with_attributes.Qwen3_5ForCausalLM(usual.config).eval()
+    model.load_state_dict(usual.state_dict())
+    before = {name: vars(model.model.layers[0].linear_attn)[name] for name in ATTRIBUTES}
+    stock = usual.generate(prompt(2), **TOKENS)
+    with patched(model, catalog=mixers, ops=OPS) as handle:
+        assert torch.equal(model.generate(prompt(2), **TOKENS), stock)
+        assert vars(model.model.layers[0].linear_attn).items() >= before.items()
+    assert all(handle.report().hits()[name] for name in OPS)
+    assert torch.equal(model.generate(prompt(2), **TOKENS), stock)
+
+
+def test_an_attribute_that_is_replaced_later_is_called(
+    with_attributes: Any, mixers: Catalog, logits: Any, build: Any, prompt: Any
+) -> None:
+    model = with_attributes.Qwen3_5ForCausalLM(build("qwen3_5").config).eval()
+    mixer, calls = model.model.layers[0].linear_attn, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return with_attributes.torch_chunk_gated_delta_rule(*args, **kwargs)
+
+    with patched(model, catalog=mixers, ops=OPS) as handle:
+        mixer.chunk_gated_delta_rule = counting
+        logits(model, prompt())
+    assert calls == [1]
+    assert handle.report().hits()["gated_delta_rule_chunk"] == 0
