@@ -28,7 +28,8 @@ from tilegym_db.models.probe import are_close, matching_definitions
 MODELS = ("qwen3_5", "qwen3_next")
 PROMPT = ("causal_conv1d", "gated_delta_rule_chunk")
 STEP = ("causal_conv1d_update", "gated_delta_rule_recurrent")
-OPS = (*PROMPT, *STEP, "rms_norm_gated_silu")
+ALWAYS = ("rms_norm_gated_silu", "gdn_gates", "sigmoid_mul")
+OPS = (*PROMPT, *STEP, *ALWAYS)
 TOKENS = {"max_new_tokens": 8, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
     "dynamic cache": {},
@@ -65,7 +66,7 @@ def test_tokens_are_those_of_stock(name: str, way: str, mixers: Catalog, build: 
     with patched(model, catalog=mixers, ops=OPS) as handle:
         assert torch.equal(model.generate(**inputs, **options), stock)
     hits = handle.report().hits()
-    assert all(hits[name] for name in (*PROMPT, "rms_norm_gated_silu"))
+    assert all(hits[name] for name in (*PROMPT, *ALWAYS))
     assert all(bool(hits[name]) == (way != "no cache") for name in STEP)
     assert all(site.counts.stock_calls == 0 and not site.bypassed for site in rows(handle).values())
 
@@ -371,7 +372,9 @@ ATTRIBUTES = {
 @pytest.fixture
 def with_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Qwen3.5 as older versions of transformers have it: its functions are attributes of the mixer."""
-    source = inspect.getsource(qwen).replace("from ... ", "from transformers ").replace("from ...", "from transformers.")
+    source = (
+        inspect.getsource(qwen).replace("from ... ", "from transformers ").replace("from ...", "from transformers.")
+    )
     source = source.replace("from ..", "from transformers.models.").replace("from .", f"from {qwen.__package__}.")
     kept = "".join(f"        self.{name} = {function}\n" for name, function in ATTRIBUTES.items())
     source = source.replace("        self.num_v_heads = config", f"{kept}        self.num_v_heads = config", 1)
