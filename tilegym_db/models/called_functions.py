@@ -132,7 +132,7 @@ def _falling_back() -> frozenset[CodeType]:
 def replacements(
     calls: Sequence[PartCall], make: Callable[[ModuleGroup, Any, Callable[..., Any]], Callable[..., Any]]
 ) -> tuple[dict[str, Any], list[Callable[[ast.FunctionDef], None]]]:
-    """Return the functions for a forward in place of its own, and the rewrites for those that are attributes.
+    """Return the functions for a forward in place of the original ones, and the rewrites for those that are attributes.
 
     Args:
         calls: the groups and their call sites.

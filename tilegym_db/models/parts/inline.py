@@ -1,8 +1,8 @@
 """Statements in the middle of a forward, such as a product with a sigmoid: they become one call.
 
 The statements are found by their text. It is written as a function of the variables that the statements read, ``own(self, i0,
-i1)``, and that function has a fingerprint. ``serving.code`` maps an input of the Definition to ``i0``, ``i1`` or to the attribute of
-the module that keeps it. It maps an output to ``o0`` or ``o1``, the variables that the statements set.
+i1)``, and that function has a fingerprint. ``serving.code`` maps an input of the Definition to ``i0``, ``i1`` or to the attribute
+of the module that keeps it. It maps an output to ``o0`` or ``o1``, the variables that the statements set.
 """
 
 from __future__ import annotations
