@@ -337,15 +337,25 @@ def changed(source: str, name: str) -> Any:
 def test_a_function_of_another_text_is_found_by_its_results(
     build: Any, mixers: Catalog, logits: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
+    inverse = (
+        "if not is_torchdynamo_exporting():",
+        "if False:",
+    )  # another order of additions in the triangular systems
+    texts = {
+        "torch_chunk_gated_delta_rule": inverse,
+        "torch_recurrent_gated_delta_rule": ("query / (query.shape[-1] ** 0.5)", "query * query.shape[-1] ** -0.5"),
+        "causal_conv1d_fn": ("hidden_states.to(weight.dtype)", "hidden_states.to(weight.dtype).contiguous()"),
+    }
+    for name, (find, replace) in texts.items():
         source = inspect.getsource(torch_text(name))
-        source = source[source.index("def ") :].replace("initial_dtype", "first_dtype").replace("    ", "    ", 1)
-        monkeypatch.setattr(qwen, name, changed(source.replace("return ", "unused = 1\n    return ", 1), name))
+        assert find in source
+        monkeypatch.setattr(qwen, name, changed(source[source.index("def ") :].replace(find, replace), name))
     model = build("qwen3_5")
     stock = logits(model, prompt())
     with patched(model, catalog=mixers, ops=OPS) as handle:
-        assert torch.equal(logits(model, prompt()), stock)
+        torch.testing.assert_close(logits(model, prompt()), stock, rtol=1e-3, atol=1e-4)
     assert handle.report().hits()["gated_delta_rule_chunk"] == 1
+    assert handle.report().hits()["causal_conv1d"] == 1
 
 
 def test_a_package_behind_a_function_stays_stock(build: Any, mixers: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
