@@ -427,3 +427,11 @@ def test_an_attribute_that_is_replaced_later_is_called(
         logits(model, prompt())
     assert calls == [1]
     assert handle.report().hits()["gated_delta_rule_chunk"] == 0
+
+
+def test_calls_are_proved_on_the_model(mixers: Catalog, build: Any) -> None:
+    handle = patch(build("qwen3_5"), catalog=mixers, ops=OPS, verify=True)
+    proofs = {name: site.proofs for name, site in rows(handle).items()}
+    handle.unpatch()
+    assert not handle.report().failed_proofs
+    assert all(proofs[name] and all(proof.kernel for proof in proofs[name]) for name in OPS)
