@@ -61,7 +61,7 @@ def run_recurrent(
     BLOCK_V=None,
     num_warps=1,
 ):
-    """S = e^g S; delta = beta (v - k S); final_state = S + k^T delta; out = q final_state, for one token of each sequence.
+    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
 
     Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
     Mapping: a program owns BLOCK_V columns of the state of one head, which it reads and writes once.
@@ -112,7 +112,7 @@ def _join(T, A, rows, cols, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(A, rows, cols):
-    """A [C, C] float32, strictly lower -> (I + A)^-1.
+    """Return (I + A)^-1 of A [C, C] float32, which is strictly lower.
 
     Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. A step
     of Newton then leaves the error of the split factors.
@@ -192,7 +192,7 @@ def _scan_chunks(
     rows, depth = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     cols = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = depth[None, :] < K, cols[None, :] < V
-    # A chunk begins at a pointer of its own, so that threads keep offsets of 32 bits only.
+    # Pointers move to each chunk, so that threads keep offsets of 32 bits only.
     k_ptr += batch * k_b + head // group * k_h
     q_ptr += batch * q_b + head // group * q_h
     v_ptr += batch * v_b + head * v_h
@@ -278,7 +278,7 @@ def run_chunk(
     BLOCK_V=None,
     num_stages=2,
 ):
-    """The gated delta rule over T tokens: states S = e^g S + k^T delta, delta = beta (v - k e^g S), and out = q S.
+    """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
 
     Shapes: q, k [B, T, Hk, K] and v [B, T, Hv, V] of any strides; out [B, T, Hv, V], g and beta [B, T, Hv] and states
     [B, Hv, K, V] with unit last strides; T in bfloat16. Sums, decays and the state are in float32.
