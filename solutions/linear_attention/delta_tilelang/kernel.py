@@ -11,9 +11,9 @@ EPSILON = 1e-6
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def recurrent_kernel(K, dtype, rows, columns, threads, aligned):
-    """Compile for keys of K elements; `aligned`: rows of states begin at 16 bytes, and no block of columns exceeds them."""
-    B, Hk, Hv, V = T.dynamic("B Hk Hv V")
+def recurrent_kernel(K, V, dtype, rows, columns, threads, aligned):
+    """Compile for states [K, V]; `aligned`: rows of states begin at 16 bytes, and blocks of columns fill them."""
+    B, Hk, Hv = T.dynamic("B Hk Hv")
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("q_b q_t q_h k_b k_t k_h v_b v_t v_h", "int64")
     g_b, g_t, beta_b, beta_t, out_b, out_t, out_h = T.dynamic("g_b g_t beta_b beta_t out_b out_t out_h", "int64")
     i_b, i_h, i_k, f_b, f_h, f_k = T.dynamic("i_b i_h i_k f_b f_h f_k", "int64")
@@ -136,6 +136,6 @@ def run_recurrent(
     aligned = rows == K and V % wide == 0
     for state in (initial_state, final_state):
         aligned = aligned and all(step % 4 == 0 for step in (state.storage_offset(), *state.stride()[:3]))
-    recurrent_kernel(K, q.dtype, rows, wide, threads, aligned)(
+    recurrent_kernel(K, V, q.dtype, rows, wide, threads, aligned)(
         q, k, v, g, beta, initial_state, out, final_state, K**-0.5
     )
