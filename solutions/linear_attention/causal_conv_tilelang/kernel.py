@@ -210,7 +210,9 @@ def update_kernel(D, dtype, vec, threads):
                 for v in T.unroll(vec):
                     total[v] = 0.0
                     for j in T.unroll(WIDTH):
-                        total[v] += T.cast(shifted[v * WIDTH + j], "float32") * T.cast(weights[v * WIDTH + j], "float32")
+                        total[v] += T.cast(shifted[v * WIDTH + j], "float32") * T.cast(
+                            weights[v * WIDTH + j], "float32"
+                        )
                     total[v] = T.cast(T.cast(total[v], dtype), "float32")
                     result[v] = T.cast(_silu(total[v], exact), dtype)
                 for v in T.vectorized(vec):
