@@ -181,6 +181,30 @@ def test_a_window_has_one_graph_before_it_is_full_and_one_after():
     assert decoding.report().captured == 2
 
 
+def test_states_in_lists_are_copied_to_one_place():
+    from tilegym_db.models.decoding import _copied
+
+    found = [torch.ones(2), None, {"a": torch.ones(3), "b": 1}]
+    kept = _copied(None, found)
+    places = [kept[0].data_ptr(), kept[2]["a"].data_ptr()]
+    again = _copied(kept, [torch.zeros(2), None, {"a": torch.zeros(3), "b": 2}])
+    assert [again[0].data_ptr(), again[2]["a"].data_ptr()] == places
+    assert again[2]["b"] == 2
+    assert not again[0].any()
+
+
+def test_graphs_of_other_memory_are_dropped(model):
+    decoding = in_graphs(model)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    stock = made().generate(prompt(), **options)
+    assert torch.equal(model.generate(prompt(), **options), stock)
+    (cache,) = decoding._caches.values()
+    layer = cache.static.layers[0]
+    layer.keys = layer.keys.clone()
+    assert torch.equal(model.generate(prompt(), **options), stock)
+    assert decoding.report().captured == 2
+
+
 def test_a_capture_that_fails_in_the_middle_leaves_the_cache_as_it_was(monkeypatch):
     model, calls = made("gemma3"), []
     last = model.model.layers[-1].mlp

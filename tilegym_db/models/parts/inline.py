@@ -46,7 +46,7 @@ class Statements(NamedTuple):
     """Some statements of a forward: their place, the variables that they read and set, and the source as a function."""
 
     first: int
-    count: int
+    length: int
     reads: tuple[str, ...]
     sets: tuple[str, ...]
     source: str
@@ -83,12 +83,12 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
     for first in range(len(function.body)):
         for count in range(1, LONGEST + 1):
             run = function.body[first : first + count]
-            targets = [_target(statement) for statement in run]
-            if len(run) < count or not all(targets):
+            assignments = [found for found in map(_assignment, run) if found is not None]
+            if len(assignments) < count:
                 break
             reads: dict[str, str] = {}
-            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(ast.unparse(one.value)))) for one in run]
-            sets = tuple(str(target) for target in targets)
+            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
+            sets = tuple(target for target, _ in assignments)
             if set(sets[:-1]) & set(reads) or len(set(sets)) < count:
                 continue  # a statement reads another's result
             outputs = [f"o{index}" for index in range(count)]
@@ -97,11 +97,12 @@ def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
             yield Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
 
 
-def _target(statement: ast.stmt) -> str:
+def _assignment(statement: ast.stmt) -> tuple[str, str] | None:
+    """Return (variable, source of its value) of an assignment to one variable."""
     match statement:
-        case ast.Assign(targets=[ast.Name(id=name)]):
-            return name
-    return ""
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, ast.unparse(value)
+    return None
 
 
 def _names_set_in(function: ast.FunctionDef) -> frozenset[str]:
@@ -173,7 +174,7 @@ def _replace(function: ast.FunctionDef, which: Statements) -> None:
     (call,) = ast.parse(f"{', '.join(which.sets)} = {CALL}{which.fingerprint}({arguments})").body
     for node in ast.walk(call):
         ast.copy_location(node, function.body[which.first])
-    function.body[which.first : which.first + which.count] = [call]
+    function.body[which.first : which.first + which.length] = [call]
 
 
 def inline_function(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
