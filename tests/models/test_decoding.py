@@ -205,7 +205,7 @@ def test_graphs_of_other_memory_are_dropped(model):
     assert decoding.report().captured == 2
 
 
-def test_a_capture_that_fails_in_the_middle_leaves_the_cache_as_it_was(monkeypatch):
+def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch):
     model, calls = made("gemma3"), []
     last = model.model.layers[-1].mlp
     stock = model.generate(prompt(2), max_new_tokens=20, do_sample=False)
