@@ -435,3 +435,21 @@ def test_calls_are_proved_on_the_model(mixers: Catalog, build: Any) -> None:
     handle.unpatch()
     assert not handle.report().failed_proofs
     assert all(proofs[name] and all(proof.kernel for proof in proofs[name]) for name in OPS)
+
+
+def test_hooks_of_the_convolution_still_run(mixers: Catalog, logits: Any, build: Any, prompt: Any) -> None:
+    calls: list[str] = []
+
+    class Hook:
+        def pre_forward(self, module: Any, *args: Any) -> None:
+            calls.append("before")
+
+        def post_forward(self, module: Any, output: Any) -> None:
+            calls.append("after")
+
+    model = build("qwen3_5")
+    model.model.layers[0].linear_attn.conv1d._hf_hook = Hook()
+    with patched(model, catalog=mixers, ops=OPS) as handle:
+        logits(model, prompt())
+    assert calls == ["before", "after"]
+    assert handle.report().hits()["causal_conv1d"] == 1
