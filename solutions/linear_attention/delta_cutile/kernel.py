@@ -165,7 +165,7 @@ def _inverse(A, rows, cols):
     return ct.mma(rough, rest.astype(ct.bfloat16), rough.astype(ct.float32))
 
 
-@ct.kernel(num_worker_warps=4)
+@ct.kernel(num_worker_warps=4, occupancy=2)
 def _prepare_chunk(
     q: Heads, k: Heads, g: ct.Array, beta: ct.Array, inverse: Square, attention: Square, factors: Rows,
     heads: int, scale: float, SPLIT: Flag, TILE_K: Int,
