@@ -9,6 +9,8 @@ import torch
 Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1,))]
 Int = ct.Constant[int]
 
+MINUS_LOG2_E = -1.4426950408889634
+
 
 @ct.kernel
 def _sigmoid_mul(x: Rows, gate: Rows, out: Rows, TILE_M: Int, TILE_N: Int):
@@ -21,10 +23,14 @@ def _sigmoid_mul(x: Rows, gate: Rows, out: Rows, TILE_M: Int, TILE_N: Int):
         inside = inside & (rows < m)
     gates = ct.gather(gate, (rows, cols), mask=inside, check_bounds=False).astype(ct.float32)
     values = ct.gather(x, (rows, cols), mask=inside, check_bounds=False)
-    # FULL division is within 2 ulp of fp32 and several instructions shorter than the correctly rounded one.
-    opening = ct.truediv(1.0, 1.0 + ct.exp(-gates), rounding_mode=ct.RoundingMode.FULL).astype(out.dtype)
+    if out.dtype == ct.float32:
+        # FULL division is within 2 ulp of fp32 and several instructions shorter than the correctly rounded one.
+        opening = ct.truediv(1.0, 1.0 + ct.exp(-gates), rounding_mode=ct.RoundingMode.FULL)
+    else:  # the cast hides the last bits
+        divisor = 1.0 + ct.exp2(gates * MINUS_LOG2_E, flush_to_zero=True)
+        opening = ct.truediv(1.0, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     # The product of two T is rounded to T.
-    ct.scatter(out, (rows, cols), values * opening, mask=inside, check_bounds=False)
+    ct.scatter(out, (rows, cols), values * opening.astype(out.dtype), mask=inside, check_bounds=False)
 
 
 _KERNELS = {warps: _sigmoid_mul.replace_hints(num_worker_warps=warps) for warps in (4, 8)}

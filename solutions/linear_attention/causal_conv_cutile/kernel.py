@@ -12,11 +12,12 @@ Vector = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(0,))]
 Int = ct.Constant[int]
 
 WIDTH = 4
+MINUS_LOG2_E = -1.4426950408889634
 
 
 @ct.function
 def _columns(tile, TILE: Int):
-    """The four columns of a tile [TILE, 4]; read as a tile, because one after the other they are strided."""
+    """Take a tile [TILE, 4] apart; it is read whole, because its columns are strided in memory."""
     columns = ()
     for j in ct.static_iter(range(WIDTH)):
         columns += (ct.extract(tile, (0, j), shape=(TILE, 1)).reshape((TILE,)),)
@@ -25,10 +26,16 @@ def _columns(tile, TILE: Int):
 
 @ct.function
 def _activated(total, out):
-    # Both are rounded to T: the sum as the result of a convolution, and its SiLU. FULL division is within 2 ulp of fp32 and
-    # several instructions shorter than the correctly rounded one.
+    # Both are rounded to T: the sum as the result of a convolution, and its SiLU.
     total = total.astype(out.dtype).astype(ct.float32)
-    return ct.truediv(total, 1.0 + ct.exp(-total), rounding_mode=ct.RoundingMode.FULL).astype(out.dtype)
+    if out.dtype == ct.float32:
+        # FULL division is within 2 ulp of fp32 and several instructions shorter than the correctly rounded one.
+        result = ct.truediv(total, 1.0 + ct.exp(-total), rounding_mode=ct.RoundingMode.FULL)
+    else:
+        # The cast hides the last bits. An accurate exponential and FULL division would take longer than the memory does.
+        divisor = 1.0 + ct.exp2(total * MINUS_LOG2_E, flush_to_zero=True)
+        result = ct.truediv(total, divisor, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    return result.astype(out.dtype)
 
 
 # ---- whole sequences ------------------------------------------------------------------------------
@@ -124,31 +131,51 @@ def run_causal_conv1d_bias(
 # ---- one step -------------------------------------------------------------------------------------
 
 
-@ct.kernel
-def _update(x: ct.Array, state: ct.Array, weight: Weights, out: ct.Array, TILE: Int):
-    channels = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
-    inside = channels < out.shape[0]
+@ct.function
+def _step(inputs, weight, of_weight, inside, out, channels, TILE: Int):
+    """Write the output of channels whose four inputs are known."""
     taps = ct.arange(WIDTH, dtype=ct.int32)[None, :]
-    of_weight = channels % weight.shape[0]
-    # A channel's state is read and written whole: 8 bytes in half precision.
-    tile = ct.gather(state, (channels[:, None], taps), mask=inside[:, None], check_bounds=False)
-    newest = ct.gather(x, channels, mask=inside, check_bounds=False)
-    weights = _columns(
-        ct.gather(weight, (of_weight[:, None], taps), mask=inside[:, None], check_bounds=False).astype(ct.float32), TILE
-    )
-    kept = _columns(tile, TILE)
-    inputs = (kept[1], kept[2], kept[3], newest)
-    older = ct.cat((inputs[0][:, None], inputs[1][:, None]), 1)
-    newer = ct.cat((inputs[2][:, None], inputs[3][:, None]), 1)
-    shifted = ct.cat((older, newer), 1)
-    ct.scatter(state, (channels[:, None], taps), shifted, mask=inside[:, None], check_bounds=False)
+    tile = ct.gather(weight, (of_weight[:, None], taps), mask=inside[:, None], check_bounds=False).astype(ct.float32)
+    weights = _columns(tile, TILE)
     total = inputs[0].astype(ct.float32) * weights[0]
     for j in ct.static_iter(range(1, WIDTH)):
         total = total + inputs[j].astype(ct.float32) * weights[j]
     ct.scatter(out, channels, _activated(total, out), mask=inside, check_bounds=False)
 
 
+@ct.kernel
+def _update(x: ct.Array, state: ct.Array, weight: Weights, out: ct.Array, TILE: Int):
+    channels = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+    inside = channels < out.shape[0]
+    taps = ct.arange(WIDTH, dtype=ct.int32)[None, :]
+    newest = ct.gather(x, channels, mask=inside, check_bounds=False)
+    kept = _columns(ct.gather(state, (channels[:, None], taps), mask=inside[:, None], check_bounds=False), TILE)
+    older = ct.cat((kept[1][:, None], kept[2][:, None]), 1)
+    newer = ct.cat((kept[3][:, None], newest[:, None]), 1)
+    shifted = ct.cat((older, newer), 1)
+    ct.scatter(state, (channels[:, None], taps), shifted, mask=inside[:, None], check_bounds=False)
+    inputs = (kept[1], kept[2], kept[3], newest)
+    _step(inputs, weight, channels % weight.shape[0], inside, out, channels, TILE)
+
+
+@ct.kernel
+def _update_packed(x: ct.Array, state: ct.Array, weight: Weights, out: ct.Array, TILE: Int):
+    """Read and write the state of a channel as one number of 64 bits, which a thread shifts by 16 of them."""
+    channels = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+    inside = channels < out.shape[0]
+    packed = ct.gather(state, channels, mask=inside, check_bounds=False)
+    newest = ct.gather(x, channels, mask=inside, check_bounds=False)
+    bits = ct.bitcast(newest, ct.uint16).astype(ct.uint64)
+    ct.scatter(state, channels, packed >> 16 | bits << 48, mask=inside, check_bounds=False)
+    inputs = ()
+    for j in ct.static_iter(range(1, WIDTH)):
+        inputs += (ct.bitcast((packed >> 16 * j).astype(ct.uint16), out.dtype),)
+    inputs += (newest,)
+    _step(inputs, weight, channels % weight.shape[0], inside, out, channels, TILE)
+
+
 _UPDATE = {warps: _update.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+_UPDATE_PACKED = {warps: _update_packed.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
 def run_causal_conv1d_update(
@@ -169,5 +196,9 @@ def run_causal_conv1d_update(
     if count == 0:
         return
     TILE = TILE or (256 if count >= 1 << 17 else 128)
-    args = (x.view(-1), conv_state.view(-1, WIDTH), weight, out.view(-1), TILE)
-    ct.launch(torch.cuda.current_stream(), (-(-count // TILE), 1, 1), _UPDATE[WARPS], args)
+    if out.element_size() == 2 and conv_state.storage_offset() % WIDTH == 0:
+        kernel, state = _UPDATE_PACKED[WARPS], conv_state.view(-1).view(torch.uint64)
+    else:
+        kernel, state = _UPDATE[WARPS], conv_state.view(-1, WIDTH)
+    args = (x.view(-1), state, weight, out.view(-1), TILE)
+    ct.launch(torch.cuda.current_stream(), (-(-count // TILE), 1, 1), kernel, args)
