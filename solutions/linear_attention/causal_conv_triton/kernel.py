@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 WIDTH = tl.constexpr(4)
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 VECTOR_BYTES = 16
 WARP = 32
 
@@ -36,10 +37,12 @@ def _is_packed(weight):
 
 
 @triton.jit
-def _activated(total, T: tl.constexpr):
-    # Both are rounded to T: the sum as the result of a convolution, and its SiLU.
-    total = total.to(T).to(tl.float32)
-    return (total / (1.0 + tl.exp(-total))).to(T)
+def _activated(total, dtype: tl.constexpr):
+    # Both are rounded to T: the sum as the result of a convolution, and its SiLU. The cast to a 16-bit T hides the last bits of
+    # the shorter exponential.
+    total = total.to(dtype).to(tl.float32)
+    power = tl.exp(-total) if dtype == tl.float32 else tl.exp2(total * MINUS_LOG2_E)
+    return (total / (1.0 + power)).to(dtype)
 
 
 # ---- whole sequences ------------------------------------------------------------------------------
