@@ -33,10 +33,12 @@ def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
         set_host_state(cache, before)
         outputs["logits"], outputs["past_key_values"] = found.logits, cache
 
-    with NoWaiting():
-        model(**given, past_key_values=cache)
-    for value, was in on_device:
-        value.copy_(was)
+    try:
+        with NoWaiting():
+            model(**given, past_key_values=cache)
+    finally:
+        for value, was in on_device:
+            value.copy_(was)
     return CapturedForward(replay, kept, outputs)
 
 

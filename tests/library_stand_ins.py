@@ -263,6 +263,42 @@ def fused_topk_deepseek(
     topk_indices.copy_(ids)
 
 
+# -- flash-linear-attention 0.5.2 -------------------------------------------------------------------------------------
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple:
+    asks(q.dtype == k.dtype == v.dtype != torch.float32, "one dtype of 16 bits")
+    asks(g.dtype == initial_state.dtype == torch.float32, "decays and states are in float32")
+    query, key = (x.double().repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    state, rows = initial_state.double(), []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].double().exp()[..., None, None]
+        error = beta[:, t, :, None].double() * (v[:, t].double() - torch.einsum("bhi,bhij->bhj", key[:, t], state))
+        state = state + key[:, t, :, :, None] * error[:, :, None]
+        rows.append(torch.einsum("bhi,bhij->bhj", query[:, t], state))
+    out = torch.stack(rows, dim=1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return out.to(v.dtype), state.float() if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, **kwargs: Any
+) -> tuple:
+    return chunk_gated_delta_rule(q, k, v, g, beta, **kwargs)
+
+
 # -- liger-kernel 0.8.5 -----------------------------------------------------------------------------------------------
 
 
@@ -341,6 +377,9 @@ MODULES: dict[str, tuple[Callable[..., Any], ...]] = {
         top_k_sampling_from_probs,
         top_p_sampling_from_probs,
     ),
+    "fla": (),
+    "fla.ops": (),
+    "fla.ops.gated_delta_rule": (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule),
     "liger_kernel": (),
     "liger_kernel.ops": (),
     "liger_kernel.ops.fused_add_rms_norm": (fused_add_rms_norm_forward,),

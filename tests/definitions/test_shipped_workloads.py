@@ -17,7 +17,13 @@ MODELS = {
     "engram_gate_hf": 1,
 }  # what no other model does so
 STAGES = {"prefill", "decode"}
-STAGES_OF = {"causal_conv1d": {"prefill"}, "causal_conv1d_bias": {"prefill"}, "causal_conv1d_update": {"decode"}}
+STAGES_OF = {
+    "causal_conv1d": {"prefill"},
+    "causal_conv1d_bias": {"prefill"},
+    "causal_conv1d_update": {"decode"},
+    "gated_delta_rule_chunk": {"prefill"},
+    "gated_delta_rule_recurrent": {"decode"},
+}
 """What models call at one stage, although its name does not say so."""
 SMALL = {"causal_conv1d_update", "gdn_gates"}
 """What has a few numbers a token in any model."""

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 STEPS = ("causal_conv1d_update", "gated_delta_rule_recurrent")
 """Operators of single tokens."""
 PAIRS = {"rms_norm": 3, "fused_add_rms_norm": 2, "swiglu": 2, "rope_neox": 2}
-MIXER = {"causal_conv1d": 1, "gated_delta_rule_chunk": 1, "rms_norm_gated_silu": 1, **dict.fromkeys(STEPS, 0)}
+ONCE = ("causal_conv1d", "gated_delta_rule_chunk", "rms_norm_gated_silu", "gdn_gates", "sigmoid_mul")
+MIXER = {**dict.fromkeys(ONCE, 1), **dict.fromkeys(STEPS, 0)}
 # name -> calls of each operator in one forward of two layers, and what stays stock: (class, part) -> the reason
 DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "llama": (PAIRS, {}),

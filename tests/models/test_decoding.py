@@ -181,6 +181,47 @@ def test_a_window_has_one_graph_before_it_is_full_and_one_after():
     assert decoding.report().captured == 2
 
 
+def test_states_in_lists_are_copied_to_one_place():
+    from tilegym_db.models.decoding import _copied
+
+    found = [torch.ones(2), None, {"a": torch.ones(3), "b": 1}]
+    kept = _copied(None, found)
+    places = [kept[0].data_ptr(), kept[2]["a"].data_ptr()]
+    again = _copied(kept, [torch.zeros(2), None, {"a": torch.zeros(3), "b": 2}])
+    assert [again[0].data_ptr(), again[2]["a"].data_ptr()] == places
+    assert again[2]["b"] == 2
+    assert not again[0].any()
+
+
+def test_graphs_of_other_memory_are_dropped(model):
+    decoding = in_graphs(model)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    stock = made().generate(prompt(), **options)
+    assert torch.equal(model.generate(prompt(), **options), stock)
+    (cache,) = decoding._caches.values()
+    layer = cache.static.layers[0]
+    layer.keys = layer.keys.clone()
+    assert torch.equal(model.generate(prompt(), **options), stock)
+    assert decoding.report().captured == 2
+
+
+def test_a_capture_that_fails_leaves_the_cache_as_it_was(monkeypatch):
+    model, calls = made("gemma3"), []
+    last = model.model.layers[-1].mlp
+    stock = model.generate(prompt(2), max_new_tokens=20, do_sample=False)
+    decoding = in_graphs(model)
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        calls.append(float(x[0, 0, 0]) if ON_GPU else x[0, 0, 0].item())  # no graph may contain it
+        return type(last).forward(last, x)
+
+    monkeypatch.setattr(last, "forward", waits)
+    monkeypatch.setattr("tilegym_db.models.decoding.has_hooks", lambda module: False)
+    assert torch.equal(model.generate(prompt(2), max_new_tokens=20, do_sample=False), stock)
+    assert decoding.report().replayed == 0
+    assert any("cannot be captured" in reason for reason in decoding.report().stock)
+
+
 def test_a_cache_that_changes_on_the_host_runs_stock(monkeypatch):
     from transformers.cache_utils import StaticLayer
 

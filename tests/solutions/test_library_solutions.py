@@ -21,7 +21,7 @@ from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.verifier import Failure, judge, judge_draws, same_bytes
 
-LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_liger")))
+LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_fla", "_liger")))
 CASES, DRAWS = 6, 1024
 
 

@@ -23,7 +23,7 @@ from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
 LIBRARIES = (
     *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),
     # Libraries that baselines call. Without the last one, FlashInfer's norms use other kernels.
-    *("liger-kernel", "flashinfer-python", "nvidia-cutlass-dsl"),
+    *("liger-kernel", "flash-linear-attention", "flashinfer-python", "nvidia-cutlass-dsl"),
 )
 
 

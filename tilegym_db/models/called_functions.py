@@ -75,14 +75,9 @@ def groups(
 def _place(module: Module, name: str) -> str:
     """Return the name of a function with :data:`OWN` before it if it is an attribute; empty if there is no such function."""
     forward: Any = inspect.unwrap(type(module).forward)
-    for place in (name, OWN + name):
-        if callable(callee(module, place)) and (not place.startswith(OWN) or _is_called(forward, name)):
-            return place
-    return ""
-
-
-def _is_called(forward: FunctionType, name: str) -> bool:
-    return f"self.{name}(" in inspect.getsource(forward)
+    is_global = any(one.opname == "LOAD_GLOBAL" and one.argval == name for one in dis.get_instructions(forward))
+    place = name if is_global else OWN + name
+    return place if callable(callee(module, place)) else ""
 
 
 def callee(module: Module, name: str) -> Any:
@@ -137,7 +132,7 @@ def _falling_back() -> frozenset[CodeType]:
 def replacements(
     calls: Sequence[PartCall], make: Callable[[ModuleGroup, Any, Callable[..., Any]], Callable[..., Any]]
 ) -> tuple[dict[str, Any], list[Callable[[ast.FunctionDef], None]]]:
-    """Return the functions for a forward in place of its own, and the rewrites for those that are attributes.
+    """Return the functions for a forward in place of the original ones, and the rewrites for those that are attributes.
 
     Args:
         calls: the groups and their call sites.

@@ -100,6 +100,8 @@ class _Cache:
     in_use: bool = False
     tokens: int = 0
     """Tokens in the cache, the count that the device has too."""
+    filled: dict[Any, Any] = field(default_factory=dict)
+    """The host state after the last copy from another cache."""
     windows: list[Any] = field(init=False)
     """The layers that count on the host."""
     sizes: tuple[int, ...] = field(init=False)
@@ -133,6 +135,9 @@ class _Cache:
             if isinstance(getattr(found, "keys", None), torch.Tensor):
                 _copy_keys_and_values(layer, found, tokens)
         self.count(tokens)
+        if self.graphs and self.filled != self.host_state():
+            self.graphs.clear()  # they read other memory
+        self.filled = self.host_state()
 
     def host_state(self) -> dict[Any, Any]:
         """Return what a graph takes from the host: addresses and settings of the layers, without the counts."""
@@ -147,8 +152,9 @@ def _attributes(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the attributes of each layer; those of a state have its index in their name."""
     for index, layer in enumerate(cache.layers):
         for name, value in vars(layer).items():
-            if isinstance(value, dict):
-                yield from (((index, name, key), inner) for key, inner in value.items())
+            if isinstance(value, dict | list):
+                inner = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from (((index, name, key), one) for key, one in inner)
             else:
                 yield (index, name), value
 
@@ -170,18 +176,23 @@ def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:
 
 def _copy_states(layer: Any, found: Any) -> None:
     """Copy the states of linear attention, which have one size, and what the host knows about them."""
-    for name in vars(_linear_layer()()):
-        of_layer, of_found = getattr(layer, name), getattr(found, name)
-        if isinstance(of_found, dict):
-            for key, value in of_found.items():
-                if not isinstance(value, torch.Tensor):
-                    of_layer[key] = value
-                elif of_layer[key] is None:
-                    of_layer[key] = value.clone()
-                else:
-                    of_layer[key].copy_(value)
-        else:
-            setattr(layer, name, of_found)
+    for name in vars(found if type(found) is type(layer) else _linear_layer()()):
+        setattr(layer, name, _copied(getattr(layer, name), getattr(found, name)))
+
+
+def _copied(kept: Any, found: Any) -> Any:
+    """Return a value of a layer: a tensor is copied into the one that is kept, if there is one."""
+    if isinstance(found, torch.Tensor):
+        if isinstance(kept, torch.Tensor) and kept.shape == found.shape and kept.dtype == found.dtype:
+            return kept.copy_(found)
+        return found.clone()
+    if isinstance(found, dict):
+        own = kept if isinstance(kept, dict) else {}
+        return {key: _copied(own.get(key), value) for key, value in found.items()}
+    if isinstance(found, list):
+        own = dict(enumerate(kept)) if isinstance(kept, list) else {}
+        return [_copied(own.get(index), value) for index, value in enumerate(found)]
+    return found
 
 
 @functools.cache
@@ -514,7 +525,8 @@ def _new_cache(model: Any, dynamic: Any, length: int) -> Any:
         if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
             return "a window of its cache has one position"
         if getattr(layer, "is_sliding", False):
-            layer.__class__ = _moving(type(layer))
+            window: Any = type(layer)
+            layer.__class__ = _moving(window)
     needed = _bytes_of_cache(dynamic, cache)
     free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else needed
     if model.device.type == "cuda" and needed > MEMORY_SHARE * free:

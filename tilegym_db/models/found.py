@@ -186,6 +186,14 @@ class KnownCode:
             if definition.serving is not None and definition.serving.code
         ]
 
+    def fingerprints(self, part: str) -> frozenset[str]:
+        """Return the fingerprints of all code that Definitions of a part state."""
+        return frozenset(self._by_part.get(part, {}))
+
+    def stating(self, part: str, mark: str) -> list[DefinitionMatch]:
+        """Return the Definitions of a part that state code with a fingerprint."""
+        return self._by_part.get(part, {}).get(mark, [])
+
     def is_stated(self, part: str, function: Any) -> bool:
         """Return True if a Definition of a part states exactly this code."""
         return (fingerprint(function) or "") in self._by_part.get(part, {})

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["M"])
 def _sigmoid_mul_tile(
@@ -29,7 +31,9 @@ def _sigmoid_mul_tile(
         tl.float32
     )
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    opening = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    # The cast to a 16-bit T hides the last bits of the shorter exponential.
+    power = tl.exp(-gate) if dtype == tl.float32 else tl.exp2(gate * MINUS_LOG2_E)
+    opening = (1.0 / (1.0 + power)).to(dtype).to(tl.float32)
     tl.store(out_ptr + rows * out_stride + cols, (x * opening).to(dtype), mask=mask)
 
 

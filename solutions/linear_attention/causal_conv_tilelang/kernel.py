@@ -39,42 +39,53 @@ def convolution_kernel(D, dtype, vec, with_bias, together, threads, steps):
         first = block // blocks % T.ceildiv(S, steps) * steps
         batch = block // blocks // T.ceildiv(S, steps)
         rows = T.alloc_local((steps + WIDTH - 1, vec), dtype)
-        weights = T.alloc_local((WIDTH, vec), dtype)
+        packed = T.alloc_local((WIDTH, vec), dtype)
         biases = T.alloc_local((vec,), dtype)
+        weights = T.alloc_local((WIDTH, vec), "float32")
+        window = T.alloc_local((WIDTH, vec), "float32")  # the inputs of a position, number s in row s % 4
         total = T.alloc_local((vec,), "float32")
         rounded = T.alloc_local((vec,), dtype)
         result = T.alloc_local((vec,), dtype)
 
         if channel < D:
-            for i in T.unroll(steps + WIDTH - 1):  # all loads first: they overlap
-                for v in T.vectorized(vec):
-                    rows[i, v] = 0
-                if first + i >= WIDTH - 1 and first + i - (WIDTH - 1) < S:
+            # All loads first: they overlap. A bounds check of each would make it wait for the one before.
+            if first >= WIDTH - 1 and first + steps <= S:
+                for i in T.unroll(steps + WIDTH - 1):
                     for v in T.vectorized(vec):
                         rows[i, v] = x[batch, first + i - (WIDTH - 1), channel + v]
+            else:
+                for i in T.unroll(steps + WIDTH - 1):
+                    for v in T.vectorized(vec):
+                        rows[i, v] = 0
+                    if first + i >= WIDTH - 1 and first + i - (WIDTH - 1) < S:
+                        for v in T.vectorized(vec):
+                            rows[i, v] = x[batch, first + i - (WIDTH - 1), channel + v]
             for i in T.unroll(WIDTH):  # the weights of a channel lie together: the j-th of channel v is number 4 v + j
                 for v in T.vectorized(vec):
-                    weights[i, v] = weight[channel * WIDTH + i * vec + v]
+                    packed[i, v] = weight[channel * WIDTH + i * vec + v]
             if with_bias:
                 for v in T.vectorized(vec):
                     biases[v] = bias[channel + v]
+            for j, v in T.grid(WIDTH, vec):
+                weights[j, v] = T.cast(packed[(v * WIDTH + j) // vec, (v * WIDTH + j) % vec], "float32")
+            for j, v in T.grid(WIDTH - 1, vec):
+                window[j, v] = T.cast(rows[j, v], "float32")
             for i in T.unroll(steps):
+                for v in T.unroll(vec):
+                    window[(i + WIDTH - 1) % WIDTH, v] = T.cast(rows[i + WIDTH - 1, v], "float32")
+                    total[v] = window[i % WIDTH, v] * weights[0, v]
+                    for j in T.unroll(1, WIDTH):
+                        total[v] += window[(i + j) % WIDTH, v] * weights[j, v]
+                    if with_bias:
+                        total[v] += T.cast(biases[v], "float32")
+                for v in T.vectorized(vec):
+                    rounded[v] = T.cast(total[v], dtype)
+                for v in T.unroll(vec):
+                    total[v] = T.cast(rounded[v], "float32")
+                    total[v] = _silu(total[v], exact)
+                for v in T.vectorized(vec):
+                    result[v] = T.cast(total[v], dtype)
                 if first + i < S:
-                    for v in T.unroll(vec):
-                        total[v] = 0.0
-                        for j in T.unroll(WIDTH):
-                            total[v] += T.cast(rows[i + j, v], "float32") * T.cast(
-                                weights[(v * WIDTH + j) // vec, (v * WIDTH + j) % vec], "float32"
-                            )
-                        if with_bias:
-                            total[v] += T.cast(biases[v], "float32")
-                    for v in T.vectorized(vec):
-                        rounded[v] = T.cast(total[v], dtype)
-                    for v in T.unroll(vec):
-                        total[v] = T.cast(rounded[v], "float32")
-                        total[v] = _silu(total[v], exact)
-                    for v in T.vectorized(vec):
-                        result[v] = T.cast(total[v], dtype)
                     for v in T.vectorized(vec):
                         out[batch, first + i, channel + v] = result[v]
 
@@ -199,7 +210,9 @@ def update_kernel(D, dtype, vec, threads):
                 for v in T.unroll(vec):
                     total[v] = 0.0
                     for j in T.unroll(WIDTH):
-                        total[v] += T.cast(shifted[v * WIDTH + j], "float32") * T.cast(weights[v * WIDTH + j], "float32")
+                        total[v] += T.cast(shifted[v * WIDTH + j], "float32") * T.cast(
+                            weights[v * WIDTH + j], "float32"
+                        )
                     total[v] = T.cast(T.cast(total[v], dtype), "float32")
                     result[v] = T.cast(_silu(total[v], exact), dtype)
                 for v in T.vectorized(vec):

@@ -5,21 +5,16 @@ import triton
 import triton.language as tl
 
 WIDTH = tl.constexpr(4)
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 VECTOR_BYTES = 16
 WARP = 32
 
 
 @triton.jit
-def _weights(weight_ptr, cols, in_d):
+def _weights(weight_ptr, cols, in_d, PACKED: tl.constexpr):
     """Read the four weights of each channel, in fp32."""
     T: tl.constexpr = weight_ptr.dtype.element_ty
-    if weight_ptr.dtype.element_ty == tl.float32:
-        ptrs = weight_ptr + cols * WIDTH
-        w0 = tl.load(ptrs, mask=in_d, other=0.0)
-        w1 = tl.load(ptrs + 1, mask=in_d, other=0.0)
-        w2 = tl.load(ptrs + 2, mask=in_d, other=0.0)
-        w3 = tl.load(ptrs + 3, mask=in_d, other=0.0)
-    else:
+    if PACKED:
         # The 8 bytes of a channel at once: a tile [BLOCK_D, 4] is read as fast, but then every row of inputs is moved through
         # shared memory into the layout of the weights.
         packed = tl.load(weight_ptr.to(tl.pointer_type(tl.int64)) + cols, mask=in_d, other=0)
@@ -27,14 +22,27 @@ def _weights(weight_ptr, cols, in_d):
         w1 = (packed >> 16).to(tl.int16).to(T, bitcast=True).to(tl.float32)
         w2 = (packed >> 32).to(tl.int16).to(T, bitcast=True).to(tl.float32)
         w3 = (packed >> 48).to(tl.int16).to(T, bitcast=True).to(tl.float32)
+    else:
+        ptrs = weight_ptr + cols * WIDTH
+        w0 = tl.load(ptrs, mask=in_d, other=0.0).to(tl.float32)
+        w1 = tl.load(ptrs + 1, mask=in_d, other=0.0).to(tl.float32)
+        w2 = tl.load(ptrs + 2, mask=in_d, other=0.0).to(tl.float32)
+        w3 = tl.load(ptrs + 3, mask=in_d, other=0.0).to(tl.float32)
     return w0, w1, w2, w3
 
 
+def _is_packed(weight):
+    """Tell if the weights of a channel are 8 aligned bytes."""
+    return weight.element_size() == 2 and weight.data_ptr() % 8 == 0
+
+
 @triton.jit
-def _activated(total, T: tl.constexpr):
-    # Both are rounded to T: the sum as the result of a convolution, and its SiLU.
-    total = total.to(T).to(tl.float32)
-    return (total / (1.0 + tl.exp(-total))).to(T)
+def _activated(total, dtype: tl.constexpr):
+    # Both are rounded to T: the sum as the result of a convolution, and its SiLU. The cast to a 16-bit T hides the last bits of
+    # the shorter exponential.
+    total = total.to(dtype).to(tl.float32)
+    power = tl.exp(-total) if dtype == tl.float32 else tl.exp2(total * MINUS_LOG2_E)
+    return (total / (1.0 + power)).to(dtype)
 
 
 # ---- whole sequences ------------------------------------------------------------------------------
@@ -53,6 +61,7 @@ def _channels_last(
     S,
     D: tl.constexpr,
     BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -75,7 +84,7 @@ def _channels_last(
         end = tl.where((position >= 0) & (position < S), D, 0)
         rows += (tl.load(x_ptrs, mask=cols < end, other=0.0, eviction_policy="evict_last"),)
         x_ptrs += x_s
-    w0, w1, w2, w3 = _weights(weight_ptr, cols, in_d)
+    w0, w1, w2, w3 = _weights(weight_ptr, cols, in_d, PACKED)
     if BIAS:
         bias = tl.load(bias_ptr + cols, mask=in_d, other=0.0).to(tl.float32)
     for i in tl.static_range(BLOCK_S):
@@ -104,6 +113,7 @@ def _any_strides(
     S,
     D: tl.constexpr,
     BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -118,7 +128,7 @@ def _any_strides(
     batch = (pid // column_blocks // position_blocks).to(tl.int64)
     mask = (positions < S) & in_d[None, :]
     x_ptrs = x_ptr + batch * x_b + cols[None, :].to(tl.int64) * x_d + (positions.to(tl.int64) - (WIDTH - 1)) * x_s
-    weights = _weights(weight_ptr, cols, in_d)
+    weights = _weights(weight_ptr, cols, in_d, PACKED)
     total = tl.zeros([BLOCK_S, BLOCK_D], dtype=tl.float32)
     for i in tl.static_range(WIDTH):
         inside = mask & (positions + (i - (WIDTH - 1)) >= 0)
@@ -133,10 +143,11 @@ def _convolve(x, weight, bias, out, block_s, num_warps):
     B, D, S = x.shape
     if x.numel() == 0:
         return
+    packed = _is_packed(weight)
     if x.stride(1) != 1 or out.stride(1) != 1:
         grid = (B * ((D + 31) // 32) * ((S + 63) // 64),)
         strides = (*x.stride(), *out.stride())
-        _any_strides[grid](x, weight, bias, out, *strides, S, D, bias is not None, 64, 32, num_warps=4)
+        _any_strides[grid](x, weight, bias, out, *strides, S, D, bias is not None, packed, 64, 32, num_warps=4)
         return
     vector = VECTOR_BYTES // x.element_size() * WARP
     # 16 positions read 19; fewer would read more of them twice, but short sequences fill the machine only in small parts.
@@ -146,7 +157,9 @@ def _convolve(x, weight, bias, out, block_s, num_warps):
     block_d = vector * num_warps
     grid = (B * ((D + block_d - 1) // block_d) * ((S + block_s - 1) // block_s),)
     strides = (x.stride(0), x.stride(2), out.stride(0), out.stride(2))
-    _channels_last[grid](x, weight, bias, out, *strides, S, D, bias is not None, block_s, block_d, num_warps=num_warps)
+    _channels_last[grid](
+        x, weight, bias, out, *strides, S, D, bias is not None, packed, block_s, block_d, num_warps=num_warps
+    )
 
 
 def run_causal_conv1d(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, BLOCK_S=None, num_warps=None):
@@ -170,7 +183,7 @@ def run_causal_conv1d_bias(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _update(x_ptr, state_ptr, weight_ptr, out_ptr, count, D: tl.constexpr, BLOCK: tl.constexpr):
+def _update(x_ptr, state_ptr, weight_ptr, out_ptr, count, D: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     T: tl.constexpr = out_ptr.dtype.element_ty
     channels = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < count
@@ -179,7 +192,7 @@ def _update(x_ptr, state_ptr, weight_ptr, out_ptr, count, D: tl.constexpr, BLOCK
     # A channel's state is read and written whole: 8 bytes in half precision.
     state = tl.load(state_ptrs, mask=inside[:, None], other=0.0)
     newest = tl.load(x_ptr + channels, mask=inside, other=0.0)
-    w0, w1, w2, w3 = _weights(weight_ptr, channels % D, inside)
+    w0, w1, w2, w3 = _weights(weight_ptr, channels % D, inside, PACKED)
     even, odd = tl.split(state.reshape(BLOCK, 2, 2))
     _, second = tl.split(even)
     first, third = tl.split(odd)
@@ -205,4 +218,5 @@ def run_causal_conv1d_update(
         return
     block = BLOCK or (256 if count >= 1 << 17 else 128)
     grid = ((count + block - 1) // block,)
-    _update[grid](x, conv_state, weight, out, count, D, block, num_warps=num_warps or max(1, block // 64))
+    warps = num_warps or max(1, block // 64)
+    _update[grid](x, conv_state, weight, out, count, D, _is_packed(weight), block, num_warps=warps)

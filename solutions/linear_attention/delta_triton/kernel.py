@@ -61,7 +61,7 @@ def run_recurrent(
     BLOCK_V=None,
     num_warps=1,
 ):
-    """S = e^g S; delta = beta (v - k S); final_state = S + k^T delta; out = q final_state, for one token of each sequence.
+    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
 
     Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
     Mapping: a program owns BLOCK_V columns of the state of one head, which it reads and writes once.
@@ -100,6 +100,31 @@ def _split(x):
 
 
 @triton.jit
+def _add_product(high, low, x, acc):
+    """Return acc + (high + low) x in float32; x is split too unless it is bfloat16."""
+    if x.dtype == tl.bfloat16:
+        acc = tl.dot(low, x, acc)
+        acc = tl.dot(high, x, acc)
+    else:
+        x_high, x_low = _split(x.to(tl.float32))
+        acc = tl.dot(low, x_high, acc)
+        acc = tl.dot(high, x_low, acc)
+        acc = tl.dot(high, x_high, acc)
+    return acc
+
+
+@triton.jit
+def _product(a, b):
+    """Return a b^T in float32."""
+    if a.dtype == tl.bfloat16:
+        acc = tl.dot(a, tl.trans(b))
+    else:
+        high, low = _split(a.to(tl.float32))
+        acc = _add_product(high, low, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], dtype=tl.float32))
+    return acc
+
+
+@triton.jit
 def _join(T, A, rows, cols, SIZE: tl.constexpr):
     """T: the inverse of the blocks of SIZE on the diagonal of I + A -> that of the blocks of twice the size."""
     below = (rows[:, None] // (2 * SIZE) == cols[None, :] // (2 * SIZE)) & (
@@ -112,7 +137,7 @@ def _join(T, A, rows, cols, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(A, rows, cols):
-    """A [C, C] float32, strictly lower -> (I + A)^-1.
+    """Return (I + A)^-1 of A [C, C] float32, which is strictly lower.
 
     Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. A step
     of Newton then leaves the error of the split factors.
@@ -165,11 +190,11 @@ def _prepare_chunk(
     tl.store(factors_ptr + 3 * CHUNK, tl.exp(last))
     # 2. Products of queries and of keys with keys.
     left = tl.exp(tl.where(rows[:, None] >= cols[None, :], G[:, None] - G[None, :], float("-inf"))) * of_k[None, :]
-    attention = tl.dot(q, tl.trans(k)) * left * of_q[:, None]
+    attention = _product(q, k) * left * of_q[:, None]
     high, low = _split(attention)
     tl.store(attention_ptr + square, high)
     tl.store(attention_ptr + CHUNK * CHUNK + square, low)
-    pairs = tl.dot(k, tl.trans(k)) * left * (of_k * beta)[:, None]
+    pairs = _product(k, k) * left * (of_k * beta)[:, None]
     # 3. The inverse.
     inverse = _inverse(tl.where(rows[:, None] > cols[None, :], pairs, 0.0), rows, cols)
     high, low = _split(inverse * beta[None, :])
@@ -192,7 +217,7 @@ def _scan_chunks(
     rows, depth = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     cols = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = depth[None, :] < K, cols[None, :] < V
-    # A chunk begins at a pointer of its own, so that threads keep offsets of 32 bits only.
+    # Pointers move to each chunk, so that threads keep offsets of 32 bits only.
     k_ptr += batch * k_b + head // group * k_h
     q_ptr += batch * q_b + head // group * q_h
     v_ptr += batch * v_b + head * v_h
@@ -226,8 +251,8 @@ def _scan_chunks(
         attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
         # 1. What the state holds for the keys and for the queries.
         high, low = _split(state)
-        known = tl.dot(low, tl.trans(k))
-        known = tl.dot(high, tl.trans(k), known)
+        nothing = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
+        known = _add_product(high, low, tl.trans(k), nothing)
         read = tl.load(factors_ptr + rows)
         # 2. What the tokens write, of the part of the values that is new.
         high, low = _split(tl.trans(v).to(tl.float32) - known * read[None, :])
@@ -236,8 +261,7 @@ def _scan_chunks(
         delta = tl.dot(high, tl.trans(inverse_high), delta)
         # 3. What the queries read.
         high, low = _split(state)
-        out = tl.dot(low, tl.trans(q))
-        out = tl.dot(high, tl.trans(q), out)
+        out = _add_product(high, low, tl.trans(q), nothing)
         high, low = _split(delta)
         asked = tl.load(factors_ptr + 2 * CHUNK + rows)
         out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
@@ -252,8 +276,7 @@ def _scan_chunks(
         written = tl.load(factors_ptr + CHUNK + rows)
         left = tl.load(factors_ptr + 3 * CHUNK)
         high, low = _split(delta * written[None, :])
-        state = tl.dot(low, k, state * left)
-        state = tl.dot(high, k, state)
+        state = _add_product(high, low, k, state * left)
         k_ptr += CHUNK * tl.cast(k_t, tl.int64)
         q_ptr += CHUNK * tl.cast(q_t, tl.int64)
         v_ptr += CHUNK * tl.cast(v_t, tl.int64)
@@ -278,10 +301,10 @@ def run_chunk(
     BLOCK_V=None,
     num_stages=2,
 ):
-    """The gated delta rule over T tokens: states S = e^g S + k^T delta, delta = beta (v - k e^g S), and out = q S.
+    """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
 
     Shapes: q, k [B, T, Hk, K] and v [B, T, Hv, V] of any strides; out [B, T, Hv, V], g and beta [B, T, Hv] and states
-    [B, Hv, K, V] with unit last strides; T in bfloat16. Sums, decays and the state are in float32.
+    [B, Hv, K, V] with unit last strides. Sums, decays and the state are in float32.
     Mapping: one program a chunk of 64 tokens and head inverts the system of the chunk. Then a program owns BLOCK_V columns of a
     head's state and goes through the chunks, with a warp per 16 columns.
     BLOCK_V = None: 64, or 128 if that still gives a program to every second multiprocessor of an H200.
@@ -291,6 +314,7 @@ def run_chunk(
     if final_state.numel() == 0:
         return
     chunks = triton.cdiv(T, CHUNK.value)
+    stages = num_stages if q.dtype == torch.bfloat16 else 1  # two parts of wider keys and queries need the memory
     parts, square = B * Hv * chunks, CHUNK.value**2
     block_k = max(16, triton.next_power_of_2(K))
     block_v = BLOCK_V or (128 if B * Hv > 66 and V > 64 else 64)
@@ -306,6 +330,6 @@ def run_chunk(
     _scan_chunks[(B * Hv * triton.cdiv(V, block_v),)](
         q, k, v, initial_state, inverse, attention, factors, out, final_state,
         *q.stride(), *k.stride(), *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
-        T, Hv, Hv // k.shape[2], V, chunks, K, block_k, block_v, T % CHUNK.value == V % block_v == K % block_k == 0, num_stages,
+        T, Hv, Hv // k.shape[2], V, chunks, K, block_k, block_v, T % CHUNK.value == V % block_v == K % block_k == 0, stages,
         num_warps=block_v // 16,
     )  # fmt: skip

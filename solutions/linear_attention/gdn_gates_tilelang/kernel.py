@@ -55,14 +55,14 @@ def gdn_gates_kernel(H, dtype, kept_dtype, vec, threads):
                     # logarithm is 2 atanh(s) by its series, s = e / (2 + e) <= 1/3: log(1 + e) loses all digits of a small e.
                     step = T.cast(steps[v], "float32") + T.cast(biases[v], "float32")
                     s = T.exp(-T.abs(step))
-                    s = s / (2.0 + s)
+                    s = s * T.fast_rcp(2.0 + s)
                     q = s * s
                     series = 1.0 / 13 + q * (1.0 / 15)
                     series = 1.0 / 9 + q * (1.0 / 11 + q * series)
                     series = 1.0 / 5 + q * (1.0 / 7 + q * series)
                     series = 2.0 * s * (1.0 + q * (1.0 / 3 + q * series))
                     decays[v] = -T.exp(T.cast(rates[v], "float32")) * (T.if_then_else(step > 0.0, step, 0.0) + series)
-                    written[v] = T.cast(1.0 / (1.0 + T.exp(-T.cast(strengths[v], "float32"))), dtype)
+                    written[v] = T.cast(T.fast_rcp(1.0 + T.exp(-T.cast(strengths[v], "float32"))), dtype)
                 for v in T.vectorized(vec):
                     g[token, head + v] = decays[v]
                 for v in T.vectorized(vec):

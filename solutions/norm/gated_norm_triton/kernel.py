@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_norm_tile(
@@ -35,7 +37,9 @@ def _gated_norm_tile(
     normed = (x * scale).to(dtype).to(tl.float32)
     scaled = (normed * weight).to(dtype).to(tl.float32)
     # An exponential of inf gives -0 for very negative finite gates and NaN for -inf, as PyTorch does.
-    opening = gate / (1.0 + tl.exp(-gate))
+    # The cast to a 16-bit T hides the last bits of the shorter one.
+    power = tl.exp(-gate) if dtype == tl.float32 else tl.exp2(gate * MINUS_LOG2_E)
+    opening = gate / (1.0 + power)
     tl.store(out_ptr + rows * out_stride + cols, (scaled * opening).to(dtype), mask=mask)
 
 

@@ -29,7 +29,7 @@ from tilegym_db.models.upstream_code import of_models
 from tilegym_db.records import Definition
 
 KIND = "causal_conv"
-NAME = "causal_conv1d"
+NAME = "causal_conv"
 WEIGHT, BIAS, ACTIVATION, STATE = "weight", "bias", "activation", "conv_state"
 SILU = ("silu", "swish")
 OTHER_ACTIVATION = "its activation is not SiLU"

@@ -1,0 +1,217 @@
+"""Statements in the middle of a forward, such as a product with a sigmoid: they become one call.
+
+The statements are found by their text. It is written as a function of the variables that the statements read, ``own(self, i0,
+i1)``, and that function has a fingerprint. ``serving.code`` maps an input of the Definition to ``i0``, ``i1`` or to the attribute
+of the module that keeps it. It maps an output to ``o0`` or ``o1``, the variables that the statements set.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tilegym_db.models.call_site import NOT_ROWS, CallSite, are_rows, rows
+from tilegym_db.models.found import (
+    DefinitionMatch,
+    FunctionOverrides,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    ModuleOfPart,
+    PartCall,
+    grouped,
+    of_class,
+)
+from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
+from tilegym_db.models.rewrite import parsed
+from tilegym_db.models.upstream_code import once_per_function, source_fingerprint, undecorated
+
+KIND = "inline"
+LONGEST = 2
+"""Statements that a Definition replaces, at most."""
+CALL = "_tilegym_db_inline_"
+"""Beginning of the function that a rewritten forward calls; the fingerprint follows."""
+
+_is_compiling = torch.compiler.is_compiling
+Module = torch.nn.Module
+
+
+class Statements(NamedTuple):
+    """Some statements of a forward: their place, the variables that they read and set, and the source as a function."""
+
+    first: int
+    length: int
+    reads: tuple[str, ...]
+    sets: tuple[str, ...]
+    source: str
+    fingerprint: str
+
+
+def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
+    """Return the modules whose forward has statements that a Definition states, once per group of statements."""
+    stated = of_class(lambda cls: tuple(one.fingerprint for one in _stated(undecorated(cls.forward), known)))
+    return grouped(
+        KIND,
+        [ModuleOfPart(module, mark, detail=device_of(module)) for module in model.modules() for mark in stated(module)],
+    )
+
+
+def _stated(forward: Any, known: KnownCode) -> list[Statements]:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
+        return []
+    codes = known.fingerprints(KIND)
+    found = [one for one in statements_of(forward) if one.fingerprint in codes]
+    marks = [one.fingerprint for one in found]
+    return [one for one in found if marks.count(one.fingerprint) == 1]  # the same statements twice are not understood
+
+
+@once_per_function
+def statements_of(forward: FunctionType) -> tuple[Statements, ...]:
+    """Return every run of assignments in a forward's body, of up to :data:`LONGEST` statements."""
+    function = parsed(forward)
+    return () if function is None else tuple(_runs(function))
+
+
+def _runs(function: ast.FunctionDef) -> Iterator[Statements]:
+    local = _names_set_in(function)
+    for first in range(len(function.body)):
+        for count in range(1, LONGEST + 1):
+            run = function.body[first : first + count]
+            assignments = [found for found in map(_assignment, run) if found is not None]
+            if len(assignments) < count:
+                break
+            reads: dict[str, str] = {}
+            lines = [ast.unparse(_Renamed(reads, local).visit(ast.parse(value))) for _, value in assignments]
+            sets = tuple(target for target, _ in assignments)
+            if set(sets[:-1]) & set(reads) or len(set(sets)) < count:
+                continue  # a statement reads another's result
+            outputs = [f"o{index}" for index in range(count)]
+            body = "".join(f"    {name} = {line}\n" for name, line in zip(outputs, lines, strict=True))
+            source = f"def own({', '.join(['self', *reads.values()])}):\n{body}    return {', '.join(outputs)}\n"
+            yield Statements(first, count, tuple(reads), sets, source, source_fingerprint(source) or "")
+
+
+def _assignment(statement: ast.stmt) -> tuple[str, str] | None:
+    """Return (variable, source of its value) of an assignment to one variable."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, ast.unparse(value)
+    return None
+
+
+def _names_set_in(function: ast.FunctionDef) -> frozenset[str]:
+    arguments = function.args
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return frozenset(names | {argument.arg for argument in given}) - {"self"}
+
+
+class _Renamed(ast.NodeTransformer):
+    """A transformer that gives local variables the names ``i0``, ``i1`` and so on, in the order in which they are read."""
+
+    def __init__(self, reads: dict[str, str], local: frozenset[str]) -> None:
+        self._reads, self._local = reads, local
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._local:
+            return node
+        return ast.Name(self._reads.setdefault(node.id, f"i{len(self._reads)}"), ctx=node.ctx)
+
+
+def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
+    """Return the Definitions that state the statements."""
+    matches = known.stating(KIND, found.function)
+    return MatchCandidates(matches) if matches else "no definition states its statements"
+
+
+def _statements(found: ModuleGroup) -> Statements:
+    forward: Any = undecorated(found.module_class.forward)
+    return next(one for one in statements_of(forward) if one.fingerprint == found.function)
+
+
+def own_code_of(found: ModuleGroup) -> Callable[..., Any]:
+    """Return ``own(self, *variables)``, the model's own statements."""
+    forward: Any = undecorated(found.module_class.forward)
+    scope = dict(forward.__globals__)
+    exec(compile(_statements(found).source, forward.__code__.co_filename, "exec"), scope)
+    own: Callable[..., Any] = scope["own"]
+    return own
+
+
+def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run the statements on random rows, with random tensors for the attributes of the module."""
+    definition = match.definition
+    inputs = drawn_inputs(definition, {str(definition.serving and definition.serving.rows): ROWS}, device_of(module))
+    named = {match.attribute(name): value for name, value in inputs.items()}
+    variables = [named.pop(f"i{index}") for index in range(len(_statements(found).reads))]
+    with torch.no_grad():
+        returned = own_code_of(found)(types.SimpleNamespace(**named), *variables)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    return dict(inputs), tuple(results[index] for index in _places(match))
+
+
+def _places(match: DefinitionMatch) -> list[int]:
+    """Return the index of the statement that sets each output of the Definition."""
+    return [int(match.attribute(name).removeprefix("o")) for name in match.definition.outputs]
+
+
+def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
+    """Return the functions that a forward calls in place of its statements, and the rewrites that make it call them."""
+    functions = {CALL + found.function: inline_function(found, site) for found, site in calls}
+    found_here = sorted((_statements(found) for found, _ in calls), reverse=True)  # the last ones first: places stay
+    rewrites = [functools.partial(_replace, which=which) for which in found_here]
+    return FunctionOverrides(functions, {}, [site for _, site in calls], rewrites)
+
+
+def _replace(function: ast.FunctionDef, which: Statements) -> None:
+    arguments = ", ".join(["self", *which.reads])
+    (call,) = ast.parse(f"{', '.join(which.sets)} = {CALL}{which.fingerprint}({arguments})").body
+    for node in ast.walk(call):
+        ast.copy_location(node, function.body[which.first])
+    function.body[which.first : which.first + which.length] = [call]
+
+
+def inline_function(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
+    """Return ``inline(module, *variables)``, which runs a kernel, or the model's own statements."""
+    match, own = found.match, own_code_of(found)
+    assert match is not None, "only confirmed groups are patched"
+    names = [match.attribute(name) for name in match.definition.inputs]
+    order = _places(match)
+    sources: list[int | str] = [int(name[1:]) if name[0] == "i" and name[1:].isdigit() else name for name in names]
+
+    def serve(module: Any, variables: tuple[Any, ...]) -> Any:
+        first = variables[0]
+        kept = {name: getattr(module, name) for name in sources if isinstance(name, str)}
+        given = (*variables, *kept.values())
+        if _is_compiling():
+            needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+            operator = None if needs_grad else site.traced(module.training, *variables)
+            if operator is None or not all(are_rows(one) for one in variables):
+                return None
+            flat = [one.view(-1, one.shape[-1]) for one in variables]
+            outputs = operator.call(*[flat[at] if isinstance(at, int) else kept[at] for at in sources], operator.name)
+        elif site.falls_back(module.training, *given):
+            return None
+        else:
+            matrices = [rows(one) for one in variables]
+            if any(one is None for one in matrices) or any(one.shape[:-1] != first.shape[:-1] for one in variables):
+                site.bypass(NOT_ROWS)
+                return None
+            outputs = site.ask(module.training, *[matrices[at] if isinstance(at, int) else kept[at] for at in sources])
+        if outputs is None:
+            return None
+        results = outputs if isinstance(outputs, tuple) else (outputs,)
+        shaped = [one.view(*first.shape[:-1], one.shape[-1]) for one in results]
+        return shaped[0] if len(shaped) == 1 else tuple(shaped[order.index(at)] for at in range(len(shaped)))
+
+    def inline(module: Any, *variables: Any) -> Any:
+        served = serve(module, variables)
+        return own(module, *variables) if served is None else served
+
+    return inline
