@@ -155,7 +155,7 @@ def reasons_of(report: dict[str, tuple[int, dict[str, int]]]) -> set[str]:
     return {reason for _, left in report.values() for reason in left}
 
 
-def test_masked_kernels_alone_serve_plain_masks_without_reading_them(
+def test_masked_kernels_alone_serve_plain_masks_unread(
     kernels: Catalog, logits: Any, model: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_sink, "is_plain", lambda *_: pytest.fail("the mask was read"))
