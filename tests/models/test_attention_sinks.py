@@ -20,6 +20,7 @@ from tilegym_db.models.parts import attention, attention_sink
 from tilegym_db.models.parts.attention_sink import Masks, plain_mask, why_stock
 
 OPS = PREFILL, DECODE = ("attention_sink_prefill", "attention_sink_decode")
+MASKED_OPS = MASKED_PREFILL, MASKED_DECODE = ("attention_sink_masked_prefill", "attention_sink_masked_decode")
 STEPS = 4
 WAYS: dict[str, tuple[dict[str, Any], tuple[int, int], set[str]]] = {
     # generate's options, the calls of two layers that kernels serve of a prompt of nine and of three steps after it, and what
@@ -126,6 +127,76 @@ def test_each_mask_is_read_once_for_all_layers(
         logits(model, prompt(2))
     assert sorted(read) == [6, 9]
     assert hits(handle) == (6, 0)
+
+
+# -- any mask ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (9, 4, 7)], ids=["whole", "left padded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_mask_is_served_with_the_tokens_of_stock(
+    way: str, lengths: tuple[int, ...], kernels: Catalog, model: Any, left_padded: Any
+) -> None:
+    inputs, options = left_padded(lengths), WAYS[way][0]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=kernels, ops=OPS) as handle:
+        assert generate(model, inputs, **options) == stock
+        before = sink_report(handle)
+    with patched(model, catalog=kernels, ops=(*OPS, *MASKED_OPS)) as handle:
+        assert generate(model, inputs, **options) == stock
+        after = sink_report(handle)
+    assert reasons_of(after) == set()
+    for op, masked in zip(OPS, MASKED_OPS, strict=True):
+        assert after[op][0] == before[op][0]  # a plain mask has the kernel that it had
+        assert after[masked][0] == sum(before[op][1].values())
+
+
+def reasons_of(report: dict[str, tuple[int, dict[str, int]]]) -> set[str]:
+    return {reason for _, left in report.values() for reason in left}
+
+
+def test_masked_kernels_alone_serve_plain_masks_unread(
+    kernels: Catalog, logits: Any, model: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_sink, "is_plain", lambda *_: pytest.fail("the mask was read"))
+    stock = logits(model, prompt(2))
+    with patched(model, catalog=kernels, ops=MASKED_OPS) as handle:
+        assert torch.equal(logits(model, prompt(2)), stock)
+    assert sink_report(handle)[MASKED_PREFILL] == (2, {})
+
+
+def test_a_captured_step_is_served_with_its_mask_as_data(
+    kernels: Catalog, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masks, "why_other", lambda *_: attention_sink.CAPTURED)
+    ids, options = torch.ones(1, 4, dtype=torch.long), {"cache_implementation": "static", "disable_compile": True}
+    stock = generate(model, {"input_ids": ids}, **options)
+    with patched(model, catalog=kernels, ops=(*OPS, *MASKED_OPS)) as handle:
+        assert generate(model, {"input_ids": ids}, **options) == stock
+    assert hits(handle) == (0, 0)
+    assert sink_report(handle)[MASKED_DECODE] == (6, {})
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (numbers(2, 1, 3, 5), ""),
+        (numbers(1, 1, 1, 5), ""),
+        (None, attention_sink.NO_MASK),
+        (numbers(2, 1, 3, 5, dtype=torch.bool), attention_sink.OTHER_NUMBERS),
+        (numbers(2, 1, 3, 5, dtype=torch.bfloat16), attention_sink.OTHER_NUMBERS),
+        (numbers(2, 4, 3, 5), attention.OTHER_MASK),
+        (numbers(2, 1, 3, 6), attention.OTHER_MASK),
+        (numbers(3, 5), attention.OTHER_MASK),
+    ],
+)
+def test_the_mask_of_numbers_decides(mask: torch.Tensor | None, reason: str) -> None:
+    q, k = torch.empty(2, 4, 3, 8), torch.empty(2, 2, 5, 8)
+    assert attention_sink.why_other_numbers(mask, q, k) == reason
 
 
 # -- left to stock ----------------------------------------------------------------------------------------------------
@@ -277,10 +348,10 @@ def test_the_probe_must_give_the_bits_of_the_definition(
         )
 
     monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", without_a_sink)
-    catalogs = [restated(name, code=[{"fingerprint": fingerprint(without_a_sink)}]) for name in OPS]
-    handle = patch(model, catalog=catalogs[-1], ops=OPS, dry_run=True)
+    catalogs = [restated(name, code=[{"fingerprint": fingerprint(without_a_sink)}]) for name in (*OPS, *MASKED_OPS)]
+    handle = patch(model, catalog=catalogs[-1], ops=(*OPS, *MASKED_OPS), dry_run=True)
     told = {site.reason for site in handle.report().sites if site.kind == "attention_sink"}
-    assert told == {f"the results of its probe are not the bits of {name}" for name in OPS}
+    assert told == {f"the results of its probe are not the bits of {name}" for name in (*OPS, *MASKED_OPS)}
 
 
 def test_registry_module_and_config_are_as_before(kernels: Catalog, logits: Any, model: Any, prompt: Any) -> None:

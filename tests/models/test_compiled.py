@@ -22,7 +22,10 @@ from tilegym_db.paths import shipped_root
 pytestmark = pytest.mark.slow
 
 ONE_LAYER = {"num_hidden_layers": 1}
-ATTENTION = {"attention_prefill": 0, "attention_decode": 0}  # compilers know the model's own, and keep it
+ATTENTION = {  # compilers know the model's own, and keep it
+    **{"attention_prefill": 0, "attention_decode": 0},
+    **{"attention_masked_prefill": 0, "attention_masked_decode": 0},
+}
 SERVED = {
     # What overwrites an operand is for eager code; compilers fuse an addition by themselves.
     "gemma3": {

@@ -122,6 +122,8 @@ def test_one_measured_size_does_not_extend_the_range() -> None:
         "rope_tail_pairs",
         "attention_prefill",
         "attention_decode",
+        "attention_masked_prefill",
+        "attention_masked_decode",
     ],
 )
 def test_independent_axes_of_shipped_operators_multiply_cost(name: str) -> None:

@@ -126,7 +126,7 @@ def _bits_of_pytorch(
     groups, is_causal = query.shape[1] // key.shape[1], query.shape[2] > 1 and mask is None
     if is_causal:  # from the first key on: a cache of fixed size that is still empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
     yield Sdpa(query, key, value, **options, enable_gqa=groups > 1).transpose(1, 2)
     repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     yield Sdpa(query, *repeated, **options).transpose(1, 2)

@@ -2,7 +2,9 @@
 
 Such models have no ``sdpa`` attention, and every call has a mask of numbers. A kernel serves a call if the mask says only what
 the Definition says. Each position then sees those before it or a window of them; a decode position sees all keys. So the mask is
-read, once for all layers that share it, and reading waits for the GPU. While a graph is captured, stock code runs.
+read, once for all layers that share it, and reading waits for the GPU. While a graph is captured, it is not read.
+
+Definitions that have the mask among their inputs serve the other calls: padding, chunks, caches of fixed size, and graphs.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.parts.attention import (
     EAGER,
+    FEWER_KEYS,
+    MASK,
     MASKED,
     NO_HEADS,
     OTHER_HEADS,
+    OTHER_MASK,
     OTHER_VALUES,
     SCALE,
     SCALE_IS_NO_NUMBER,
@@ -38,13 +43,16 @@ from tilegym_db.models.parts.attention import (
     answer,
     attention_modules,
     eager_function,
+    has_mask,
     has_sinks,
     is_decode,
     match_candidates,
     seen_registry,
     served_or_stock,
+    whole_mask,
 )
 from tilegym_db.models.probe import Probe, device_of, drawn_inputs
+from tilegym_db.models.sdpa_code import drawn_mask
 from tilegym_db.models.upstream_code import undecorated
 
 AFTER = ("rope",)
@@ -53,6 +61,7 @@ WINDOW = 3
 """Window of the probe, which has more positions."""
 
 NO_MASK = "it has no mask, so its positions see later ones"
+OTHER_NUMBERS = "its mask has no numbers of the dtype of the queries"
 OTHER_LENGTHS = "its keys are not those of its queries: a static cache, or a prompt in chunks"
 CAPTURED = "its mask cannot be read while a graph is captured"
 
@@ -78,9 +87,12 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     eager = eager_function(undecorated(type(module).forward))
     definition = match.definition
     inputs: dict[str, Any] = {**drawn_inputs(definition, SIZES, device_of(module))}
-    q, k, v, sinks = inputs.values()
+    q, k, v, sinks = (inputs[name] for name in ("q", "k", "v", "sinks"))
     mask = torch.zeros_like(q[:, :1, :, :1])
-    if not is_decode(definition):
+    if has_mask(definition):
+        seen = drawn_mask(q, k)
+        mask = inputs[MASK] = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, torch.finfo(q.dtype).min)
+    elif not is_decode(definition):
         mask = plain_mask(q.shape[2], WINDOW, q.dtype, q.device).expand(q.shape[0], 1, -1, -1)
         inputs["window"] = WINDOW
     asking = types.SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
@@ -105,20 +117,40 @@ def attention_function(stock: Function, sites: Sites) -> Function:
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one = query.dim() == 4 and query.shape[2] == 1
-        site = sites.site_of(is_one=is_one, is_masked=False)
-        if site is None or site.falls_back(module.training, query, key, value, module.sinks):
+        plain, masked = (sites.site_of(is_one=is_one, is_masked=is_masked) for is_masked in (False, True))
+        masked = None if masked is plain else masked
+        first = plain if plain is not None and (plain.is_open or masked is None) else masked
+        tensors = (query, key, value, module.sinks)
+        if first is None or first.falls_back(module.training, *tensors):
             return None
-        window = _window(query, options)
-        reason = why_stock(module, query, key, value, options) or masks.why_other(
-            options.get("attention_mask"), query, key, window
-        )
+        reason, window = why_stock(module, query, key, value, options), _window(query, options)
+        mask, scale = options.get("attention_mask"), options.get("scaling")
+        if not reason and first is plain:
+            reason = masks.why_other(mask, query, key, window)
+            if not reason:
+                return answer(plain, *tensors, *((scale,) if is_one else (window, scale)))
+            if masked is not None and masked.is_open:
+                first, reason = masked, ""
+        reason = reason or why_other_numbers(mask, query, key)
         if reason:
-            site.bypass(reason)
+            first.bypass(reason)
             return None
-        scalars = (options["scaling"],) if is_one else (window, options["scaling"])
-        return answer(site, query, key, value, module.sinks, *scalars)
+        return answer(first, *tensors, whole_mask(mask, query, key), scale)
 
     return served_or_stock(stock, serve)
+
+
+def why_other_numbers(mask: Any, query: torch.Tensor, key: torch.Tensor) -> str:
+    """Return the reason if a mask is not one of numbers for all heads, [B or 1, 1, Sq or 1, Skv]; empty if it is one."""
+    if mask is None:
+        return NO_MASK
+    if type(mask) is not torch.Tensor or mask.dtype != query.dtype:
+        return OTHER_NUMBERS
+    wanted = (query.shape[0], 1, query.shape[2])
+    is_known = mask.dim() == 4 and all(size in (1, want) for size, want in zip(mask.shape[:3], wanted, strict=True))
+    if not is_known or mask.shape[3] != key.shape[2]:
+        return OTHER_MASK
+    return FEWER_KEYS if key.shape[2] < query.shape[2] else ""
 
 
 def _window(query: torch.Tensor, options: Mapping[str, Any]) -> int:
