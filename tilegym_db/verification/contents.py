@@ -176,7 +176,7 @@ class WorkloadContents:
         available = available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[1]
         if needed > available:
             raise StoreError(
-                f"the contents of this workload need {needed / 1e9:.1f} GB, and there are {available / 1e9:.1f} GB.",
+                f"the contents of this workload need {needed / 1e9:.1f} GB of memory, and there are {available / 1e9:.1f} GB.",
                 code="memory_short",
             )
 
