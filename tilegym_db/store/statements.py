@@ -122,6 +122,12 @@ ADOPT_HISTORY = (
 # By name, so that a column or struct key missing from an older schema is null.
 ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JOIN trace_records USING (trace_id)"
 
+# Traces that no journal and no shipped set has: of files that the user ingested, and of shared data sets.
+ADOPT_FOREIGN = """INSERT INTO trace_records BY NAME SELECT o.* FROM old.trace_records o ANTI JOIN trace_records USING (trace_id)
+    WHERE o.origin = 'foreign'"""
+COUNT_LEFT_OUT = """SELECT count(*) AS n FROM old.trace_records o ANTI JOIN trace_records USING (trace_id)
+    WHERE o.origin = 'local'"""
+
 HAS_OLD_TRUST = """
     SELECT count(*) FROM duckdb_columns()
     WHERE database_name = 'old' AND table_name = $table AND column_name = 'trusted'
