@@ -28,7 +28,16 @@ from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.installation import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.store import statements
-from tilegym_db.store.database import Store, attach, connect, is_damage, remove_database, write_ahead_log, writer_lock
+from tilegym_db.store.database import (
+    LOCK_TIMEOUT_S,
+    Store,
+    attach,
+    connect,
+    is_damage,
+    remove_database,
+    write_ahead_log,
+    writer_lock,
+)
 from tilegym_db.store.fingerprints import fingerprints, outdated
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.journal import journal_files
@@ -53,7 +62,6 @@ if TYPE_CHECKING:
 
 
 DATABASE_NAME = "tilegym.duckdb"
-LOCK_TIMEOUT_S = 10.0
 CREATION_TIMEOUT_S = 120.0
 """Seconds to wait for another process that is creating the database."""
 
