@@ -228,10 +228,15 @@ def print_source(text: str) -> None:
     if not sys.stdout.isatty():
         typer.echo(text)
         return
+    from pygments.token import Comment, Keyword, Name, Number, String
     from rich.console import Console
-    from rich.syntax import Syntax
+    from rich.style import Style
+    from rich.syntax import ANSISyntaxTheme, Syntax
 
-    Console().print(Syntax(printable_lines(text), "python", background_color="default", word_wrap=True))
+    # The terminal's own colours, without white and black: they are readable on a light and on a dark background.
+    colours = {Keyword: "magenta", String: "green", Number: "cyan", Comment: "dim", Name.Function: "bold"}
+    theme = ANSISyntaxTheme({(*kind,): Style.parse(style) for kind, style in colours.items()})
+    Console().print(Syntax(printable_lines(text), "python", theme=theme, word_wrap=True))
 
 
 # ---- Trace ----------------------------------------------------------------------------------------------
