@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from tilegym_db.errors import RecordError
 from tilegym_db.interchange import fi_trace_dumps, sol_execbench, tilegym_inventory
+from tilegym_db.interchange.checks import derived_axis
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
@@ -74,8 +75,11 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         "version": "1.0.0",
         "op_type": native_name(record.get("op_type") or "foreign"),
         "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
-        "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
-        "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
+        "inputs": {name: _tensor(spec, record["axes"], expressions) for name, spec in record["inputs"].items()},
+        "outputs": {
+            in_place.get(name, name): _tensor(spec, record["axes"], expressions)
+            for name, spec in record["outputs"].items()
+        },
         "optional_outputs": optional_outputs(item, outputs, in_place),
         "in_place": in_place,
         "constraints": sizes,
@@ -127,9 +131,12 @@ def _axis(axis: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "const", "value": axis["value"]} if "value" in axis else {"type": "var"}
 
 
-def _tensor(spec: Mapping[str, Any], expressions: Mapping[str, str]) -> dict[str, Any]:
+def _tensor(spec: Mapping[str, Any], axes: Collection[str], expressions: Mapping[str, str]) -> dict[str, Any]:
     shape = spec["shape"]
-    entries = None if shape is None else [_expanded(axis, expressions) for axis in shape]
+    entries: list[str | int] | None = None
+    if shape is not None:
+        named = [axis if axis in axes else derived_axis(axis, axes) or axis for axis in shape]
+        entries = [int(axis) if axis.isdigit() else _expanded(axis, expressions) for axis in named]
     return {"shape": entries, "dtype": spec["dtype"]}
 
 
@@ -153,7 +160,7 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
     axes = set(record["axes"]) - set(expressions)
     for text in record.get("constraints") or ():
         try:
-            sized = _expanded(_by_axes(text, record["inputs"]), expressions)
+            sized = _expanded(_as_comparisons(_by_axes(text, record["inputs"])), expressions)
             if _SAME.fullmatch(sized):
                 continue  # always true
             names, dtypes = names_in(sized)
@@ -161,6 +168,28 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
         except RecordError:
             on_tensors.append(text)
     return sizes, on_tensors
+
+
+def _as_comparisons(text: str) -> str:
+    """Replace membership in a list of values (``head_dim in (64, 128)``) by comparisons, which our constraints have."""
+
+    class Members(ast.NodeTransformer):
+        def visit_Compare(self, node: ast.Compare) -> ast.AST:
+            self.generic_visit(node)
+            values = node.comparators[0]
+            if len(node.ops) != 1 or not isinstance(node.ops[0], ast.In | ast.NotIn):
+                return node
+            if not isinstance(values, ast.Tuple | ast.List | ast.Set) or not values.elts:
+                return node
+            inside = isinstance(node.ops[0], ast.In)
+            each: list[ast.expr] = [
+                ast.Compare(node.left, [ast.Eq() if inside else ast.NotEq()], [value]) for value in values.elts
+            ]
+            return each[0] if len(each) == 1 else ast.BoolOp(ast.Or() if inside else ast.And(), each)
+
+    if not re.search(r"\bin\b", text):
+        return text
+    return ast.unparse(Members().visit(ast.parse(text.strip(), mode="eval")))
 
 
 _SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
