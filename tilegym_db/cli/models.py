@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.boundary import INTERRUPTED
 from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
 from tilegym_db.cli.kit.options import (
@@ -72,7 +73,9 @@ def fit_command(
         print_json(content_of(report))
     else:
         print_report(report, wide=wide)
-    if report.failed or report.interrupted:
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if report.failed:
         raise typer.Exit(1)
 
 
