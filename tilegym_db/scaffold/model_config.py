@@ -351,7 +351,7 @@ def _check_values(value: Any, file: Path, where: str, *, in_list: bool = False) 
         raise UsageError(f"{file}: {where} must be a finite number, not {value}.", code="config_number_invalid")
     elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
         raise UsageError(
-            f"{file}: {ascii(where)} has half of a surrogate pair, which no file can keep: {ascii(value)[:80]}.",
+            f"{file}: {where!a} has half of a surrogate pair, which no file can keep: {ascii(value)[:80]}.",
             code="config_text_invalid",
         )
 

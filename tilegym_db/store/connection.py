@@ -216,7 +216,14 @@ def _checked_meta(store: Store) -> dict[str, str]:
             code="store_foreign",
         )
     meta = {row["key"]: row["value"] for row in store.rows(statements.META)}
-    version = int(meta["schema_version"])
+    text = meta.get("schema_version") or ""
+    if not (text.isascii() and text.isdigit()):
+        raise StoreError(
+            f"{store.path} states no version of its tables. Make it anew from the journals: "
+            "tilegym-db data ingest --rebuild",
+            code="store_damaged",
+        )
+    version = int(text)
     if version > statements.SCHEMA_VERSION:
         raise StoreError(
             f"{store.path} was written by a newer version of tilegym-db (schema {version}; this one knows "
