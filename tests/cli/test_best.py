@@ -59,7 +59,8 @@ def test_passes_of_a_screen_are_pointed_out(cli, screened):
         result = cli("best", "--rank", *name)
         assert (result.code, result.out) == (3, "")
         assert " ".join([waiting, *name]) in " ".join(result.err.split())
-    assert "Try: tilegym-db bench --verify" in " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
+    refused = " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
+    assert "on a machine with b200: tilegym-db bench --gpu b200 --verify" in refused
 
 
 def test_passes_of_a_screen_are_shown_beside_what_is_verified(cli, screened, journal_traces):

@@ -179,6 +179,15 @@ def print_summary(report: BenchReport) -> None:
         console.print(f"interrupted: {kept}. The same command continues", highlight=False)
         return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
+    failed = next((trace for trace in report.traces if trace.status not in ("PASSED", "UNSUPPORTED")), None)
+    if report.traces and not any(trace.status == "PASSED" for trace in report.traces):
+        after = (
+            f"show {failed.trace_id[:8]}"
+            if failed is not None
+            else f"list --workloads --op-type {report.traces[0].op_type}"
+        )
+        console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
+        return
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
     console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)

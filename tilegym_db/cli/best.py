@@ -80,7 +80,7 @@ def best_command(
         sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
-        raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified)
+        raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified, chosen)
     if not form.is_table:
         write_records(form, rows, schema=schema)
         return
@@ -92,13 +92,22 @@ def best_command(
 
 
 def none_verified(
-    name: str | None, op_type: str | None, where: str, measured: Sequence[str], unverified: str | None
+    name: str | None,
+    op_type: str | None,
+    where: str,
+    measured: Sequence[str],
+    unverified: str | None,
+    gpu: str | None = None,
 ) -> NoSolutionError:
-    """Return the error if no verified solution matches. ``where`` describes the filter."""
+    """Return the error if no verified solution matches. ``where`` describes the filter, and ``gpu`` is the one asked for."""
+    from tilegym_db.records.hardware import CPU
+
+    words = ["tilegym-db bench", *([name] if name else []), *(["--gpu", gpu] if gpu else []), "--verify"]
+    there = f"Try, on a machine with {gpu}: " if gpu and gpu != CPU else "Try: "
     what = name or (f"op_type {op_type}" if op_type else "any definition")
     return NoSolutionError(
         f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-        + (unverified or f"Try: tilegym-db bench --verify {name or ''}".rstrip()),
+        + (unverified or there + " ".join(words)),
         code="no_solution",
     )
 
@@ -189,7 +198,7 @@ def rank_solutions(
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
         measured, schema = measured_gpus(store), schema_of(form, store, "leaderboard")
     if not rows:
-        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified)
+        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified, chosen)
     if not form.is_table:
         write_records(form, rows, KEYS, schema)
         return

@@ -346,7 +346,9 @@ def recommend_command(
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])
     else:
-        note(f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config}")
+        note(
+            f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config} --dtype {dtype}"
+        )
 
 
 # ---- MCP server -----------------------------------------------------------------------------------------

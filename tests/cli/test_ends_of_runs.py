@@ -1,7 +1,8 @@
-"""Ctrl-C in a run: the exit status is 130, and the last line says what was kept and that the command continues."""
+"""The end of a run: Ctrl-C gives status 130 and says what was kept, and the next step is one that works."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +38,24 @@ def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(fit, "fit_config", lambda *_: report)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert cli("fit", tmp_path / "config.json", "--gpu", "cpu").code == 130
+
+
+@pytest.mark.parametrize(
+    ("statuses", "after"), [(["RUNTIME_ERROR"], "show aaaaaaaa"), (["UNSUPPORTED"], "list --workloads")]
+)
+def test_run_without_a_pass_names_a_step_that_works(
+    statuses: list[str], after: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    traces: list[Any] = [
+        SimpleNamespace(
+            solution="a", language="python", status=status, reason="why", tier="screen", performance=None,
+            workload_uuid="w", config={}, trace_id="aaaaaaaa-1", op_type="norm",
+        )
+        for status in statuses
+    ]  # fmt: skip
+    with suppress(typer.Exit):
+        finish(BenchReport("run", machine, Plan(), traces=traces), as_json=False)
+    shown = capsys.readouterr().out
+    assert f"tilegym-db {after}" in shown
+    assert "verify" not in shown
