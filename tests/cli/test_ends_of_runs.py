@@ -41,21 +41,28 @@ def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("statuses", "after"), [(["RUNTIME_ERROR"], "show aaaaaaaa"), (["UNSUPPORTED"], "list --workloads")]
+    "traces",
+    [
+        [("screen", "RUNTIME_ERROR", "b")],
+        [("screen", "UNSUPPORTED", "b")],
+        [("screen", "PASSED", "a"), ("promotion", "UNSUPPORTED", "b")],
+        [("screen", "UNSUPPORTED", "a"), ("screen", "TIMEOUT", "b")],
+    ],
+    ids=str,
 )
-def test_run_without_a_pass_names_a_step_that_works(
-    statuses: list[str], after: str, capsys: pytest.CaptureFixture[str]
+def test_run_without_a_pass_shows_the_trace_that_says_why(
+    traces: list[tuple[str, str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
-    traces: list[Any] = [
+    made: list[Any] = [
         SimpleNamespace(
-            solution="a", language="python", status=status, reason="why", tier="screen", performance=None,
-            workload_uuid="w", config={}, trace_id="aaaaaaaa-1", op_type="norm",
+            solution="a", language="python", status=status, reason="why", tier=tier, performance=None,
+            workload_uuid="w", config={}, trace_id=8 * name,
         )
-        for status in statuses
+        for tier, status, name in traces
     ]  # fmt: skip
     with suppress(typer.Exit):
-        finish(BenchReport("run", machine, Plan(), traces=traces), as_json=False)
+        finish(BenchReport("run", machine, Plan(), traces=made), as_json=False)
     shown = capsys.readouterr().out
-    assert f"tilegym-db {after}" in shown
-    assert "verify" not in shown
+    assert "Next: tilegym-db show bbbbbbbb" in shown
+    assert "PASSED: " not in shown

@@ -100,3 +100,9 @@ def test_ratio_of_a_verified_solution_leaves_its_screen_out():
 def test_failed_verification_replaces_the_pass_of_the_screen():
     (row,) = summarise([trace("kernel", ratio=4.0), trace("kernel", "TIMEOUT", "too slow", tier="promotion")])
     assert (row.passed, row.total, row.speedup, row.note) == (0, 1, None, "TIMEOUT: too slow")
+
+
+def test_verification_that_decided_nothing_gives_its_reason():
+    busy = trace("kernel", "UNSUPPORTED", "busy", tier="promotion")
+    (row,) = summarise([trace("kernel", ratio=4.0), busy])
+    assert (row.passed, row.total, row.speedup, row.note) == (0, 0, None, "UNSUPPORTED: busy")

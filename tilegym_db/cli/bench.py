@@ -158,7 +158,7 @@ def print_summary(report: BenchReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from tilegym_db.measurement.plan import summarise
+    from tilegym_db.measurement.plan import VERIFICATION, summarise
 
     console = Console()
     rows = summarise(report.traces)
@@ -179,14 +179,10 @@ def print_summary(report: BenchReport) -> None:
         console.print(f"interrupted: {kept}. The same command continues", highlight=False)
         return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
-    failed = next((trace for trace in report.traces if trace.status not in ("PASSED", "UNSUPPORTED")), None)
-    if report.traces and not any(trace.status == "PASSED" for trace in report.traces):
-        after = (
-            f"show {failed.trace_id[:8]}"
-            if failed is not None
-            else f"list --workloads --op-type {report.traces[0].op_type}"
-        )
-        console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
+    last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
+    if last and not any(trace.status == "PASSED" for trace in last):
+        failed = next((trace for trace in last if trace.status != "UNSUPPORTED"), last[0])
+        console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
         return
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"

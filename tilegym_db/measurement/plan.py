@@ -489,7 +489,8 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
             ratios.setdefault(comparison.provides, []).append(comparison.ratio)
     note = ""
     if not counted:
-        note = f"{traces[0].status}: {traces[0].reason}"
+        unsupported = next(trace for trace in final or traces if trace.status == "UNSUPPORTED")
+        note = f"{unsupported.status}: {unsupported.reason}"
     elif failures:
         note = f"{failures[0].status}: {failures[0].reason}"
     elif all(trace.tier == "interpreter" for trace in counted):
