@@ -173,6 +173,25 @@ def test_a_full_disk_adds_no_half_solution(row_scale: Path, monkeypatch: pytest.
     assert sorted(row_scale.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "source", "code"),
+    [
+        ({}, b"def run(x, weight): ...", "signature_differs"),
+        ({}, b"def run(:", "python_syntax"),
+        ({"constraints": ["K >= 1"]}, b"def run(x, weight, factor, out): ...", "name_undeclared"),
+    ],
+)
+def test_python_adds_no_solution_that_the_command_refuses(
+    row_scale: Path, solution_record: Record, changes: dict[str, Any], source: bytes, code: str
+) -> None:
+    record = solution_record(name="another")
+    record["spec"] |= changes
+    before = sorted(row_scale.rglob("*"))
+    with raises(RecordError, code, "another"):
+        Catalog.default().add_solution(Solution.from_dict(record), {"kernel.py": source})
+    assert sorted(row_scale.rglob("*")) == before
+
+
 def test_a_workload_that_exists_is_not_added_again(row_scale: Path, workload_record: Record):
     known, new = workload_record(), workload_record(axes={"M": 9, "N": 9})
     added = Catalog.default().add_workloads(Workload.from_dict(record) for record in (known, new, new))

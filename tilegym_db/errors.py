@@ -177,6 +177,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
 
 
+ALLOCATION_FAILURES = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+"""Texts of PyTorch's RuntimeError if memory is short: on a CPU, on a GPU, and for a size that no machine has."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error reports a failed allocation, by Python or by PyTorch on any device."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATION_FAILURES)
+
+
 def missing_package(module: str) -> MissingPackageError | None:
     """Return the error that says how to install the package of ``module`` (``torch.nn``); None for an unknown package."""
     top = module.partition(".")[0]

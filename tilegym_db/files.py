@@ -372,15 +372,21 @@ def hold_lock(path: Path, what: Path, timeout_s: float, consequence: str) -> Ite
 
 
 def _holder(path: Path) -> str:
-    """Return a description of the process that holds a lock, if the kernel lists it."""
+    pid = lock_holder(path)
+    if pid is None:
+        return "another process"
+    return "another part of this process" if pid == os.getpid() else f"another process (PID {pid})"
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the process that holds a lock file, if the kernel lists it. This neither takes the lock nor delays its holder."""
     try:
         inode = str(path.stat().st_ino)
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
-        return "another process"
+        return None
     for line in lines:
         fields = line.split()
         if "->" not in fields and len(fields) > 5 and fields[5].rpartition(":")[2] == inode and int(fields[4]) > 0:
-            pid = int(fields[4])
-            return "another part of this process" if pid == os.getpid() else f"another process (PID {pid})"
-    return "another process"
+            return int(fields[4])
+    return None

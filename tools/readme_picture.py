@@ -42,39 +42,70 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 11p
 @media (prefers-color-scheme: dark) { text { fill: #f0f6fc } .small { fill: #9198a1 } .grid { stroke: #3d444d }
 .one { stroke: #9198a1 } .bar { fill: #1f6feb } .range { stroke: #a5d6ff } }
 """
-LEFT, WIDTH, ROW_HEIGHT, TOP, HIGHEST = 190, 470, 22, 58, 16.0
+PAGE, ROW_HEIGHT, TOP, MARGIN = 860, 22, 58, 12
+CHARACTER = 7.0
+"""Maximum mean width of a character of 12 pixels, so that no name or label is cut."""
+TICKS = 8
+"""Maximum number of ticks."""
+
+Row = tuple[str, int, float, float, float, str]
 
 
-def picture(rows: list[tuple[str, int, float, float, float, str]]) -> str:
+class Axis:
+    """A logarithmic axis over every value of the rows, between the widest name and the widest label."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        """Place the axis."""
+        self.left = 2 * MARGIN + CHARACTER * max(len(row[0]) for row in rows)
+        self.right = PAGE - 2 * MARGIN - CHARACTER * max(len(label(row)) for row in rows)
+        self.low = math.floor(math.log2(min(1.0, *(row[2] for row in rows))))
+        self.high = math.ceil(math.log2(max(row[4] for row in rows)))
+
+    def x(self, ratio: float) -> float:
+        """Return the place of a ratio."""
+        return self.left + (self.right - self.left) * (math.log2(ratio) - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Return powers of two with 1 among them."""
+        step = math.ceil((self.high - self.low + 1) / TICKS)
+        first = -(-self.low // step) * step
+        return [2.0**power for power in range(first, self.high + 1, step)]
+
+
+def label(row: Row) -> str:
+    """Return the text beside a bar."""
+    _, shapes, _, mean, _, language = row
+    return f"{mean:.1f}x, {shapes} shapes, {language}"
+
+
+def picture(rows: list[Row]) -> str:
     """Return one bar per operator: the geometric mean of stock time over kernel time, with the range; log scale."""
     height = TOP + ROW_HEIGHT * len(rows) + 44
+    axis = Axis(rows)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" viewBox="0 0 760 {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PAGE}" height="{height}" viewBox="0 0 {PAGE} {height}" role="img" '
         'aria-label="Speedup of the fastest verified kernel over the model\'s own code, per operator, on an H200">',
         f"<style>{STYLE}</style>",
         '<text x="12" y="20" class="title">Fastest verified kernel against the model\'s own PyTorch code, NVIDIA H200</text>',
         '<text x="12" y="38" class="small">bar: geometric mean over the measured shapes; line: slowest to fastest shape</text>',
     ]
     bottom = TOP + ROW_HEIGHT * len(rows)
-    for tick in (1, 2, 4, 8, 16):
-        x = _x(tick)
+    for tick in axis.ticks():
+        x = axis.x(tick)
         kind = "one" if tick == 1 else "grid"
         parts.append(f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{bottom}" class="{kind}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="small">{tick}x</text>')
-    for index, (name, shapes, low, mean, high, language) in enumerate(rows):
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="small">{tick:g}x</text>')
+    for index, row in enumerate(rows):
+        name, _, low, mean, high, _ = row
         y = TOP + ROW_HEIGHT * index
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect x="{_x(1):.1f}" y="{y}" width="{_x(mean) - _x(1):.1f}" height="14" rx="2" class="bar"/>')
-        parts.append(f'<line x1="{_x(low):.1f}" y1="{y + 7}" x2="{_x(high):.1f}" y2="{y + 7}" class="range"/>')
-        label = f"{mean:.1f}x, {shapes} shapes, {language}"
-        parts.append(f'<text x="{_x(HIGHEST) + 8:.1f}" y="{y + 12}" class="small">{escape(label)}</text>')
+        begin, end = sorted((axis.x(1), axis.x(mean)))
+        parts.append(f'<text x="{axis.left - 8:.1f}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<rect x="{begin:.1f}" y="{y}" width="{end - begin:.1f}" height="14" rx="2" class="bar"/>')
+        parts.append(f'<line x1="{axis.x(low):.1f}" y1="{y + 7}" x2="{axis.x(high):.1f}" y2="{y + 7}" class="range"/>')
+        parts.append(f'<text x="{axis.right + 8:.1f}" y="{y + 12}" class="small">{escape(label(row))}</text>')
     source = "shipped traces, promotion tier; python tools/readme_picture.py draws this"
     parts.append(f'<text x="12" y="{height - 8}" class="small">{source}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _x(ratio: float) -> float:
-    return LEFT + (WIDTH - 60) * math.log2(max(ratio, 0.8)) / math.log2(HIGHEST)
 
 
 def table() -> str:

@@ -59,7 +59,8 @@ def test_passes_of_a_screen_are_pointed_out(cli, screened):
         result = cli("best", "--rank", *name)
         assert (result.code, result.out) == (3, "")
         assert " ".join([waiting, *name]) in " ".join(result.err.split())
-    assert "Try: tilegym-db bench --verify" in " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
+    refused = " ".join(cli("best", "--rank", "--gpu", "b200").err.split())
+    assert "on a machine with b200: tilegym-db bench --gpu b200 --verify" in refused
 
 
 def test_passes_of_a_screen_are_shown_beside_what_is_verified(cli, screened, journal_traces):
@@ -204,3 +205,22 @@ def test_trace_by_hand_counts_only_when_requested(cli, journal_traces, home, tmp
     assert cli("data", "ingest", by_hand, "--trust").code == 0
     assert cli("best", "--json").json()[0]["origin"] == "foreign"
     assert cli("publish", "--gpu", "h200").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "view"),
+    [
+        (("best",), "best"),
+        (("best", "--rank"), "leaderboard"),
+        (("show", "row_scale_stock"), "traces"),
+    ],
+)
+def test_typed_files_have_the_types_of_the_view(command, view, cli, measured, tmp_path):
+    import pyarrow.parquet as parquet
+
+    files = tmp_path / "command.parquet", tmp_path / "sql.parquet"
+    assert cli(*command, "--parquet", "-o", files[0]).code == 0
+    assert cli("sql", f"FROM {view}", "--parquet", "-o", files[1]).code == 0
+    one, other = (parquet.read_table(file) for file in files)
+    assert one.schema.equals(other.schema)
+    assert one.num_rows == other.num_rows > 0

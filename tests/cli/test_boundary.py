@@ -202,6 +202,18 @@ def test_an_interrupt_during_the_start_is_quiet(environment, delay_s):
         assert (process.wait(timeout=60), errors) == (130, "")
 
 
+@pytest.mark.parametrize(("arguments", "status"), [(["list"], 0), (["show", "nothing"], 2)])
+def test_an_interrupt_after_the_answer_changes_no_status(environment, arguments, status):
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        f"sys.argv = ['tilegym-db', *{arguments!r}]\n"
+        "from tilegym_db.cli.app import main\nmain()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "Traceback" in result.stderr) == (status, False)
+
+
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 

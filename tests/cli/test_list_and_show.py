@@ -134,3 +134,18 @@ def test_a_record_in_the_wrong_place_is_named(cli, row_scale):
     result = cli("show", "row_scale")
     assert result.code == 1
     assert "definitions/elementwise/row_scale.json" in result.err
+
+
+def test_source_on_a_terminal_is_readable_on_any_background(monkeypatch, capsys):
+    import re
+    import sys
+
+    from tilegym_db.cli.show import print_source
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    print_source("# scale\nimport torch\n\n\ndef run(x):\n    'doc'\n    return x * 2.5\n")
+    codes = {code for found in re.findall(r"\x1b\[([0-9;]*)m", capsys.readouterr().out) for code in found.split(";")}
+    assert codes
+    assert codes <= {"", "0", "1", "2", "32", "35", "36"}  # neither white nor black, and no background

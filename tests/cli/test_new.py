@@ -141,12 +141,19 @@ def test_an_operator_that_exists_is_not_drafted_again(cli, row_scale, tmp_path, 
     assert not (tmp_path / "row_scale").exists()
 
 
-def test_a_draft_of_a_kernel_can_be_added(cli, row_scale, tmp_path, monkeypatch):
+def test_a_draft_of_a_kernel_is_added_once_it_is_finished(cli, row_scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for language in ("python", "triton", "tilelang", "cutile"):
+        folder = tmp_path / f"row_scale_{language}"
         made = cli("new", "solution", "row_scale", "-l", language)
         assert made.code == 0, made.err
-        added = cli("add-solution", tmp_path / f"row_scale_{language}")
+        refused = cli("add-solution", folder)
+        assert (refused.code, refused.cause) == (1, "draft_unfinished")
+        for file in folder.iterdir():
+            file.write_text(file.read_text().replace("TODO: ", ""))
+        kernel = folder / "kernel.py"
+        kernel.write_text(f"{kernel.read_text()}# TODO: a remark of its author\n")
+        added = cli("add-solution", folder)
         assert added.code == 0, added.err
     again = cli("new", "solution", "row_scale", "-l", "triton")
     assert "row_scale_triton_2" in again.out
@@ -298,3 +305,18 @@ def test_a_dangling_link_is_named_as_what_is_in_the_way(words, cli, home, tmp_pa
     assert (result.code, result.cause) == (1, "folder_exists")
     assert str(tmp_path / "link") in result.err
     assert (tmp_path / "link").is_symlink()
+
+
+def test_a_draft_of_an_operator_is_added_once_it_is_finished(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli("new", "definition", "twice", "--inputs", "x[M, N]", "--outputs", "out[M, N]").code == 0
+    folder = tmp_path / "twice"
+    refused = cli("add-definition", folder)
+    assert (refused.code, refused.cause) == (1, "draft_unfinished")
+    for file in folder.iterdir():
+        text = file.read_text()
+        file.write_text("\n".join(line.replace("TODO", "Done") for line in text.splitlines()) + "\n")
+    (folder / "independent.py").write_text("# The same, with a remark.\n" + (folder / "reference.py").read_text())
+    copied = cli("add-definition", folder)
+    assert (copied.code, copied.cause) == (1, "independent_copied")
+    assert "independent" in cli("check", folder).err + cli("check", folder).out

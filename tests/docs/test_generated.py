@@ -33,6 +33,24 @@ def test_the_picture_is_an_svg_with_one_bar_an_operator():
     assert all(float(bar.get("width", "-1")) >= 0 for bar in bars)
 
 
+def test_nothing_in_the_picture_overlaps_or_is_cut():
+    svg = "{http://www.w3.org/2000/svg}"
+    tree = ElementTree.fromstring(readme_picture.PICTURE.read_text())
+    ticks = [float(node.get("x", "")) for node in tree.iter(f"{svg}text") if node.get("text-anchor") == "middle"]
+    names = [node for node in tree.iter(f"{svg}text") if node.get("text-anchor") == "end"]
+    bars = [node for node in tree.iter(f"{svg}rect") if node.get("class") == "bar"]
+    ranges = [node for node in tree.iter(f"{svg}line") if node.get("class") == "range"]
+    labels = [node for node in tree.iter(f"{svg}text") if (node.text or "").count(" shapes, ")]
+    width = readme_picture.CHARACTER
+    edge = min(float(node.get("x", "")) for node in labels)
+    assert all(float(node.get("x", "")) >= width * len(node.text or "") for node in names)
+    assert all(float(bar.get("x", "")) + float(bar.get("width", "")) < edge for bar in bars)
+    assert all(float(node.get("x2", "")) < edge for node in ranges)
+    assert all(float(node.get("x1", "")) > float(names[0].get("x", "")) for node in ranges)
+    assert all(edge + width * len(node.text or "") <= readme_picture.PAGE for node in labels)
+    assert max(ticks) < edge
+
+
 def test_a_block_is_replaced_and_a_page_without_it_is_refused():
     page = "before\n<!-- generated: x -->\nold\n<!-- end: x -->\nafter\n"
     assert marked_blocks.with_block(page, "x", "new") == page.replace("old", "new")

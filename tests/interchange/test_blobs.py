@@ -347,7 +347,7 @@ BAD: dict[str, tuple[bytes, str | None, str, str, str]] = {
     "edited, and spelled with a dot": (CHANGED, declared(GOOD), of_blob(path=f"./{BLOB}"), "workload.inputs.x.path",
                                        "was changed after the export"),
     "cut": (GOOD[:-1], declared(GOOD), of_blob(), "workload.inputs.x.path", "was changed after the export"),
-    "cut, and nobody says so": (GOOD[:-1], None, of_blob(), "workload.inputs.x.tensor_key", "has no tensor 'x'"),
+    "cut, and nobody says so": (GOOD[:-1], None, of_blob(), "workload.inputs.x.path", "the offsets of 'x'"),
     "no safetensors": (b"hello", None, of_blob(), "workload.inputs.x.path", "is not a safetensors file"),
     "no such key": (GOOD, declared(GOOD), of_blob(tensor_key="y"), "workload.inputs.x.tensor_key", "no tensor 'y' (it has x)"),
     "shape": (save({"x": torch.ones(8, 4)}), None, of_blob(), "workload.inputs.x",

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from foreign_sets import Tree, definition, lines, solution, trace, workload
+from foreign_sets import DEFINITION, Tree, definition, lines, solution, trace, workload
+from raising import raises
 
+from tilegym_db.errors import RecordError
+from tilegym_db.interchange.adapt import Adapted, adapted_definition
 from tilegym_db.interchange.importing import import_data_set, recognise
 from tilegym_db.store.imported import counted
 
@@ -161,6 +164,45 @@ def test_tilegym_sources_are_read_from_the_repository(new_tree: NewTree, home: P
         ("outside.json", "sources.path[0]"),
         ("absent.json", "sources.path[0]"),
     }
+
+
+def test_links_of_a_checkout_do_not_concern_its_inventory(new_tree: NewTree, home: Path) -> None:
+    tree = new_tree("repo").write("src/pkg/kernel_definitions/scale_n8.json", definition())
+    (tree.root / "third_party").symlink_to("/nowhere")
+    (tree.root / "CLAUDE.md").symlink_to("/etc/hostname")
+    (tree.root / "src/pkg/kernel_definitions/other.json").symlink_to("/etc/hostname")
+    found = import_data_set(tree.root).data_set
+    assert counted(found.records) == {"definition": 1}
+    assert [item.path for item in found.refused] == ["src/pkg/kernel_definitions/other.json"]
+
+
+def test_dump_with_a_number_or_a_part_of_an_axis_is_adapted(new_tree: NewTree, home: Path) -> None:
+    record = definition(
+        name="parts",
+        tags=["fi_api:p"],
+        axes={"M": {"type": "var"}, "K": {"type": "var"}},
+        inputs={"x": {"shape": ["M", "K_div_2", "1"], "dtype": "float32"}},
+        outputs={"out": {"shape": ["M", "K_div_2", "1"], "dtype": "float32"}},
+        reference="def run(x):\n    return x + 1\n",
+    )
+    undeclared = {**record, "name": "undeclared", "inputs": {"x": {"shape": ["M", "J_div_2"], "dtype": "float32"}}}
+    tree = new_tree("dumps").write("parts.json", record).write("undeclared.json", undeclared)
+    found = import_data_set(tree.root).data_set
+    assert [(item.path, item.key) for item in found.refused] == [("undeclared.json", "inputs.x.shape")]
+    adapted = adapted_definition(found, found.of_kind("definition")[0])
+    assert isinstance(adapted, Adapted)
+    assert adapted.definition.shape_of("x", {"M": 3, "K": 8}) == (3, 4, 1)
+
+
+def test_membership_of_a_size_is_a_constraint_on_sizes(tree: Tree, home: Path) -> None:
+    tree.write(DEFINITION, definition(constraints=["M in (2, 4)", "N not in [3]"]))
+    found = import_data_set(tree.root).data_set
+    adapted = adapted_definition(found, found.of_kind("definition")[0])
+    assert isinstance(adapted, Adapted)
+    assert adapted.tensor_constraints == ()
+    assert adapted.definition.bind_axes({"M": 4}) == {"M": 4, "N": 8}
+    with raises(RecordError, "constraint_broken", "M"):
+        adapted.definition.bind_axes({"M": 3})
 
 
 def test_each_dialect_is_recognised_by_its_files(tree: Tree, dumps: Tree, problems: Tree) -> None:

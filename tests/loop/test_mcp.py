@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed; it is part of the extra dev")
 anyio = pytest.importorskip("anyio")
+
+from tilegym_db.loop.mcp_server import MAX_LIST  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = {
@@ -63,8 +66,6 @@ def content(result: Any) -> Any:
     text = "".join(part.text for part in result.content)
     if getattr(result, "is_error", False):
         return {"error": text}
-    if set(result.structured_content or {}) == {"result"}:  # a list, of which each item is a separate text beside it
-        return result.structured_content["result"]
     try:
         return json.loads(text)
     except ValueError:
@@ -89,7 +90,7 @@ def test_client_creates_a_task_and_gets_a_verdict_on_a_kernel(home: Path) -> Non
     assert (verdict["verdict"], verdict["stage"]) == ("refused", "received")
     assert verdict["gate"].startswith("scan")
     assert "kernel.py:1" in verdict["reason"]
-    assert status["verdict"] == "refused" if isinstance(status, dict) else status[0]["verdict"] == "refused"
+    assert [row["verdict"] for row in status["entries"]] == ["refused"]
 
 
 @pytest.mark.nightly
@@ -111,7 +112,7 @@ def test_kernel_of_a_client_runs_in_the_sandbox_and_is_judged(home: Path) -> Non
     assert "INCORRECT_NUMERICAL" in verdict["reason"]
     assert verdict["trace_ids"]  # measured: a confined worker ran it
     assert verdict["command"].startswith("tilegym-db debug reproduce rms_norm_python_")
-    (row,) = status if isinstance(status, list) else [status]
+    (row,) = status["entries"]
     assert (row["passed"], row["verdict"]) == ("compiled", "refused")
     assert "INCORRECT_NUMERICAL" in row["reason"]
 
@@ -127,8 +128,8 @@ def test_client_has_a_model_profiled_and_reads_its_tasks(home: Path, tmp_path: P
         home, [("task_from_model", ask), ("task_status", {}), ("check_architecture", {})], "--allow-submit"
     )
     assert {"rms_norm", "swiglu"} <= {one["definition"] for one in found["pieces"]}
-    assert {task["definition"] for task in tasks} <= {one["definition"] for one in found["pieces"]}
-    assert all(isinstance(line, str) for line in lacking)
+    assert {task["definition"] for task in tasks["entries"]} <= {one["definition"] for one in found["pieces"]}
+    assert all(isinstance(line, str) for line in lacking["entries"])
 
 
 @pytest.mark.slow
@@ -137,3 +138,86 @@ def test_without_leave_nothing_that_writes_is_offered(home: Path) -> None:
     assert tools == READERS
     assert "task_create" in answer["error"]
     assert not (home / "loop").exists()
+
+
+@pytest.mark.slow
+def test_client_reads_the_reason_of_a_refused_call(home: Path) -> None:
+    refused = [
+        ("show_definition", {"name": "rms_nrom"}, "Did you mean 'rms_norm'"),
+        ("task_status", {"task": "nothing"}, "nothing"),
+        ("task_prompt", {"task": "nothing"}, "nothing"),
+        ("list_definitions", {"op_type": "nrm"}, "nrm"),
+        ("recommend", {"config": "/nowhere/config.json", "gpu": "h100"}, "/nowhere/config.json"),
+        ("task_create", {"definition": "rms_norm", "language": "trion"}, "trion"),
+        ("show_definition", {"name": "a\0b"}, "values"),
+    ]
+    _, answers = asked(home, [(name, given) for name, given, _ in refused], "--allow-submit")
+    for answer, (name, _, reason) in zip(answers, refused, strict=True):
+        assert reason in answer["error"], (name, answer)
+        assert "Traceback" not in answer["error"]
+
+
+@pytest.mark.slow
+def test_value_of_a_client_is_never_an_option(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kept.txt"
+    file.write_text("kept")
+    value = f"--output={file}"
+    calls = [
+        ("task_status", {"task": value}),
+        ("task_prompt", {"task": value}),
+        ("show_definition", {"name": value}),
+        ("list_definitions", {"op_type": value}),
+        ("list_awards", {"op_type": value}),
+        ("recommend", {"config": value, "gpu": value}),
+        ("task_create", {"definition": value, "workload": value}),
+    ]
+    _, answers = asked(home, calls, "--allow-submit")
+    assert file.read_text() == "kept"
+    assert all(value in answer["error"] for answer in answers), answers
+
+
+@pytest.mark.slow
+def test_long_list_comes_in_pages_without_a_gap(home: Path) -> None:
+    _, (first,) = asked(home, [("list_awards", {})])
+    assert len(json.dumps(first)) < 2 * MAX_LIST
+    assert first["next_start"] == len(first["entries"]) < first["total"]
+    _, (second, last) = asked(
+        home,
+        [("list_awards", {"start": first["next_start"]}), ("list_awards", {"start": first["total"]})],
+    )
+    assert second["entries"]
+    assert second["entries"][0] not in first["entries"]
+    assert (last["entries"], last["next_start"]) == ([], None)
+
+
+@pytest.mark.slow
+def test_server_writes_nothing_to_stderr_on_a_refusal(home: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tilegym_db", "mcp"]
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "raw", "version": "1"}}
+    lines = [
+        {"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": hello},
+        {"jsonrpc": "2.0", "method": "notifications/initialized"},
+        {
+            "jsonrpc": "2.0",
+            "id": 1,
+            "method": "tools/call",
+            "params": {"name": "show_definition", "arguments": {"name": "no"}},
+        },
+    ]
+    environment = {**os.environ, "TILEGYM_DB_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    with (
+        (tmp_path / "stderr").open("wb+") as stderr,
+        subprocess.Popen(
+            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
+        ) as server,
+    ):
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for line in lines:
+            server.stdin.write(json.dumps(line).encode() + b"\n")
+            server.stdin.flush()
+        answers = [json.loads(server.stdout.readline()) for _ in range(2)]
+        server.stdin.close()
+        server.wait(60)
+    assert answers[1]["result"]["isError"] is True
+    assert (tmp_path / "stderr").read_bytes() == b""

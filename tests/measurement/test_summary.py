@@ -15,6 +15,7 @@ def trace(
     ratio: float | None = None,
     sol_ratio: float | None = None,
     over_best: float | None = None,
+    workload: str = "w",
 ) -> Trace:
     passed = status == "PASSED"
     performance = None
@@ -37,6 +38,8 @@ def trace(
         status=status,
         reason=reason,
         tier=tier,
+        workload_uuid=workload,
+        config={},
         performance=performance,
         correctness=Correctness() if passed else None,
     )
@@ -81,3 +84,25 @@ def test_a_solution_that_was_only_interpreted_says_so():
 
 def test_solutions_come_in_the_order_in_which_they_were_measured():
     assert [row.solution for row in summarise([trace("b"), trace("a"), trace("b")])] == ["b", "a"]
+
+
+def test_ratio_of_a_verified_solution_leaves_its_screen_out():
+    traces = [
+        trace("kernel", ratio=4.0, sol_ratio=0.9),
+        trace("kernel", ratio=4.0, workload="other"),
+        trace("kernel", tier="promotion", ratio=0.5, sol_ratio=0.2),
+    ]
+    (row,) = summarise(traces)
+    assert (row.passed, row.total) == (2, 2)
+    assert (row.speedup, row.sol_ratio) == (pytest.approx(0.5), pytest.approx(0.2))
+
+
+def test_failed_verification_replaces_the_pass_of_the_screen():
+    (row,) = summarise([trace("kernel", ratio=4.0), trace("kernel", "TIMEOUT", "too slow", tier="promotion")])
+    assert (row.passed, row.total, row.speedup, row.note) == (0, 1, None, "TIMEOUT: too slow")
+
+
+def test_verification_that_decided_nothing_gives_its_reason():
+    busy = trace("kernel", "UNSUPPORTED", "busy", tier="promotion")
+    (row,) = summarise([trace("kernel", ratio=4.0), busy])
+    assert (row.passed, row.total, row.speedup, row.note) == (0, 0, None, "UNSUPPORTED: busy")

@@ -109,3 +109,40 @@ def test_transposed_tables_reach_a_kernel_as_contiguous_copies() -> None:
     assert sin is rows
     assert cos.is_contiguous()
     assert torch.equal(cos, across)
+
+
+def in_a_module(function: Any) -> torch.nn.Module:
+    """Wrap a function as the package ``kernels`` does in its decorators."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    Func.__name__ = function.__name__
+    return Func()
+
+
+def test_rotation_in_a_module_of_kernels_is_served(
+    shop: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.models.llama.modeling_llama as modeling
+
+    catalog = shop.offer(ops=("rope_neox",))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", in_a_module(modeling.apply_rotary_pos_emb))
+    model, ids = build("llama"), prompt(2)
+    with torch.no_grad():
+        stock = model(ids).logits
+        with patched(model, catalog=catalog, ops=("rope_neox",)) as handle:
+            assert torch.equal(model(ids).logits, stock)
+    assert handle.report().hits()["rope_neox"] >= 2
+
+
+def test_module_that_does_more_than_its_function_stays_stock() -> None:
+    hooked = in_a_module(rotate_pairs)
+    hooked.register_forward_pre_hook(lambda *_: None)
+    kernelized = in_a_module(rotate_pairs)
+    kernelized.forward = lambda *args: args  # type: ignore[method-assign]
+    assert rope.stock_function(in_a_module(rotate_pairs)) is rotate_pairs
+    assert rope.stock_function(hooked) is hooked
+    assert rope.stock_function(kernelized) is kernelized
+    assert rope.stock_function(rotate_pairs) is rotate_pairs

@@ -60,6 +60,7 @@ def test_decide_at_exact_axes_picks_the_fastest_verified(shop: Any, kernel: Any,
         ({"sandbox_level": None}, "sandbox level 0: its worker could have reached what judged it"),
         ({"speedup_ci_low": 1.02}, "not faster than stock by more than noise: speedup 1.50x, CI low 1.020 <= 1.02"),
         ({"speedup": 0.8, "speedup_ci_low": 0.79}, "slower than stock: speedup 0.80x"),
+        ({"speedup": 0.98, "speedup_ci_low": 0.9}, "not faster than stock by more than noise"),
         ({"speedup": None, "speedup_ci_low": None}, "not compared with the stock code"),
     ],
 )

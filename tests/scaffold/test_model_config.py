@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from raising import raises
@@ -101,3 +102,31 @@ def test_excluded_sizes_are_left_out_with_their_constraint():
     found = mapped("attention_prefill", {**LLAMA, "head_dim": 512})
     assert found.workloads == ()
     assert "D <= 256" in found.refused[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('"rms_norm_eps": NaN', "config_number_invalid"),
+        ('"rope_theta": Infinity', "config_number_invalid"),
+        ('"text_config": {"eps": -Infinity}', "config_number_invalid"),
+        ('"limits": [0.0, NaN]', "config_number_invalid"),
+        ('"note": "\\ud800"', "config_text_invalid"),
+        ('"\\udfff": 1', "config_text_invalid"),
+        ('"names": ["\\ud800"]', "config_text_invalid"),
+    ],
+)
+def test_config_that_no_record_can_keep_is_refused_at_once(text: str, code: str, tmp_path: Path) -> None:
+    from tilegym_db.models.random_model import load_config
+
+    file = tmp_path / "config.json"
+    file.write_text(f'{{"model_type": "llama", {text}}}')
+    for read in (read_model_config, load_config):
+        with raises(UsageError, code, str(file)):
+            read(file)
+
+
+def test_infinite_limit_in_a_list_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+    assert read_model_config(file)["time_step_limit"][1] == float("inf")

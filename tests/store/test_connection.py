@@ -18,7 +18,7 @@ from tilegym_db.errors import StoreError
 from tilegym_db.published.trace_file import packed, trace_lines
 from tilegym_db.store import database
 from tilegym_db.store.connection import ingest, open_store, rebuild
-from tilegym_db.store.database import ROW_GROUP_SIZE
+from tilegym_db.store.database import LOCK_TIMEOUT_S, ROW_GROUP_SIZE
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import count_traces, definition_by_digest, read_traces
 from tilegym_db.store.statements import SCHEMA_VERSION
@@ -161,6 +161,32 @@ def test_a_store_held_by_another_program_says_by_which(opened, home):
     holder.communicate()
     with opened() as store:
         assert not store.read_only
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tilegym_db.store.database import connect, writer_lock
+path = Path(sys.argv[1])
+with writer_lock(path, 5):
+    connection = connect(path, read_only=False, timeout_s=5)
+    print("writing", flush=True)
+    time.sleep(float(sys.argv[2]))
+    connection.close()
+"""
+
+
+@pytest.mark.slow
+def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, caplog):
+    with opened():
+        pass
+    command = [sys.executable, "-c", WRITER, str(home / "tilegym.duckdb"), str(LOCK_TIMEOUT_S + 2)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with open_store(home, read_only=True, catalog=Catalog((root,))) as store:
+            assert count_traces(store) == 0
+    assert [record.message for record in caplog.records if f"PID {writer.pid}" in record.message]
 
 
 def test_a_writer_waits_its_turn_and_says_for_whom(opened):

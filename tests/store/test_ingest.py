@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from raising import raises
 
 from tilegym_db.errors import StoreError
@@ -165,6 +167,51 @@ def test_ingesting_again_adds_nothing(opened, write_traces, trace):
         assert (report.files, report.added, report.known) == (2, 2, 2)
         assert ingest(store, [write_traces(first, second)]).added == 0
         assert count_traces(store) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"timestamp": "9999-12-31T23:59:59Z"},
+        {"timestamp": "0001-01-01T00:00:00Z"},
+        {"timestamp": "1999-12-31T23:59:59Z"},
+        {"gpu": "../../../x"},
+        {"gpu": "H200 SXM"},
+        {"gpu": ""},
+        {"performance": {"latency_us": math.nan}},
+        {"performance": {"latency_us": math.inf}},
+        {"performance": {"ci_high_us": math.inf}},
+        {"performance": {"host_us": math.nan}},
+        {"performance": {"comparisons": [{"with": "a", "ratio": math.nan, "ci_low": 1.0, "ci_high": 1.0}]}},
+        {"correctness": {"rel_fro": math.nan}},
+    ],
+    ids=str,
+)
+def test_trace_with_a_value_of_no_measurement_is_refused(opened, trace, tmp_path, change):
+    record = json.loads(trace().to_json())
+    for key, value in change.items():
+        record[key] = {**record[key], **value} if isinstance(value, dict) else value
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with opened() as store:
+        report = ingest(store, [path], trust=True)
+        assert (report.added, [line.line for line in report.rejected]) == (0, [1])
+        assert count_traces(store) == 0
+
+
+@pytest.mark.parametrize("version", ["'ten'", "''", None])
+def test_store_without_a_version_is_named_and_made_anew(opened, home, catalog, version):
+    with opened() as store, store.transaction("age") as connection:
+        if version is None:
+            connection.execute("DELETE FROM meta WHERE key = 'schema_version'")
+        else:
+            connection.execute(f"UPDATE meta SET value = {version} WHERE key = 'schema_version'")
+    for read_only in (True, False):
+        with raises(StoreError, "store_damaged", "--rebuild"), opened(read_only=read_only):
+            pass
+    assert rebuild(home, catalog=catalog).notes
+    with opened() as store:
+        assert count_traces(store) == 0
 
 
 def test_only_journals_that_grew_are_read(opened, home, trace):

@@ -199,3 +199,29 @@ def calibrated(root, home):
     path = root / "definitions" / "norm" / "scale.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"cost": {"flops": "M*N", "bytes": "4*M*N"}}))
+
+
+def test_rebuild_keeps_traces_that_no_journal_has(opened, home, root, trace, tmp_path):
+    trusted, shown = trace(), trace(kind="tilelang")
+    with opened() as store:
+        ingest(store, [by_hand(tmp_path / "trusted.jsonl", trusted)], trust=True)
+        ingest(store, [by_hand(tmp_path / "shown.jsonl", shown)])
+        before = store.rows("SELECT trace_id, origin, trusted FROM trace_records ORDER BY trace_id")
+        best = [row["trace_id"] for row in best_rows(store)]
+    report = rebuild(home, catalog=Catalog((root,)))
+    assert any(note.startswith("2 traces") for note in report.notes)
+    with opened() as store:
+        assert store.rows("SELECT trace_id, origin, trusted FROM trace_records ORDER BY trace_id") == before
+        assert [row["trace_id"] for row in best_rows(store)] == best
+
+
+def test_rebuild_says_how_many_traces_are_in_no_journal(opened, home, root, trace):
+    with Journal("run-1", home) as journal:
+        journal.append(trace())
+    with opened():
+        pass
+    (home / "runs" / "run-1.jsonl").unlink()
+    report = rebuild(home, catalog=Catalog((root,)))
+    assert [note.partition(" ")[0] for note in report.notes] == ["1"]
+    with opened() as store:
+        assert store.rows("FROM trace_records") == []

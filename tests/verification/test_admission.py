@@ -27,6 +27,7 @@ HEAD = "# Source: https://example.org/row_scale.py#L1\n{imports}def run(x, weigh
 
 BAD = {
     "never ends": ("while True: pass", "time_limit_exceeded", "2 s"),
+    "writes its input": ("return x.mul_(2)", "reference_writes_input", "'x'"),
     "raises": ("raise ArithmeticError('no')", "reference_raises", "ArithmeticError: no"),
     "takes all memory": ("x = [b'x' * (1 << 28) for _ in range(1000)]", "process_ended", "of memory"),
     "writes a file": ("open('{tmp}/written', 'w')", "scan_refused", "reference.py:3: hard: reads-files"),

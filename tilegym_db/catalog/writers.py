@@ -10,13 +10,14 @@ from pathlib import Path
 
 from tilegym_db.catalog.blobs import add_blobs
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, file_of, source_file
+from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, check_entry_point, file_of, source_file
 from tilegym_db.errors import ConflictError, RecordError, check_kind
 from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.base import parse_object
+from tilegym_db.records.base import parse_object, problems_of
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import overlap_words
+from tilegym_db.records.solution import signature_problem
 
 
 def add_definition(catalog: CatalogReader, record: Definition, root: Path) -> Path:
@@ -89,6 +90,14 @@ def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str,
     for name, content in sources.items():
         check_kind(content, bytes, f"the source '{name}' is bytes")
     _folder_for(catalog, record, root)  # before any file is created, including the lock file
+    lacking = [source.path for source in record.sources if source.path not in sources]
+    if lacking:
+        raise RecordError(
+            f"{record.name}: the record declares the source '{lacking[0]}', and no bytes were given for it.",
+            code="source_missing",
+        )
+    check_entry_point(record, sources, Path(record.name))
+    check_fits(record, sources, catalog.definition(record.definition), record.name)
     with writing(root):
         folder = _folder_for(catalog.reread(root), record, root)
         content = (record.to_json(indent=2) + "\n").encode()
@@ -252,6 +261,16 @@ NOT_NEGATIVE: tuple[tuple[str, str], ...] = (
     (r"(^|_)eps(ilon)?$", "it keeps a divisor or a root above zero"),
     (r"^(num|block)_|^(top_k|group|groups|kept_groups|block|alignment|streams|repeat|shifts)$", "it counts something"),
 )
+
+
+def check_fits(record: Solution, sources: Mapping[str, bytes], definition: Definition, where: str | Path) -> None:
+    """Raise :class:`RecordError` if a Solution contradicts its Definition, or its entry point takes other arguments."""
+    problems = problems_of(lambda: record.check_against(definition))
+    if problems:
+        raise RecordError(f"{where}: {problems[0]}.", code=problems[0].code)
+    problem = signature_problem(record, sources[record.spec.entry_path], definition)
+    if problem is not None:
+        raise RecordError(f"{where}: entry_point {problem}.", code="signature_differs")
 
 
 def check_call(definition: Definition, workload: Workload) -> None:

@@ -39,9 +39,18 @@ def main() -> None:
         status = 130
     except Exception as error:  # an import of the help failed; `run` reports errors of commands
         status = _told(error)
+    _keep_status(status)
     if MUST_BE_COLLECTED.isdisjoint(sys.modules):
         gc.freeze()  # skips the final search for cycles, which takes a tenth of the time of 'list'
     raise SystemExit(status)
+
+
+def _keep_status(status: int) -> None:
+    """Exit with ``status`` at once on Ctrl-C from now on. While the interpreter ends, an exception would print a traceback."""
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(status))
 
 
 def _told(error: Exception) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.boundary import INTERRUPTED
 from tilegym_db.cli.kit.formats import AsJson
 from tilegym_db.cli.kit.options import (
     AllowUnsandboxed,
@@ -146,7 +147,7 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
     for reason in report.unfinished:
         note(f"not measured: {reason}")
     if report.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     failed = any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts)
     if report.plan.refused or report.unfinished or failed:
         raise typer.Exit(1)
@@ -157,7 +158,7 @@ def print_summary(report: BenchReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from tilegym_db.measurement.plan import summarise
+    from tilegym_db.measurement.plan import VERIFICATION, summarise
 
     console = Console()
     rows = summarise(report.traces)
@@ -173,7 +174,16 @@ def print_summary(report: BenchReport) -> None:
     if len(report.devices) > 1:
         measured = ", ".join(f"{count} on {device}" for device, count in sorted(report.devices.items()))
         console.print(f"traces measured: {measured}", highlight=False)
+    if report.interrupted:
+        kept = f"{len(report.traces)} traces are kept" if report.traces else "no trace was finished"
+        console.print(f"interrupted: {kept}. The same command continues", highlight=False)
+        return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
+    last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
+    if last and not any(trace.status == "PASSED" for trace in last):
+        failed = next((trace for trace in last if trace.status != "UNSUPPORTED"), last[0])
+        console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
+        return
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
     console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
@@ -233,7 +243,7 @@ def tune_command(
     for remark in report.notes:
         note(remark)
     if report.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     if report.unfinished or report.outcomes["failed"] or any(result.config is None for result in report.results):
         raise typer.Exit(1)
 
@@ -251,7 +261,10 @@ def print_report(report: TuneReport) -> None:
     for reason, count in skipped.items():
         note(f"{count} not tuned: {reason}")
     spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "nothing new"
-    note(f"configs given up: {spelled}. Next: tilegym-db verify --gpu {report.machine.gpu}")
+    after = (
+        "The same command continues" if report.interrupted else f"Next: tilegym-db verify --gpu {report.machine.gpu}"
+    )
+    note(f"configs given up: {spelled}. {after}")
 
 
 def _cells(result: TuneResult) -> tuple[Any, ...]:

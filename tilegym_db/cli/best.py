@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_records
+from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
     DefinitionName,
@@ -75,14 +75,14 @@ def best_command(
         return
     with open_reader(trust=trust) as store:
         rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
-        measured = measured_gpus(store)
+        measured, schema = measured_gpus(store), schema_of(form, store, "best")
         drawn = name is not None and form.is_table and spark_wanted(spark)
         sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
     if not rows:
-        raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified)
+        raise none_verified(name, op_type, _where(chosen, sizes, spoken), measured, unverified, chosen)
     if not form.is_table:
-        write_records(form, rows)
+        write_records(form, rows, schema=schema)
         return
     print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=form.wide, least=BEST_DROPPED_FIRST)
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
@@ -92,13 +92,22 @@ def best_command(
 
 
 def none_verified(
-    name: str | None, op_type: str | None, where: str, measured: Sequence[str], unverified: str | None
+    name: str | None,
+    op_type: str | None,
+    where: str,
+    measured: Sequence[str],
+    unverified: str | None,
+    gpu: str | None = None,
 ) -> NoSolutionError:
-    """Return the error if no verified solution matches. ``where`` describes the filter."""
+    """Return the error if no verified solution matches. ``where`` describes the filter, and ``gpu`` is the one asked for."""
+    from tilegym_db.records.hardware import CPU
+
+    words = ["tilegym-db bench", *([name] if name else []), *(["--gpu", gpu] if gpu else []), "--verify"]
+    there = f"Try, on a machine with {gpu}: " if gpu and gpu != CPU else "Try: "
     what = name or (f"op_type {op_type}" if op_type else "any definition")
     return NoSolutionError(
         f"no verified solution for {what}{where}; GPUs with verified traces: {', '.join(measured) or 'none'}. "
-        + (unverified or f"Try: tilegym-db bench --verify {name or ''}".rstrip()),
+        + (unverified or there + " ".join(words)),
         code="no_solution",
     )
 
@@ -187,11 +196,11 @@ def rank_solutions(
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
         sized = size_rows(store, name, op_type, chosen) if form.is_table and spark_wanted(spark) else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
-        measured = measured_gpus(store)
+        measured, schema = measured_gpus(store), schema_of(form, store, "leaderboard")
     if not rows:
-        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified)
+        raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified, chosen)
     if not form.is_table:
-        write_records(form, rows, KEYS)
+        write_records(form, rows, KEYS, schema)
         return
     print_leaderboard(rows, sized, wide=form.wide)
     note("speedup: against the model's own code; sol: share of the speed of light; both geometric means over shapes.")

@@ -17,8 +17,6 @@ from types import FrameType
 INTERRUPTED = 130
 FAILED = 1
 QUERY_THREAD = "tilegym-db-query"
-ALLOCATION_FAILURES = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflowed")
-"""Texts of PyTorch's RuntimeError if memory is short."""
 STANDARD_STREAMS = (0, 1, 2)
 MAX_WORD = 4096
 """Maximum length of a word in a message, equal to that of a path."""
@@ -109,7 +107,7 @@ def _told(error: Exception) -> int | None:
     from typer.exceptions import TyperException
 
     from tilegym_db.cli.kit.output import printable_lines
-    from tilegym_db.errors import TilegymDBError, missing_package
+    from tilegym_db.errors import TilegymDBError, is_out_of_memory, missing_package
 
     sys.last_value = error  # Python does the same at exit, for debuggers
     if isinstance(error, TilegymDBError):
@@ -120,7 +118,7 @@ def _told(error: Exception) -> int | None:
         return error.exit_code
     if isinstance(error, typer.Abort):
         return INTERRUPTED
-    if isinstance(error, RuntimeError) and any(mark in str(error) for mark in ALLOCATION_FAILURES):
+    if is_out_of_memory(error):
         return _say(f"out of memory: {str(error).splitlines()[0][:300]} Ask for smaller sizes.", FAILED)
     if isinstance(error, ModuleNotFoundError):
         missing = missing_package(error.name or "")

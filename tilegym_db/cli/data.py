@@ -305,7 +305,7 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
 
 
 def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
-    from tilegym_db.interchange.drafts import STILL_TO_WRITE, draft_of
+    from tilegym_db.interchange.drafts import STILL_TO_WRITE
     from tilegym_db.interchange.writing import write_tree
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
@@ -315,7 +315,10 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
             "'draft' writes one definition of an imported data set: give --origin and --definition.",
             code="option_missing",
         )
-    draft = draft_of(data_set(home(), origin), name)
+    found = data_set(home(), origin)  # before the slow import of PyTorch
+    from tilegym_db.judging.compared_draft import compared_draft
+
+    draft = compared_draft(found, name)
     write_tree(folder, draft.files, draft.copies)
     for what, reason in draft.left_out:
         note(f"left out, {what}: {reason}")

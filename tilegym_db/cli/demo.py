@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -58,6 +59,8 @@ def command(
     say("tilegym-db best rms_norm --gpu h200              the fastest verified kernel per shape")
     say("tilegym-db new definition my_op                  add your own operator: docs/how-to/add-an-operator.md")
     say("tilegym-db doctor                                what works on this machine, and how to fix what does not")
+    say("The commands above use your own store. What this demo measured is in a separate one:")
+    say(f"TILEGYM_DB_HOME={shlex.quote(str(folder))} tilegym-db best --gpu {machine.gpu}")
     if failed:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegym_db.cli.boundary import INTERRUPTED
 from tilegym_db.cli.commands import command_group
 from tilegym_db.cli.kit.formats import AsJson, Wide
 from tilegym_db.cli.kit.options import (
@@ -72,7 +73,9 @@ def fit_command(
         print_json(content_of(report))
     else:
         print_report(report, wide=wide)
-    if report.failed or report.interrupted:
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if report.failed:
         raise typer.Exit(1)
 
 
@@ -111,12 +114,13 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
         note(f"published for you in {report.published}")
     rows = [
         (
-            piece.part,
-            f"{piece.share:.1%}",
+            "" if number else piece.part,
+            "" if number else f"{piece.share:.1%}",  # a module class has its time once, however many operators it calls
             piece.definition or "-",
             "a verified kernel" if piece.served else "its own code",
         )
-        for piece in report.pieces
+        for part in report.parts
+        for number, piece in enumerate(part.pieces)
     ]
     print_table(("part", "share", "definition", "served by"), rows, wide=wide)
     note(f"{report.served_share:.0%} of the model's time is in parts that verified kernels serve")
@@ -133,8 +137,13 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
         note(text)
     if report.interrupted:
         note("interrupted; run it again to continue.")
-    elif not report.failed:
+    elif not report.failed and any(piece.served for piece in report.pieces):
         note("Next: tilegym_db.patch(model)")
+    elif not report.failed:
+        note(
+            "No verified kernel serves this model here, so tilegym_db.patch(model) would change nothing. "
+            "Next: tilegym-db task from-model CONFIG ranks what a new kernel would be worth"
+        )
 
 
 # ---- Bench ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write_records
+from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_json, write_records
 from tilegym_db.cli.kit.names import OTHER_NAMES
 from tilegym_db.cli.kit.options import complete_name
 from tilegym_db.cli.kit.output import (
@@ -150,7 +150,7 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
     from tilegym_db.store.queries import size_rows, traces_of
 
     with open_reader() as store:
-        traces = traces_of(store, solution.name)
+        traces, schema = traces_of(store, solution.name), schema_of(form, store, "traces")
         drawn = form.is_table and spark_wanted(spark)
         sized = size_rows(store, solution=solution.name, all_dtypes=True) if drawn else []
     record = solution.record
@@ -160,7 +160,7 @@ def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None
         write_json(form, {"solution": content, "sources": sources, "traces": traces})
         return
     if not form.is_table:
-        write_records(form, traces)
+        write_records(form, traces, schema=schema)
         return
     spec = record.spec
     author = f"{spec.language}, {spec.role}, by {record.author}"
@@ -228,10 +228,15 @@ def print_source(text: str) -> None:
     if not sys.stdout.isatty():
         typer.echo(text)
         return
+    from pygments.token import Comment, Keyword, Name, Number, String
     from rich.console import Console
-    from rich.syntax import Syntax
+    from rich.style import Style
+    from rich.syntax import ANSISyntaxTheme, Syntax
 
-    Console().print(Syntax(printable_lines(text), "python", background_color="default", word_wrap=True))
+    # The terminal's own colours, without white and black: they are readable on a light and on a dark background.
+    colours = {Keyword: "magenta", String: "green", Number: "cyan", Comment: "dim", Name.Function: "bold"}
+    theme = ANSISyntaxTheme({(*kind,): Style.parse(style) for kind, style in colours.items()})
+    Console().print(Syntax(printable_lines(text), "python", theme=theme, word_wrap=True))
 
 
 # ---- Trace ----------------------------------------------------------------------------------------------
@@ -255,7 +260,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     if len(trace_id) < MIN_PREFIX:
         return False
     with open_reader() as store:
-        found = find_traces(store, trace_id.lower(), most=4)
+        found, schema = find_traces(store, trace_id.lower(), most=4), schema_of(form, store, "traces")
     if len(found) > 1:
         ids = ", ".join(row["trace_id"] for row in found[:3])
         raise UsageError(
@@ -268,7 +273,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
         write_json(form, found[0])
         return True
     if not form.is_table:
-        write_records(form, found)
+        write_records(form, found, schema=schema)
         return True
     for line in describe(found[0]):
         typer.echo(printable(line))

@@ -100,6 +100,11 @@ def from_model(
         print_json({"time_of": found.time_of, "total_us": found.total_us, "pieces": rows})
         return
     columns = ("part", "share", "calls", "definition", "match", "outcome")
+    shown: set[str] = set()
+    for row in rows:  # a module class has its time once, however many operators it calls
+        if row["part"] in shown:
+            row["share"] = row["calls"] = None
+        shown.add(row["part"])
     print_table(columns, [tuple(row[name] for name in columns) for row in rows], prose=("outcome",))
     note(f"shares are of {found.time_of} time: {found.total_us:.0f} us in one call of {prompt_tokens} tokens")
 
@@ -341,7 +346,9 @@ def recommend_command(
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])
     else:
-        note(f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config}")
+        note(
+            f"nothing was measured of {found.model} itself on {gpu}. Try: tilegym-db model bench {config} --dtype {dtype}"
+        )
 
 
 # ---- MCP server -----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from tilegym_db.errors import RecordError
-from tilegym_db.interchange import sol_execbench
+from tilegym_db.interchange import fi_trace_dumps, sol_execbench, tilegym_inventory
+from tilegym_db.interchange.checks import derived_axis
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.records.expressions import names_in
@@ -24,6 +25,8 @@ LANGUAGES = {"python": "python", "pytorch": "python", "triton": "triton", "tilel
              "cuda-tile": "cutile"}  # fmt: skip
 ENTRY = "tilegym_entry.py"
 REFERENCE = "reference.py"
+CALLED_BY_NAME = frozenset({fi_trace_dumps.DIALECT, tilegym_inventory.DIALECT})
+"""Dialects whose functions are called with keyword arguments. The order of their inputs is not the order of parameters."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
     if reason is not None:
         return reason
     entry = reference_entry(record["reference"])
+    reason = _lacking(found, record["reference"], entry, record["inputs"])
+    if reason is not None:
+        return f"its reference {reason}"
     in_place = {name: f"{name}_out" for name in record["outputs"] if name in record["inputs"]}
     expressions = {name: axis["expression"] for name, axis in record["axes"].items() if axis.get("type") == "expr"}
     sizes, on_tensors = _constraints(record, expressions)
@@ -69,8 +75,11 @@ def adapted_definition(found: DataSet, item: StoredRecord) -> Adapted | str:
         "version": "1.0.0",
         "op_type": native_name(record.get("op_type") or "foreign"),
         "axes": {name: _axis(axis) for name, axis in record["axes"].items() if name not in expressions},
-        "inputs": {name: _tensor(spec, expressions) for name, spec in record["inputs"].items()},
-        "outputs": {in_place.get(name, name): _tensor(spec, expressions) for name, spec in record["outputs"].items()},
+        "inputs": {name: _tensor(spec, record["axes"], expressions) for name, spec in record["inputs"].items()},
+        "outputs": {
+            in_place.get(name, name): _tensor(spec, record["axes"], expressions)
+            for name, spec in record["outputs"].items()
+        },
         "optional_outputs": optional_outputs(item, outputs, in_place),
         "in_place": in_place,
         "constraints": sizes,
@@ -122,9 +131,12 @@ def _axis(axis: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "const", "value": axis["value"]} if "value" in axis else {"type": "var"}
 
 
-def _tensor(spec: Mapping[str, Any], expressions: Mapping[str, str]) -> dict[str, Any]:
+def _tensor(spec: Mapping[str, Any], axes: Collection[str], expressions: Mapping[str, str]) -> dict[str, Any]:
     shape = spec["shape"]
-    entries = None if shape is None else [_expanded(axis, expressions) for axis in shape]
+    entries: list[str | int] | None = None
+    if shape is not None:
+        named = [axis if axis in axes else derived_axis(axis, axes) or axis for axis in shape]
+        entries = [int(axis) if axis.isdigit() else _expanded(axis, expressions) for axis in named]
     return {"shape": entries, "dtype": spec["dtype"]}
 
 
@@ -148,7 +160,7 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
     axes = set(record["axes"]) - set(expressions)
     for text in record.get("constraints") or ():
         try:
-            sized = _expanded(_by_axes(text, record["inputs"]), expressions)
+            sized = _expanded(_as_comparisons(_by_axes(text, record["inputs"])), expressions)
             if _SAME.fullmatch(sized):
                 continue  # always true
             names, dtypes = names_in(sized)
@@ -156,6 +168,28 @@ def _constraints(record: Mapping[str, Any], expressions: Mapping[str, str]) -> t
         except RecordError:
             on_tensors.append(text)
     return sizes, on_tensors
+
+
+def _as_comparisons(text: str) -> str:
+    """Replace membership in a list of values (``head_dim in (64, 128)``) by comparisons, which our constraints have."""
+
+    class Members(ast.NodeTransformer):
+        def visit_Compare(self, node: ast.Compare) -> ast.AST:
+            self.generic_visit(node)
+            values = node.comparators[0]
+            if len(node.ops) != 1 or not isinstance(node.ops[0], ast.In | ast.NotIn):
+                return node
+            if not isinstance(values, ast.Tuple | ast.List | ast.Set) or not values.elts:
+                return node
+            inside = isinstance(node.ops[0], ast.In)
+            each: list[ast.expr] = [
+                ast.Compare(node.left, [ast.Eq() if inside else ast.NotEq()], [value]) for value in values.elts
+            ]
+            return each[0] if len(each) == 1 else ast.BoolOp(ast.Or() if inside else ast.And(), each)
+
+    if not re.search(r"\bin\b", text):
+        return text
+    return ast.unparse(Members().visit(ast.parse(text.strip(), mode="eval")))
 
 
 _SAME = re.compile(r"\s*\(?(\w+)\)?\s*==\s*\(?\1\)?\s*")
@@ -177,12 +211,23 @@ def _by_axes(text: str, inputs: Mapping[str, Any]) -> str:
 def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
     """Return the reference followed by a ``run`` with our signature."""
     names = ", ".join(item.record["inputs"])
-    call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if found.dialect == "fi-trace" else names
+    by_name = found.dialect in CALLED_BY_NAME
+    call = ", ".join(f"{name}={name}" for name in item.record["inputs"]) if by_name else names
     text = item.record["reference"].rstrip()
     return (
         f"# Source: {found.origin} {item.path}\n{text}\n\n\n_imported = {entry}\n\n\n"
         f"def run({names}):\n    return _imported({call})\n"
     )
+
+
+def _lacking(found: DataSet, source: str | bytes, function: str, names: Iterable[str]) -> str | None:
+    """Return why a function cannot be called by name, as its dialect does; None if it can or the dialect does not."""
+    node = find_function(source, function) if found.dialect in CALLED_BY_NAME else None
+    if node is None or node.args.kwarg is not None:
+        return None
+    parameters = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+    lacking = [name for name in names if name not in parameters]
+    return f"is called by name and has no parameter {', '.join(lacking)}" if lacking else None
 
 
 def adapted_solution(
@@ -210,9 +255,14 @@ def adapted_solution(
     if omits is None:
         omits = without_argument(adapted.definition, sources[path], function) if writes else ()
     definition = narrowed(adapted.definition, omits)
-    added = definition.in_place != {} or (not writes and language != "python") or found.dialect == "fi-trace"
+    by_name = found.dialect in CALLED_BY_NAME
+    names = [*definition.inputs, *(definition.written_outputs if writes else ())]
+    reason = _lacking(found, sources[path], function, names)
+    if reason is not None:
+        return f"{function} of {path} {reason}"
+    added = definition.in_place != {} or (not writes and language != "python") or by_name
     if added:
-        sources[ENTRY] = _entry(definition, path, function, writes, found.dialect == "fi-trace").encode()
+        sources[ENTRY] = _entry(definition, path, function, writes, by_name).encode()
         path, function, writes = ENTRY, "run", True
     value = {
         "name": native_name(item.name),
@@ -233,18 +283,18 @@ def adapted_solution(
         return f"cannot be a solution here: {error}"
 
 
-def _entry(definition: Definition, path: str, function: str, writes: bool, by_keyword: bool) -> str:
+def _entry(definition: Definition, path: str, function: str, writes: bool, by_name: bool) -> str:
     """Return the source of an entry point that writes its outputs and calls one that returns them or overwrites inputs."""
     module = path.removesuffix(".py").replace("/", ".")
     inputs = list(definition.inputs)
-    given = ", ".join(f"{name}={name}" for name in inputs) if by_keyword else ", ".join(inputs)
-    outputs = ", ".join(definition.written_outputs)
+    arguments = [*inputs, *(definition.written_outputs if writes else ())]
+    given = ", ".join(f"{name}={name}" if by_name else name for name in arguments)
     lines = [
         f"from .{module} import {function} as _entry\n\n",
         f"def run({', '.join([*inputs, *definition.written_outputs])}):",
     ]
     if writes:
-        return "\n".join([*lines, f"    _entry({given}{', ' + outputs if outputs else ''})\n"])
+        return "\n".join([*lines, f"    _entry({given})\n"])
     targets = [{v: k for k, v in definition.in_place.items()}.get(name, name) for name in definition.outputs]
     return "\n".join([
         *lines,

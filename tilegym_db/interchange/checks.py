@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class Rules:
     op_type_required: bool = True
     reference_required: bool = True
     entry_named_run: bool = True
+    derived_axes: bool = False
+    """True if a shape may have a number (``"1"``) or a part of an axis (``"K_div_2"``)."""
     in_place_by_name: bool = False
     """True if an output may have an input's name, and then overwrites it."""
     input_kinds: frozenset[str] = frozenset({"random", "safetensors", "scalar"})
@@ -160,13 +163,26 @@ def _tensor(where: str, spec: Any, axes: Mapping[str, Any], rules: Rules) -> Ite
         yield f"{where}.shape", "must be a list of names of axes, or null for a Python scalar"
     else:
         for axis in shape or ():
-            if axis not in axes:
+            if axis not in axes and not (rules.derived_axes and derived_axis(axis, axes)):
                 yield f"{where}.shape", f"uses the axis '{axis}', which is not declared"
     dtype = spec.get("dtype")
     if not isinstance(dtype, str):
         yield f"{where}.dtype", "missing key" if "dtype" not in spec else f"must be a text, not {dtype!r:.40}"
     elif rules.dtypes is not None and dtype not in rules.dtypes:
         yield f"{where}.dtype", f"unknown dtype '{dtype}'"
+
+
+_DERIVED = re.compile(r"(?P<axis>\w+?)_(?P<operation>div|mul|times)_?(?P<number>[1-9][0-9]{0,8})")
+
+
+def derived_axis(text: str, axes: Collection[str]) -> str | None:
+    """Return the expression of a shape entry that is no declared axis: ``1``, or ``K // 2`` for ``K_div_2``; else None."""
+    if text.isascii() and text.isdigit():
+        return text if len(text) < 10 else None
+    found = _DERIVED.fullmatch(text)
+    if found is None or found["axis"] not in axes:
+        return None
+    return f"{found['axis']} {'//' if found['operation'] == 'div' else '*'} {found['number']}"
 
 
 def _expression(text: Any, where: str) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ RULES = Rules(
     reference_required=False,
     entry_named_run=False,
     in_place_by_name=True,
+    derived_axes=True,
     destination_passing_default=False,
 )
 _MARKS = frozenset({"check", "init"})

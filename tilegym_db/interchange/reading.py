@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -207,10 +207,43 @@ def tensor_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]] | str:
             return "is not a safetensors file: its header is longer than the file"
         try:
             header = json.loads(content.read(length))
-            return {
-                key: (str(item["dtype"]), tuple(int(entry) for entry in item["shape"]))
-                for key, item in header.items()
-                if key != "__metadata__" and item["data_offsets"][1] <= size - 8 - length
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            entries = {key: item for key, item in header.items() if key != "__metadata__"}
+            tensors = {key: (item["dtype"], item["shape"], item["data_offsets"]) for key, item in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"is not a safetensors file: its header cannot be read ({error})"
+    problem = _header_problem(tensors, size - 8 - length)
+    if problem is not None:
+        return f"is not a valid safetensors file: {problem}"
+    return {key: (dtype, tuple(shape)) for key, (dtype, shape, _) in tensors.items()}
+
+
+_TENSOR_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16,
+    "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+def _header_problem(tensors: Mapping[str, tuple[Any, Any, Any]], size: int) -> str | None:
+    """Return the first contradiction of a header; ``size`` is that of the data. Tensors lie side by side without a gap."""
+    for key, (dtype, shape, offsets) in tensors.items():
+        if not isinstance(dtype, str):
+            return f"the dtype of '{key}' must be a text, not {dtype!r:.40}"
+        if not _are_counts(shape):
+            return f"the shape of '{key}' must be a list of whole numbers, not {shape!r:.40}"
+        if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
+            return f"the offsets of '{key}' must be two that rise from 0 to at most {size}, not {offsets!r:.40}"
+        bits = _TENSOR_BITS.get(dtype)
+        if bits is not None and 8 * (offsets[1] - offsets[0]) != bits * math.prod(shape):
+            return (
+                f"'{key}' has {offsets[1] - offsets[0]} bytes, and {dtype} {shape} needs {bits * math.prod(shape) // 8}"
+            )
+    end = 0
+    for key, (_, _, offsets) in sorted(tensors.items(), key=lambda item: item[1][2]):
+        if offsets[0] != end:
+            return f"'{key}' begins at {offsets[0]}, and the tensor before it ends at {end}"
+        end = offsets[1]
+    return None if end == size else f"its tensors end at {end}, and its data has {size} bytes"
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)

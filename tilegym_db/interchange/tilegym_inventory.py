@@ -31,7 +31,8 @@ def read(root: Path) -> Collection:
     found = Collection(DIALECT, RULES, repository)
     paths, refused = walk(root)
     prefix = root.relative_to(repository)
-    found.refused += refused
+    # A checkout has links that no record names. Those of sources are checked with their Solution.
+    found.refused += [one for one in refused if PurePosixPath(one.path).parent.name in _FOLDERS]
     for below, file in paths:
         path = (PurePosixPath(prefix.as_posix()) / below).as_posix()
         if file.parent.name not in _FOLDERS or found.refuse_spelling(path, file, ".json") or file.suffix != ".json":

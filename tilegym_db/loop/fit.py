@@ -17,7 +17,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, NotFoundError, UsageError, check_kind
-from tilegym_db.loop.from_model import Piece, kept_calls, pieces_of
+from tilegym_db.loop.from_model import ModelPart, Piece, kept_calls, parts_of, pieces_of
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.machine import Machine, select_machine
@@ -81,10 +81,15 @@ class FitReport:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def parts(self) -> list[ModelPart]:
+        """The pieces of each module class. Their shares add up to the model's time."""
+        return parts_of(self.pieces)
+
+    @property
     def served_share(self) -> float:
-        """The share of the model's own time in pieces that verified kernels serve."""
-        whole = sum(piece.share for piece in self.pieces)
-        return sum(piece.share for piece in self.pieces if piece.served) / whole if whole else 0.0
+        """The share of the model's own time in module classes that verified kernels serve."""
+        whole = sum(part.share for part in self.parts)
+        return sum(part.share for part in self.parts if part.served) / whole if whole else 0.0
 
     @property
     def interrupted(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +64,37 @@ class Piece:
             "served": self.served,
             "outcome": self.outcome or self.reason,
         }
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A module class with all of its pieces, so that its time counts once."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def part(self) -> str:
+        """The name of the module class."""
+        return self.pieces[0].part
+
+    @property
+    def share(self) -> float:
+        """The share of the model's time without its submodules."""
+        return self.pieces[0].share
+
+    @property
+    def served(self) -> bool:
+        """True if verified kernels serve every operator of it that the model calls."""
+        called = [piece for piece in self.pieces if piece.workloads or piece.served] or self.pieces
+        return all(piece.served for piece in called)
+
+
+def parts_of(pieces: Iterable[Piece]) -> list[ModelPart]:
+    """Return the module classes of a model, in the order of their first pieces."""
+    grouped: dict[object, list[Piece]] = {}
+    for piece in pieces:
+        grouped.setdefault(piece.module_class or piece.part, []).append(piece)
+    return [ModelPart(tuple(group)) for group in grouped.values()]
 
 
 @dataclass

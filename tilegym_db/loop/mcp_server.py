@@ -1,7 +1,8 @@
 """A server of the Model Context Protocol over stdio, with the loop's commands as tools.
 
-Each call runs the command line in a separate process, so that printed text never mixes with the protocol. Candidates run in
-a confined worker. Tools that write are offered only if the server was started with that permission.
+Each call runs the command line in a separate process, so that printed text never mixes with the protocol. Values of a client
+are never read as options. Candidates run in a confined worker. Tools that write are offered only if the server was started
+with that permission.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tilegym_db
-from tilegym_db.errors import MissingPackageError, TilegymDBError
+from tilegym_db.errors import MissingPackageError
 
 if TYPE_CHECKING:
+    from anyio import CapacityLimiter
     from mcp.server.mcpserver import MCPServer
 
 INSTRUCTIONS = (
@@ -28,6 +31,10 @@ VERDICT_STATUSES = (0, 1, 3)
 """Exit statuses of ``task submit`` that report a verdict: an award, a refusal, no GPU."""
 CHECK_STATUSES = (0, 1)
 """Exit statuses of ``check``: no finding, findings."""
+MAX_PROCESSES = 2
+"""Maximum number of commands at a time. More calls wait."""
+MAX_LIST = 20_000
+"""Maximum number of characters of a list's entries in one answer."""
 
 
 def serve(allow_submit: bool) -> None:
@@ -47,38 +54,81 @@ def make_server(allow_submit: bool) -> MCPServer:
         raise MissingPackageError(
             "the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'", code="package_missing"
         ) from None
-    server = MCPServer("tilegym-db", instructions=INSTRUCTIONS, version=tilegym_db.__version__)
+    server = MCPServer(
+        "tilegym-db",
+        instructions=INSTRUCTIONS,
+        version=tilegym_db.__version__,
+        log_level="WARNING",  # a client that does not read stderr would block the server
+    )
     for tool in READERS + (WRITERS if allow_submit else ()):
         server.add_tool(tool)
     return server
 
 
-async def _command(*arguments: str, answers: Sequence[int] = (0,)) -> str:
-    """Run one command and return its standard output.
-
-    Raises:
-        TilegymDBError: the exit status is not in ``answers``; the message is the command's last line.
-    """
+@cache
+def _processes() -> CapacityLimiter:
     import anyio  # installed with mcp
 
-    command = [sys.executable, "-m", "tilegym_db", *arguments]
-    done = await anyio.run_process(command, stdin=subprocess.DEVNULL, check=False)
+    return anyio.CapacityLimiter(MAX_PROCESSES)
+
+
+def command_words(command: str, values: Sequence[str | None], options: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line on which no value is read as an option, even one that begins with ``-``."""
+    named = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    return [*command.split(), *named, "--", *(value for value in values if value is not None)]
+
+
+async def _text(command: str, *values: str | None, answers: Sequence[int] = (0,), **options: object) -> str:
+    """Run one command with values and options, and return its standard output.
+
+    Raises:
+        ToolError: the exit status is not in ``answers``; the client reads the command's reason.
+    """
+    import anyio
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    words = [sys.executable, "-m", "tilegym_db", *command_words(command, values, options)]
+    async with _processes():
+        try:
+            done = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False)
+        except (ValueError, OSError) as error:  # a value with a null character, or one that is too long
+            raise ToolError(f"the values cannot be passed to a command: {error}") from None
     if done.returncode not in answers:
-        said = (done.stderr or done.stdout).decode(errors="replace").strip()
-        raise TilegymDBError(
-            said.splitlines()[-1] if said else f"it ended with status {done.returncode}", code="command_failed"
-        )
+        raise ToolError(_reason(done.stderr.decode(errors="replace"), done.returncode))
     return done.stdout.decode()
 
 
-async def _json(*arguments: str, answers: Sequence[int] = (0,)) -> Any:
-    return json.loads(await _command(*arguments, "--json", answers=answers))
+def _reason(stderr: str, status: int) -> str:
+    """Return the last error of a command's standard error, else its last line."""
+    lines = stderr.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.lower().startswith("error: ")]
+    text = "\n".join(lines[starts[-1] if starts else -1 :])
+    return text[len("error: ") :] if starts else text or f"the command ended with status {status}"
 
 
-async def list_definitions(op_type: str | None = None) -> list[dict[str, Any]]:
-    """List operators with their families, verified languages and numbers of solutions and workloads."""
-    found: list[dict[str, Any]] = await _json("list", *(["--op-type", op_type] if op_type else []))
-    return found
+async def _json(command: str, *values: str | None, answers: Sequence[int] = (0,), **options: object) -> Any:
+    return json.loads(await _text(f"{command} --json", *values, answers=answers, **options))
+
+
+def page_of(entries: Sequence[Any], start: int) -> dict[str, Any]:
+    """Return the entries from ``start`` that fit into an answer, their total, and the next start if some are left."""
+    end, length = start, 0
+    while end < len(entries):
+        length += len(json.dumps(entries[end]))
+        if length > MAX_LIST and end > start:
+            break
+        end += 1
+    return {"entries": [*entries[start:end]], "total": len(entries), "next_start": end if end < len(entries) else None}
+
+
+async def list_definitions(op_type: str | None = None, start: int = 0) -> dict[str, Any]:
+    """List operators with their families, verified languages and numbers of solutions and workloads.
+
+    Args:
+        op_type: a family; all by default.
+        start: number of entries to skip: the ``next_start`` of the answer before.
+    """
+    return page_of(await _json("list", op_type=op_type), max(start, 0))
 
 
 async def show_definition(name: str) -> dict[str, Any]:
@@ -87,21 +137,29 @@ async def show_definition(name: str) -> dict[str, Any]:
     return found
 
 
-async def list_awards() -> list[dict[str, Any]]:
-    """List awards, the kernels that beat the best baseline by 1.10x, and whether their evidence is still valid."""
-    found: list[dict[str, Any]] = await _json("list", "--awards")
-    return found
+async def list_awards(op_type: str | None = None, start: int = 0) -> dict[str, Any]:
+    """List awards, the kernels that beat the best baseline by 1.10x, and whether their evidence is still valid.
+
+    Args:
+        op_type: a family; all by default.
+        start: number of entries to skip: the ``next_start`` of the answer before.
+    """
+    return page_of(await _json("list --awards", op_type=op_type), max(start, 0))
 
 
-async def task_status(task: str | None = None) -> list[dict[str, Any]]:
-    """List tasks, or the attempts at one task with the steps passed and the reason for the refusal."""
-    found: list[dict[str, Any]] = await _json("task", "status", *([task] if task else []))
-    return found
+async def task_status(task: str | None = None, start: int = 0) -> dict[str, Any]:
+    """List tasks, or the attempts at one task with the steps passed and the reason for the refusal.
+
+    Args:
+        task: its id, or how it begins; all tasks by default.
+        start: number of entries to skip: the ``next_start`` of the answer before.
+    """
+    return page_of(await _json("task status", task), max(start, 0))
 
 
 async def task_prompt(task: str) -> str:
     """Return the author's page of a task: operator, shapes, bars, rules, earlier attempts, patterns."""
-    return await _command("task", "prompt", task)
+    return await _text("task prompt", task)
 
 
 async def recommend(config: str, gpu: str) -> dict[str, Any]:
@@ -111,14 +169,17 @@ async def recommend(config: str, gpu: str) -> dict[str, Any]:
         config: path of a model's config.json on this machine.
         gpu: slug or family.
     """
-    found: dict[str, Any] = await _json("task", "recommend", config, "--gpu", gpu)
+    found: dict[str, Any] = await _json("task recommend", config, gpu=gpu)
     return found
 
 
-async def check_architecture() -> list[str]:
-    """Check the whole catalog: missing kernels per language, missing traces of the newest versions, names, pattern evidence."""
-    found: list[str] = await _json("check", "--architecture", answers=CHECK_STATUSES)
-    return found
+async def check_architecture(start: int = 0) -> dict[str, Any]:
+    """Check the whole catalog: missing kernels per language, missing traces of the newest versions, names, pattern evidence.
+
+    Args:
+        start: number of entries to skip: the ``next_start`` of the answer before.
+    """
+    return page_of(await _json("check --architecture", answers=CHECK_STATUSES), max(start, 0))
 
 
 async def task_from_model(
@@ -132,8 +193,7 @@ async def task_from_model(
         gpu: slug, family, or ``auto`` for the GPU of this machine.
         prompt: number of random tokens in the profiled call.
     """
-    options = ["--language", language, "--gpu", gpu, "--prompt-tokens", str(prompt)]
-    found: dict[str, Any] = await _json("task", "from-model", config, *options)
+    found: dict[str, Any] = await _json("task from-model", config, language=language, gpu=gpu, prompt_tokens=prompt)
     return found
 
 
@@ -141,8 +201,7 @@ async def task_create(
     definition: str, language: str = "triton", gpu: str = "auto", workload: str | None = None
 ) -> dict[str, Any]:
     """Create a task for an operator, a language and a GPU, and return it with its id and bars."""
-    options = ["--language", language, "--gpu", gpu, *(["--workload", workload] if workload else [])]
-    found: dict[str, Any] = await _json("task", "create", definition, *options)
+    found: dict[str, Any] = await _json("task create", definition, language=language, gpu=gpu, workload=workload)
     return found
 
 
@@ -157,7 +216,7 @@ async def task_submit(task: str, kernel: str, solution: dict[str, Any]) -> dict[
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as folder:
         Path(folder, "kernel.py").write_text(kernel)
         Path(folder, "solution.json").write_text(json.dumps(solution))
-        found: dict[str, Any] = await _json("task", "submit", task, folder, answers=VERDICT_STATUSES)
+        found: dict[str, Any] = await _json("task submit", task, folder, answers=VERDICT_STATUSES)
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Literal
+from typing import Final, Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
@@ -456,8 +456,15 @@ class SummaryRow:
     over_best: float | None = None
 
 
+VERIFICATION: Final = "promotion"
+"""The tier of verification."""
+
+
 def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
-    """Return one row per Solution, in order of first appearance; workloads that a Solution excludes do not count."""
+    """Return one row per Solution, in order of first appearance; workloads that a Solution excludes do not count.
+
+    A verified pair replaces its screen, and the ratios of a Solution come from one tier: the verification if it has one.
+    """
     grouped: dict[str, list[Trace]] = {}
     for trace in traces:
         grouped.setdefault(trace.solution, []).append(trace)
@@ -465,9 +472,16 @@ def summarise(traces: Sequence[Trace]) -> list[SummaryRow]:
 
 
 def _row(solution: str, traces: list[Trace]) -> SummaryRow:
-    counted = [trace for trace in traces if trace.status != "UNSUPPORTED"]
+    final = [trace for trace in traces if trace.tier == VERIFICATION]
+    replaced = {(trace.workload_uuid, config_id(trace.config)) for trace in final}
+    counted = [
+        trace
+        for trace in traces
+        if trace.status != "UNSUPPORTED"
+        and (not final or trace.tier == VERIFICATION or (trace.workload_uuid, config_id(trace.config)) not in replaced)
+    ]
     failures = [trace for trace in counted if trace.status != "PASSED"]
-    timed = [trace.performance for trace in counted if trace.performance is not None]
+    timed = [trace.performance for trace in final or counted if trace.performance is not None]
     light = [performance.sol_ratio for performance in timed if performance.sol_ratio]
     ratios: dict[str | None, list[float]] = {}
     for performance in timed:
@@ -475,7 +489,8 @@ def _row(solution: str, traces: list[Trace]) -> SummaryRow:
             ratios.setdefault(comparison.provides, []).append(comparison.ratio)
     note = ""
     if not counted:
-        note = f"{traces[0].status}: {traces[0].reason}"
+        unsupported = next(trace for trace in final or traces if trace.status == "UNSUPPORTED")
+        note = f"{unsupported.status}: {unsupported.reason}"
     elif failures:
         note = f"{failures[0].status}: {failures[0].reason}"
     elif all(trace.tier == "interpreter" for trace in counted):

@@ -23,6 +23,7 @@ from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_
 from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
+from tilegym_db.verification.expected import raising_out_of_memory
 from tilegym_db.verification.phases import TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure
@@ -86,7 +87,8 @@ class WorkloadTiming:
         order, device = random.Random(self.context.seed).randrange(1 << 62), self.context.machine.device
         try:
             buffer_bytes = candidates[0].runner.handle.limits.buffer_bytes
-            pool = BufferPool(workload_run.plan.definition, contents.sets, device, buffer_bytes)
+            with raising_out_of_memory():
+                pool = BufferPool(workload_run.plan.definition, contents.sets, device, buffer_bytes)
         except CANNOT_VERIFY as error:
             for candidate in candidates:
                 self._fail(workload_run, candidate.runner, Failure("UNSUPPORTED", f"cannot be timed here: {error}"))
@@ -171,11 +173,12 @@ class WorkloadTiming:
                 return found
             owned = found
         try:
-            changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
-            if changed_inputs is not None:
-                return changed_inputs
-            activities = 0 if owned is None else owned.activities
-            wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
+            with raising_out_of_memory():
+                changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
+                if changed_inputs is not None:
+                    return changed_inputs
+                activities = 0 if owned is None else owned.activities
+                wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"its time cannot be checked on this machine: {error}")
         if isinstance(wall_us, Failure):

@@ -184,7 +184,8 @@ def why_not_faster(candidate: Candidate, definition: Definition, stock: Candidat
         return Refusal("not_compared", "it was not compared with the stock code")
     if not candidate.speedup_ci_low > bar:
         ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
-        is_slower = (candidate.speedup or 1.0) < 1.0
+        # Published files have no upper end. The interval of a ratio is symmetric in its logarithm.
+        is_slower = (candidate.speedup or 1.0) ** 2 < candidate.speedup_ci_low
         verdict = "slower than stock" if is_slower else "not faster than stock by more than noise"
         return Refusal("not_faster", f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}")
     return _why_launched_later(candidate, stock)

@@ -20,6 +20,11 @@ SCHEMES = ("s3", "file")
 """Tested schemes. PyArrow supports more, but retries some of them for a quarter of an hour."""
 
 
+CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 5.0
+"""Seconds without a connection or a byte before an attempt counts as failed. A slow answer does not."""
+ATTEMPTS = 3
+
+
 class SharedPlace:
     """A folder, or ``s3://bucket/folder`` as ``pyarrow.fs`` reads it.
 
@@ -67,6 +72,8 @@ class SharedPlace:
         except OSError as error:  # pyarrow asks for the region of a bucket
             raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.", code="place_unreachable") from None
         self.is_local = isinstance(self.files, fs.LocalFileSystem)
+        if isinstance(self.files, fs.S3FileSystem):
+            self.files = _not_too_patient(self.files)
 
     @property
     def shown(self) -> str:
@@ -165,6 +172,19 @@ class SharedPlace:
             "AWS_ENDPOINT_URL for another service).",
             code="place_refused",
         )
+
+
+def _not_too_patient(files: Any) -> Any:
+    """Return the same file system with fewer attempts. By default a service that never answers is asked for 100 s in silence."""
+    from pyarrow import fs
+
+    rebuild, (options,) = files.__reduce__()
+    patience = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "request_timeout": REQUEST_TIMEOUT_S,
+        "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+    }
+    return rebuild({**options, **patience})
 
 
 def hidden(text: str, environment: Mapping[str, str] = os.environ) -> str:

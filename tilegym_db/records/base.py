@@ -10,6 +10,7 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -229,6 +230,23 @@ def _text(most: int, allowed: str) -> Callable[[str], str]:
         return value
 
     return check
+
+
+FIRST_YEAR, LAST_YEAR = 2000, 2199
+"""Years of a record. Beyond them a clock was wrong, and time zones and plots would leave the calendar."""
+
+
+def in_utc(value: datetime) -> datetime:
+    """Return a time in UTC; one without a zone is in UTC already.
+
+    Raises:
+        RecordError: the year is outside :data:`FIRST_YEAR` to :data:`LAST_YEAR`.
+    """
+    if not FIRST_YEAR <= value.year <= LAST_YEAR:
+        raise RecordError(
+            f"{value} is out of range: a record is from {FIRST_YEAR} to {LAST_YEAR}", code="time_out_of_range"
+        )
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 Int64 = Annotated[int, Strict(), AfterValidator(_in_64_bits)]

@@ -595,6 +595,28 @@ def check_self_test(test: SelfTest | None, reference: str, inputs: Collection[st
         raise RecordError.of(faults)
 
 
+def copied_formulation(reference: str, test: SelfTest | None) -> RecordError | None:
+    """Return the error if the formulation is the reference, but for comments, docstrings and spacing. A new draft has that."""
+    if test is None or _code(test.independent) != _code(reference):
+        return None
+    return RecordError(
+        "self_test.independent: is the reference itself, so they cannot disagree. Write another formulation of the maths.",
+        code="independent_copied",
+    )
+
+
+def _code(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and node.body and _is_text(node.body[0]):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 # ---- tolerance rules ------------------------------------------------------------------------------
 # A ``tolerance`` names known dtypes; a ``share`` needs products of low-precision formats.
 

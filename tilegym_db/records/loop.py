@@ -7,13 +7,13 @@ gone, or if a failure revoked it.
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Prose, Real, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Prose, Real, Record, RecordPart, canonical_json, in_utc
 from tilegym_db.records.solution import Config
 from tilegym_db.records.workload import NAMESPACE
 
@@ -36,7 +36,7 @@ _DIGEST = r"^[0-9a-f]{64}$"
 def _in_utc(value: datetime) -> datetime:
     if value.tzinfo is None:
         raise RecordError("a time needs a time zone", code="time_zone_missing")
-    return value.astimezone(UTC)
+    return in_utc(value)
 
 
 Moment = Annotated[datetime, AfterValidator(_in_utc)]

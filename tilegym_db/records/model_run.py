@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart
+from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, in_utc
 
 
 class Estimate(RecordPart):
@@ -142,7 +142,7 @@ class ModelRun(Record):
     def _in_utc(cls, value: datetime) -> datetime:
         if value.tzinfo is None:
             raise RecordError("timestamp needs a time zone", code="time_zone_missing")
-        return value.astimezone(UTC)
+        return in_utc(value)
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:

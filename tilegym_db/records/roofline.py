@@ -27,7 +27,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart
+from tilegym_db.records.base import NAME_PATTERN, Int64, Real, Record, RecordPart, in_utc
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.hardware import CPU
@@ -308,6 +308,7 @@ class GpuPeaks(Record):
             raise RecordError("gpu: peaks are calibrated for GPUs, not for a CPU", code="gpu_is_cpu")
         if self.timestamp.tzinfo is None:
             raise RecordError("timestamp: needs a time zone", code="time_zone_missing")
+        in_utc(self.timestamp)
         if self.no_launch_us.value >= self.launch_us.value:
             raise RecordError(
                 f"launch_us: an empty kernel ({self.launch_us.value} us) must take longer than no kernel at all "

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json
+from tilegym_db.records.base import NAME_PATTERN, Flag, Int64, Real, Record, RecordPart, canonical_json, in_utc
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Tunable
 from tilegym_db.records.workload import NAMESPACE
@@ -204,7 +204,7 @@ class Trace(Record):
     layouts: dict[str, str] = {}
     blobs: dict[str, str] = {}
     """Input -> sha256 of the file with its contents. The contents of all other inputs were drawn."""
-    gpu: str
+    gpu: str = Field(pattern=NAME_PATTERN)
     gpu_name: str
     sm: str = ""
     driver: str = ""
@@ -231,10 +231,7 @@ class Trace(Record):
     @field_validator("timestamp")
     @classmethod
     def _in_utc(cls, value: datetime) -> datetime:
-        try:
-            return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-        except OverflowError:
-            raise RecordError(f"{value} is out of range in UTC", code="time_out_of_range") from None
+        return in_utc(value)
 
     @model_validator(mode="after")
     def _metrics_match_status(self) -> Self:

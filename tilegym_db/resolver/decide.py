@@ -220,7 +220,9 @@ def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candid
         times = f"{candidate.latency_us:.2f} us against {winner.latency_us:.2f} us of {winner}"
         if candidate is winner:
             continue
-        if held is not None and held is not best and candidate in as_fast:
+        if winner is best and candidate in as_fast:
+            lost.append(Rejection(candidate, f"not faster by more than noise: {times}"))
+        elif held is not None and held is not best and candidate in as_fast:
             lost.append(Rejection(candidate, f"inside noise of what is serving, which stays: {times}"))
         elif winner is not best and candidate in as_fast:
             known = "unknown" if candidate.host_us is None else f"{candidate.host_us:.1f} us"

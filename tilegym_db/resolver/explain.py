@@ -183,5 +183,8 @@ def next_step(
     if any(same_gpu(asked, gpu) for gpu in measured):
         return f"{absent}Kernels measured on {asked}: tilegym-db best {definition} --gpu {asked}"
     if others:
-        return f"{absent}Kernels measured elsewhere: tilegym-db best {definition} --gpu {others[0]}"
+        return (
+            f"{absent}It is measured on {', '.join(others)}. Next, on a machine with {asked}: "
+            f"tilegym-db bench {definition} --gpu {asked} --verify"
+        )
     return f"{absent}Its kernels can still be compiled here: tilegym-db compile {definition}"

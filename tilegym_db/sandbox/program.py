@@ -348,13 +348,10 @@ def is_compile_error(error: BaseException) -> bool:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True if the GPU is out of memory, which other processes may have taken."""
-    import torch
+    """Return True if the device is out of memory, which other processes may have taken. A CUDA context may not fit either."""
+    from tilegym_db.errors import is_out_of_memory
 
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    # CUDA's error if not even a context fits.
-    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    return is_out_of_memory(error)
 
 
 def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, str] | None:

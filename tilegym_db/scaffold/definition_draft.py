@@ -285,7 +285,7 @@ def _tiny_workloads(record: Definition) -> list[Workload]:
     """Return one small Workload per dtype, tagged ``tiny``, for the self-test."""
     sizes = {name: TINY_SIZES[index % len(TINY_SIZES)] for index, name in enumerate(record.var_axes)}
     scalars = {name: spec for name, spec in record.inputs.items() if spec.is_scalar}
-    inputs = {name: {"type": "scalar", "value": _scalar(name, spec.dtype)} for name, spec in scalars.items()}
+    inputs = {name: {"type": "scalar", "value": example_scalar(name, spec.dtype)} for name, spec in scalars.items()}
     bindings: list[dict[str, str]] = [{"T": dtype} for dtype in record.dtypes["T"]] if record.dtypes else [{}]
     return [
         Workload.from_dict(
@@ -295,7 +295,8 @@ def _tiny_workloads(record: Definition) -> list[Workload]:
     ]
 
 
-def _scalar(name: str, dtype: str) -> Any:
+def example_scalar(name: str, dtype: str) -> Any:
+    """Return a usual value of a scalar input."""
     return TRIAL_SCALARS.get(dtype, 1e-5 if name.startswith("eps") else 0.5)
 
 

@@ -320,7 +320,11 @@ MAY_BE_ZERO = ("head_dim", "type_vocab_size")
 
 
 def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
-    """Raise :class:`UsageError` for a size that is no whole number up to :data:`MAX_SIZES`; null is left alone."""
+    """Raise :class:`UsageError` for a size that is no whole number up to :data:`MAX_SIZES`; null is left alone.
+
+    Values that no record can keep are refused too, before anything is measured.
+    """
+    _check_values(content, file, "")
     for key, value in _entries(content):
         most = MAX_SIZES.get(key)
         if most is None or value is None:
@@ -332,6 +336,24 @@ def check_config_sizes(content: Mapping[str, Any], file: Path) -> None:
                 f"{file}: {key} must be a whole number from {least} to {most}, not {json.dumps(value)[:40]}.",
                 code="config_size_invalid",
             )
+
+
+def _check_values(value: Any, file: Path, where: str, *, in_list: bool = False) -> None:
+    """Raise :class:`UsageError` for NaN, for an infinite number outside a list of limits, and for text outside of Unicode."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_values(key, file, where or "a key")
+            _check_values(inner, file, f"{where}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_values(inner, file, where, in_list=True)
+    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not in_list)):
+        raise UsageError(f"{file}: {where} must be a finite number, not {value}.", code="config_number_invalid")
+    elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UsageError(
+            f"{file}: {where!a} has half of a surrogate pair, which no file can keep: {ascii(value)[:80]}.",
+            code="config_text_invalid",
+        )
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -192,6 +192,18 @@ def _tile_kernel(definition: Definition, language: str) -> str:
 # ``<name>``, ``<arguments>``, ``<call>``, ``<try>``, ``<x>`` and ``<out>`` are filled in. ``copy`` reads an input of the
 # output's shape; ``clear`` is for operators that have none.
 
+
+def unfinished(record: Solution, sources: Mapping[str, bytes], definition: Definition) -> list[str]:
+    """Return one line for each TODO of a draft that is still in a Solution. An author's own remarks are none."""
+    draft = draft_solution(definition, record.spec.language, record.name, record.author)
+    places = {line.strip() for text in draft.values() for line in text.splitlines() if "TODO" in line}
+    found = [f"{RECORD_NAME}: {record.description}"] if record.description.startswith("TODO") else []
+    for path, content in sources.items():
+        lines = enumerate(content.decode(errors="replace").splitlines(), start=1)
+        found += [f"{path}:{number}: {line.strip()}" for number, line in lines if line.strip() in places]
+    return found
+
+
 _RUN = '''def run(<arguments>, *, {tunable}):
     """TODO: the formula, with what is rounded where.
 

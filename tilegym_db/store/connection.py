@@ -28,7 +28,16 @@ from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.installation import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.store import statements
-from tilegym_db.store.database import Store, attach, connect, is_damage, remove_database, write_ahead_log, writer_lock
+from tilegym_db.store.database import (
+    LOCK_TIMEOUT_S,
+    Store,
+    attach,
+    connect,
+    is_damage,
+    remove_database,
+    write_ahead_log,
+    writer_lock,
+)
 from tilegym_db.store.fingerprints import fingerprints, outdated
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.journal import journal_files
@@ -53,7 +62,6 @@ if TYPE_CHECKING:
 
 
 DATABASE_NAME = "tilegym.duckdb"
-LOCK_TIMEOUT_S = 10.0
 CREATION_TIMEOUT_S = 120.0
 """Seconds to wait for another process that is creating the database."""
 
@@ -208,7 +216,14 @@ def _checked_meta(store: Store) -> dict[str, str]:
             code="store_foreign",
         )
     meta = {row["key"]: row["value"] for row in store.rows(statements.META)}
-    version = int(meta["schema_version"])
+    text = meta.get("schema_version") or ""
+    if not (text.isascii() and text.isdigit()):
+        raise StoreError(
+            f"{store.path} states no version of its tables. Make it anew from the journals: "
+            "tilegym-db data ingest --rebuild",
+            code="store_damaged",
+        )
+    version = int(text)
     if version > statements.SCHEMA_VERSION:
         raise StoreError(
             f"{store.path} was written by a newer version of tilegym-db (schema {version}; this one knows "
@@ -271,11 +286,12 @@ def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep
     journaled = load_home(store)
     for note in journaled.notes:
         _log.warning("%s", note)
+    adopted = IngestReport()
     if history is not None:
-        _adopt(store, history, (*statements.ADOPT_HISTORY, *([statements.ADOPT_TRACES] if keep_traces else [])))
+        adopted = _adopt(store, history, keep_traces)
     with store.translated("create"):  # the moved file must be complete; closing would hide a full disk
         store.connection.execute("CHECKPOINT")
-    return combined(shipped, journaled)
+    return combined(shipped, journaled, adopted)
 
 
 def load_home(store: Store, *, trust: bool = False) -> IngestReport:
@@ -303,19 +319,38 @@ def _can_be_kept(path: Path) -> bool:
     return True
 
 
-def _adopt(store: Store, old: Path, adoptions: Iterable[str]) -> None:
+def _adopt(store: Store, old: Path, keep_traces: bool) -> IngestReport:
+    """Copy what only the old database has. Without ``keep_traces``, traces of this installation come from its journals alone."""
+    notes = []
     with store.translated("take over the history of"):
         attach(store.connection, old, "old", "READ_ONLY")
     with store.transaction("create") as connection:
-        for statement in adoptions:
+        for statement in statements.ADOPT_HISTORY:
             connection.execute(statement)
         trust = {"trace_records": statements.ADOPT_TRUST, "model_run_records": statements.ADOPT_MODEL_RUN_TRUST}
         for table, statement in trust.items():
             if connection.execute(statements.HAS_OLD_TRUST, {"table": table}).fetchall()[0][0]:
                 connection.execute(statement)
+                if table == "trace_records" and not keep_traces:
+                    notes += _adopt_foreign(connection)
+        if keep_traces:
+            connection.execute(statements.ADOPT_TRACES)
         mark_newest(connection)
     with store.translated("create"):
         store.connection.execute("DETACH old")
+    return IngestReport(notes=tuple(notes))
+
+
+def _adopt_foreign(connection: DuckDBPyConnection) -> list[str]:
+    """Copy foreign traces; return sentences on what was copied and what was left out."""
+    (copied,) = connection.execute(statements.ADOPT_FOREIGN).fetchall()[0]
+    (left_out,) = connection.execute(statements.COUNT_LEFT_OUT).fetchall()[0]
+    notes = []
+    if copied:
+        notes.append(f"{copied} traces of other files or data sets were copied from the old database.")
+    if left_out:
+        notes.append(f"{left_out} traces measured here are in no journal any more, so they were left out.")
+    return notes
 
 
 # ---- ingest ---------------------------------------------------------------------------------------
@@ -354,8 +389,8 @@ def rebuild(
 ) -> IngestReport:
     """Rebuild the database from the catalog, its shipped traces and the journals, and replace the old one at the end.
 
-    Older definitions and solutions are copied if the old database can be read. Traces that were ingested from files
-    other than journals are not.
+    If the old database can be read, older definitions and solutions are copied, and so are the traces that were ingested from
+    other files or synced. The notes of the report say how many, and what was left out.
 
     Raises:
         StoreError: another process has the database open, it is newer than this version, or the disk is full; the old
@@ -372,7 +407,7 @@ def rebuild(
             if history is None or not is_damage(error):
                 raise
             report, notes = create_database(path, catalog), (_forgotten(path),)
-    return replace(report, notes=notes)
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str, ...]]:
@@ -389,7 +424,10 @@ def _history(path: Path, lock_timeout_s: float) -> tuple[Path | None, tuple[str,
 
 
 def _forgotten(path: Path) -> str:
-    return f"{path} was damaged, so definitions and solutions that left the catalog are forgotten."
+    return (
+        f"{path} was damaged, so definitions and solutions that left the catalog are forgotten, and so are traces of other files "
+        "and data sets. To add them again: tilegym-db data ingest FILES, tilegym-db data sync URI"
+    )
 
 
 # ---- refresh --------------------------------------------------------------------------------------

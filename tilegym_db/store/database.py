@@ -6,6 +6,7 @@ This module knows nothing of traces; :mod:`tilegym_db.store.connection` decides 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -17,13 +18,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tilegym_db.errors import StoreError
-from tilegym_db.files import POLL_S, hold_lock
+from tilegym_db.files import POLL_S, hold_lock, lock_holder
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from tilegym_db.store.answer import Answer
 
+
+_log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 10.0
+READER_TIMEOUT_S = 600.0
+"""Seconds that a reader waits for a command of this package that writes, such as a long ingest."""
+SILENT_S = 2.0
 
 STORAGE_VERSION = "v1.5.0"
 """Format of the files, which DuckDB 1.5's command line and UI can open."""
@@ -202,6 +210,8 @@ class Store:
 def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnection:
     """Connect to a DuckDB file, waiting up to ``timeout_s`` seconds for another process to release it.
 
+    A reader with the default timeout waits longer, with a message, while a command of this package writes.
+
     A reader's connection cannot write, access files, load extensions, or change its settings.
 
     Raises:
@@ -209,14 +219,22 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
     """
     import duckdb
 
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
+    said = False
     while True:
         try:
             connection = duckdb.connect(path, config=_READER, read_only=True) if read_only else _attached(path)
             break
         except duckdb.IOException as error:
-            if "Could not set lock" not in str(error) or time.monotonic() >= deadline:
+            waited_s = time.monotonic() - started
+            if "Could not set lock" not in str(error):
                 raise explained(error, path, "open") from error
+            writer = lock_holder(_lock_file(path)) if read_only and timeout_s >= LOCK_TIMEOUT_S else None
+            if waited_s >= (timeout_s if writer is None else READER_TIMEOUT_S):
+                raise explained(error, path, "open") from error
+            if writer is not None and waited_s >= SILENT_S and not said:
+                _log.warning("waiting: another tilegym-db (PID %d) writes %s.", writer, path)
+                said = True
         except duckdb.Error as error:
             raise explained(error, path, "open") from error
         time.sleep(POLL_S)
@@ -306,6 +324,10 @@ def write_ahead_log(path: Path) -> Path:
 # The writers' lock: one process at a time changes the database.
 
 
+def _lock_file(database: Path) -> Path:
+    return database.with_name(database.name + ".lock")
+
+
 @contextmanager
 def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
     """Hold ``<database>.lock``. The kernel releases it when the process ends for any reason.
@@ -314,7 +336,7 @@ def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
         StoreError: another process (or another store of this one) holds it for longer than ``timeout_s`` seconds, or
             the folder cannot be written.
     """
-    path = database.with_name(database.name + ".lock")
+    path = _lock_file(database)
     consequence = "Measurements are not lost, they stay in the journals."
     with hold_lock(path, database, max(timeout_s, 0.0), consequence):
         yield

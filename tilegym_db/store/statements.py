@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.resources import files
 from string import Template
 
+from tilegym_db.records.base import FIRST_YEAR, LAST_YEAR, NAME_PATTERN
 from tilegym_db.records.hardware import GPU_SLUGS, gpu_family
 from tilegym_db.records.loop import MIN_SPEEDUP
 from tilegym_db.records.trace import (
@@ -122,6 +123,12 @@ ADOPT_HISTORY = (
 # By name, so that a column or struct key missing from an older schema is null.
 ADOPT_TRACES = "INSERT INTO trace_records BY NAME FROM old.trace_records ANTI JOIN trace_records USING (trace_id)"
 
+# Traces that no journal and no shipped set has: of files that the user ingested, and of shared data sets.
+ADOPT_FOREIGN = """INSERT INTO trace_records BY NAME SELECT o.* FROM old.trace_records o ANTI JOIN trace_records USING (trace_id)
+    WHERE o.origin = 'foreign'"""
+COUNT_LEFT_OUT = """SELECT count(*) AS n FROM old.trace_records o ANTI JOIN trace_records USING (trace_id)
+    WHERE o.origin = 'local'"""
+
 HAS_OLD_TRUST = """
     SELECT count(*) FROM duckdb_columns()
     WHERE database_name = 'old' AND table_name = $table AND column_name = 'trusted'
@@ -184,6 +191,12 @@ _FILES = """read_json($files, format = 'newline_delimited', columns = {
         "index" BIGINT[], expected VARCHAR, got VARCHAR, worst_row BIGINT, command VARCHAR)',
     overrules: 'STRUCT(trace_id VARCHAR, "by" VARCHAR)'})"""
 
+
+def _are_finite(struct: str, *fields: str) -> str:
+    """Return SQL that is true if the numbers of a struct are finite or null."""
+    return " AND ".join(f"coalesce(isfinite({struct}.{field}), true)" for field in fields)
+
+
 # The rules of records.Trace that views and resolver rely on. NOT NULL in schema.sql covers the required keys.
 _IS_TRACE = f"""coalesce(
     tier IN ({listed(TIERS)}) AND status IN ({listed(STATUSES)})
@@ -192,6 +205,13 @@ _IS_TRACE = f"""coalesce(
     AND (performance IS NULL OR (performance.latency_us > 0 AND performance.ci_low_us IS NOT NULL
         AND performance.ci_high_us IS NOT NULL AND performance.samples >= 1 AND performance.timer IS NOT NULL))
     AND (envelope IS NULL OR (envelope.cases IS NOT NULL AND envelope.digest IS NOT NULL AND envelope.seed IS NOT NULL))
+    AND regexp_full_match(gpu, '{NAME_PATTERN.strip("^$")}')
+    AND year(timestamp) BETWEEN {FIRST_YEAR} AND {LAST_YEAR}
+    AND {_are_finite("correctness", "rel_fro", "worst_row_rel", "max_abs", "matched_ratio")}
+    AND {_are_finite("performance", "latency_us", "ci_low_us", "ci_high_us", "host_us", "sol_us", "sol_ratio")}
+    AND {_are_finite("audit", "wall_us", "owned_share", "profiled_us")}
+    AND list_bool_and(list_transform(coalesce(performance.comparisons, []),
+        lambda c: isfinite(c.ratio) AND isfinite(c.ci_low) AND isfinite(c.ci_high))) IS NOT FALSE
     AND (audit IS NULL OR audit.owned_share IS NULL OR audit.owned_share BETWEEN 0 AND 1)
     AND (failure IS NULL OR (failure.gate IS NOT NULL AND failure.axes IS NOT NULL AND failure.contents IS NOT NULL
         AND failure.seed IS NOT NULL AND failure.command IS NOT NULL))

@@ -19,16 +19,17 @@ from pydantic_core import from_json
 from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
 from tilegym_db.catalog.blobs import check_blobs
 from tilegym_db.catalog.record_files import LIBRARY, WORKLOAD_BYTES, file_of, library_file, of_family_file
-from tilegym_db.catalog.writers import check_call
+from tilegym_db.catalog.writers import check_call, check_fits
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind
 from tilegym_db.files import read_bytes
 from tilegym_db.records import Definition, Solution, Workload
-from tilegym_db.records.base import parse_object, problems_of
-from tilegym_db.records.solution import find_function, normalise_language, signature_problem
+from tilegym_db.records.base import parse_object
+from tilegym_db.records.definition_rules import copied_formulation
+from tilegym_db.records.solution import find_function, normalise_language
 from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
 from tilegym_db.scaffold import is_draft, read_definition_file
-from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE
-from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name
+from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
+from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
 
 Sources = Mapping[str, bytes]
 """Path in a Solution's folder -> content."""
@@ -150,6 +151,10 @@ def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     catalog = catalog or Catalog.default()
     record = catalog.with_forward(read_definition_file(path), path)
     require_clean(scan_definition(record), path, "the record")
+    _require_finished(open_places(path), path)
+    copied = copied_formulation(record.reference, record.self_test)
+    if copied is not None:
+        raise RecordError(f"{path}: {copied}", code=copied.code)
     has_torch = importlib.util.find_spec("torch") is not None
     if has_torch:
         from tilegym_db.verification.admission import run_reference_once  # loads PyTorch
@@ -196,6 +201,7 @@ def add_solution(
         path, catalog, definition=definition, language=language, name=name, author=author, description=description
     )
     notes = _scanned(record, sources, path)
+    _require_finished(unfinished(record, sources, catalog.definition(record.definition)), path)
     folder = catalog.add_solution(record, sources)
     return Added(solution=record, paths=(folder,), scan_notes=notes)
 
@@ -228,13 +234,7 @@ def read_draft(
     else:
         author = login_name() if author is None else author.strip()
         record, sources = _from_file(path, catalog, definition, language, name, author, description, entry)
-    operator = catalog.definition(record.definition)
-    problems = problems_of(lambda: record.check_against(operator))
-    if problems:
-        raise RecordError(f"{path}: {problems[0]}.", code=problems[0].code)
-    problem = signature_problem(record, sources[record.spec.entry_path], operator)
-    if problem is not None:
-        raise RecordError(f"{path}: entry_point {problem}.", code="signature_differs")
+    check_fits(record, sources, catalog.definition(record.definition), path)
     return record, sources
 
 
@@ -362,6 +362,16 @@ def _scanned(record: Solution, sources: Sources, where: Path) -> tuple[str, ...]
     findings = scan_sources(record, sources)
     require_clean(findings, where, "this solution")
     return tuple(map(str, findings))
+
+
+def _require_finished(places: Sequence[str], path: Path) -> None:
+    """Raise :class:`RecordError` if places of a draft are still open."""
+    if places:
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        raise RecordError(
+            f"{path}: a draft with an open place: {places[0]}{more}. Replace each TODO, and add it again.",
+            code="draft_unfinished",
+        )
 
 
 # ---- Workloads ------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from tilegym_db.files import read_bytes
 from tilegym_db.published.input_files import pattern_files
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import backward_problem
+from tilegym_db.records.definition_rules import copied_formulation
 from tilegym_db.sandbox.scan import hard_findings, scan_sources, soft_findings
 from tilegym_db.scaffold import read_definition_file
 from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
+from tilegym_db.scaffold.solution_draft import unfinished
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.patterns import pattern_findings
 
@@ -86,9 +88,13 @@ def catalog_findings(
         if name in broken:
             continue  # reported above
         if name in catalog.solutions and name not in catalog.definitions:
-            findings += scan_findings(catalog.solutions[name], on_note)
+            files = catalog.solutions[name]
+            findings += scan_findings(files, on_note)
+            places = unfinished(files.record, files.sources, catalog.definition(files.record.definition))
+            findings += [f"{name}: {place}" for place in places]
             continue
         definition = catalog.definition(name)
+        findings += open_places(catalog.definition_paths[name]) + copied_findings(definition)
         workloads, solutions = catalog.workloads_for(name), catalog.solutions_for(name)
         if not definition.is_open and not any(item.record.spec.provides == "stock" for item in solutions):
             findings.append(
@@ -98,6 +104,9 @@ def catalog_findings(
         findings += backward_findings(catalog, definition)
         for solution in solutions:
             findings += scan_findings(solution, on_note)
+            findings += [
+                f"{solution.name}: {place}" for place in unfinished(solution.record, solution.sources, definition)
+            ]
         findings += blob_problems(definition, workloads, catalog.roots)
         if runs:
             findings += run_self_test(definition, tiny_workloads(definition, workloads))
@@ -117,6 +126,12 @@ def backward_findings(catalog: Catalog, definition: Definition) -> list[str]:
     return [
         f"{definition.name}: backward_of: {definition.name} cannot be the backward of {definition.backward_of}: {problem}."
     ]
+
+
+def copied_findings(definition: Definition) -> list[str]:
+    """Return the finding about a formulation that is the reference itself."""
+    copied = copied_formulation(definition.reference, definition.self_test)
+    return [] if copied is None else [f"{definition.name}: {copied}"]
 
 
 def scan_findings(solution: SolutionFiles, on_note: Remark | None = None) -> list[str]:
@@ -152,6 +167,7 @@ def draft_findings(path: Path, catalog: Catalog) -> list[str]:
         record = catalog.with_forward(read_definition_file(path), path)
     except RecordError as error:
         return findings + [f"{path}: {problem}" for problem in error.problems or (str(error),)]
+    findings += copied_findings(record)
     workloads, refused = _draft_workloads(path / WORKLOADS_FILE, record) if path.is_dir() else ([], [])
     findings += refused + blob_problems(record, workloads, (path,))
     if not path.is_dir() and record.name in catalog.definitions:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
+from tilegym_db.errors import StoreError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
+from tilegym_db.sandbox.limits import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
@@ -110,9 +115,11 @@ class WorkloadContents:
 
         Raises:
             RecordError: this workload has no oracle.
+            StoreError: the contents cannot fit in the memory of this machine.
             torch.OutOfMemoryError: the oracle does not fit in memory here.
         """
         contents = cls(definition, workload, seed, cache)
+        contents._check_memory()
         others = unusual_distributions(definition, workload, seed)
         for kept, distributions, typical, offset in (
             (contents.sets, CONTENT_SETS[:1] if contents.is_fixed else CONTENT_SETS, True, _OWN_SHAPE),
@@ -158,6 +165,20 @@ class WorkloadContents:
         """True if files hold every tensor: there is one content set, and drawn contents may differ in the amount of work."""
         drawn = {*self.definition.tensor_inputs} - {*self.definition.saved}
         return bool(drawn) and drawn <= {*self.workload.files()}
+
+    def _check_memory(self) -> None:
+        """Refuse contents larger than the memory: on a CPU, the kernel would end the process instead of the allocation."""
+        slot = plan_slot(self.definition, self._case(CONTENT_SETS[0], _OWN_SHAPE))
+        oracle = sum(8 * math.prod(tensor.shape) for tensor in slot.outputs)  # in float64
+        inputs = sum(tensor.span for tensor in slot.inputs)
+        needed = (1 if self.is_fixed else len(CONTENT_SETS)) * (inputs + oracle)
+        device = self.cache.device
+        available = available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[1]
+        if needed > available:
+            raise StoreError(
+                f"the contents of this workload need {needed / 1e9:.1f} GB of memory, and there are {available / 1e9:.1f} GB.",
+                code="memory_short",
+            )
 
     def _case(self, distribution: str, offset: int, *, typical: bool = True, drawn: bool = False) -> Case:
         case = Case.of_workload(self.definition, self.workload, distribution=distribution, seed=self.seed + offset)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import RecordError, is_out_of_memory
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
@@ -37,6 +38,18 @@ class OracleCase:
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
 
 
+@contextmanager
+def raising_out_of_memory() -> Iterator[None]:
+    """Raise ``torch.OutOfMemoryError`` for every failed allocation. On a CPU, PyTorch and Python raise other errors."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(str(error).partition("\n")[0]) from None
+
+
+@raising_out_of_memory()
 def make_oracle_case(
     definition: Definition,
     case: Case,

@@ -170,7 +170,8 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
         label: the name of that text in errors.
 
     Raises:
-        RecordError: the reference raises, or returns a wrong number of outputs or something that is not a tensor.
+        RecordError: the reference raises, writes to an input, or returns a wrong number of outputs or something that is not a
+            tensor.
     """
     where = f"{definition.name}: {label or ('reference' if source is None else 'alternative formulation')}"
     function = load_function(source or definition.reference, where)
@@ -178,11 +179,22 @@ def run_reference(definition: Definition, inputs: Inputs, *, source: str | None 
         name: value.clone() if name in definition.in_place and isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
+    versions = {
+        name: value._version
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and name not in definition.in_place and not value.is_inference()
+    }
     try:
         with torch.no_grad():
             returned = function(*(given[name] for name in definition.inputs))
     except (Exception, SystemExit):
         raise RecordError(f"{where} raises:\n{traceback.format_exc(limit=-3)}", code="reference_raises") from None
+    for name, version in versions.items():
+        if given[name]._version != version:
+            raise RecordError(
+                f"{where} writes to its input '{name}'. Compute a new tensor, or declare the output in 'in_place'.",
+                code="reference_writes_input",
+            )
     return name_outputs(definition, returned, given, where)
 
 

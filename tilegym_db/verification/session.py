@@ -28,7 +28,7 @@ from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case
+from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case, raising_out_of_memory
 from tilegym_db.verification.large import large_cases
 from tilegym_db.verification.sequences import check_sequences
 from tilegym_db.verification.verifier import (
@@ -339,7 +339,8 @@ class Verification:
         if failure is not None:
             return failure
         try:
-            return self._check_shape(contents, FuzzOutcome())
+            with raising_out_of_memory():
+                return self._check_shape(contents, FuzzOutcome())
         except CANNOT_VERIFY as error:
             return cannot_verify(error)
 
@@ -357,8 +358,9 @@ class Verification:
         if failure is not None:
             return failure
         try:
-            fuzz = self._fuzz(contents.workload, anchors, seed, cache)
-            return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
+            with raising_out_of_memory():
+                fuzz = self._fuzz(contents.workload, anchors, seed, cache)
+                return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
         except CANNOT_VERIFY as error:
             return cannot_verify(error)
 
@@ -450,8 +452,9 @@ class Verification:
             definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
         ):
             try:
-                large = make_large_case(definition, case, handle.device)
-                outcome = _check_large_case(handle, large) if large is not None else None
+                with raising_out_of_memory():
+                    large = make_large_case(definition, case, handle.device)
+                    outcome = _check_large_case(handle, large) if large is not None else None
             except (StoreError, torch.OutOfMemoryError):
                 large = outcome = None
             # An exception at such a size is loud, and a model runs stock code then. A wrong number or a lost process is not.

@@ -52,8 +52,7 @@ class Progress:
         return Observer(planned=self._planned, starting=self._starting, traced=self._traced, at_work=self._at_work)
 
     def _planned(self, plan: Plan, machine: Machine) -> None:
-        self._bar.update(self._task, total=plan.pair_count)
-        self._advance(0)
+        self._begin(plan.pair_count)
         self._console.print(
             f"{plan.pair_count} (solution, workload) pairs on {machine.gpu_name} ({machine.gpu})", highlight=False
         )
@@ -70,6 +69,11 @@ class Progress:
         self._bar.update(self._devices[device], description=f"{device}: {what}")
         if not self._console.is_terminal and what != "idle":
             self._console.print(f"{device}: {what}", highlight=False)
+
+    def _begin(self, total: int) -> None:
+        """Start at zero: a run may have several plans, one after the other."""
+        self._bar.update(self._task, total=total, completed=0)
+        self._advance(0)
 
     def _advance(self, by: int = 1) -> None:
         self._bar.advance(self._task, by)
@@ -100,8 +104,7 @@ class Progress:
         )
 
     def _tuning_planned(self, pairs: int, machine: Machine) -> None:
-        self._bar.update(self._task, total=pairs)
-        self._advance(0)
+        self._begin(pairs)
         self._console.print(
             f"{pairs} (solution, workload) pairs to tune on {machine.gpu_name} ({machine.gpu})", highlight=False
         )

@@ -11,13 +11,18 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tilegym_db.cli.kit.options import path_given
 from tilegym_db.cli.kit.output import json_text, note, plain_value, printable_lines
 from tilegym_db.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from tilegym_db.store.database import Store
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")]
@@ -65,6 +70,11 @@ class Form:
     def is_table(self) -> bool:
         """True for a table, which is for people."""
         return self.kind == "table"
+
+    @property
+    def is_typed(self) -> bool:
+        """True for Parquet and Arrow, whose columns have types."""
+        return self.kind in ("parquet", "arrow")
 
 
 def chosen_form(
@@ -118,24 +128,40 @@ def with_form(command: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
-def write_rows(form: Form, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Write rows in any form but a table. Nested values become JSON text in CSV, Parquet and Arrow."""
+def write_rows(
+    form: Form, columns: Sequence[str], rows: Sequence[Sequence[Any]], schema: pyarrow.Schema | None = None
+) -> None:
+    """Write rows in any form but a table. Nested values become JSON text in CSV, and in Parquet and Arrow without a schema."""
     if form.kind == "json":
         names = unique_names(columns)
         write_bytes(form, (json_text([dict(zip(names, row, strict=True)) for row in rows]) + "\n").encode(**_TOTAL))
     elif form.kind == "csv":
         write_bytes(form, csv_text(columns, rows).encode(**_TOTAL))
     else:
-        write_arrow(form, lambda: _arrow_table(columns, rows))
+        write_arrow(form, lambda: _arrow_table(columns, rows, schema))
 
 
 _TOTAL: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
-def write_records(form: Form, records: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-    """Write dicts with equal keys by :func:`write_rows`. ``columns`` are the names if there are no records."""
-    names = list(records[0]) if records else list(columns)
-    write_rows(form, names, [[record.get(name) for name in names] for record in records])
+def write_records(
+    form: Form, records: Sequence[Mapping[str, Any]], columns: Sequence[str] = (), schema: pyarrow.Schema | None = None
+) -> None:
+    """Write dicts with equal keys by :func:`write_rows`.
+
+    Args:
+        form: the output.
+        records: one dict per row.
+        columns: the names if there are no records.
+        schema: types of the columns in Parquet and Arrow, by name; by default those of the values.
+    """
+    names = list(records[0]) if records else list(columns or ([] if schema is None else schema.names))
+    write_rows(form, names, [[record.get(name) for name in names] for record in records], schema)
+
+
+def schema_of(form: Form, store: Store, view: str) -> pyarrow.Schema | None:
+    """Return the types of a view's columns for Parquet and Arrow, so that every command writes what ``sql`` writes."""
+    return store.sql(f"FROM {view} LIMIT 0").arrow().schema if form.is_typed else None
 
 
 def write_json(form: Form, value: Any) -> None:
@@ -205,17 +231,30 @@ def _flat(value: Any) -> Any:
     return json_text(value, indent=None) if isinstance(value, Mapping | list | tuple) else value
 
 
-def _arrow_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+def _arrow_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], schema: pyarrow.Schema | None) -> Any:
     import pyarrow as pa
 
     arrays = []
-    for index in range(len(columns)):
+    for index, column in enumerate(columns):
+        if schema is not None and column in schema.names:
+            arrays.append(_typed_array([row[index] for row in rows], schema.field(column).type))
+            continue
         values = [_flat(row[index]) if isinstance(row[index], Mapping) else row[index] for row in rows]
         try:
             arrays.append(pa.array(values))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # mixed types become JSON text
             arrays.append(pa.array([None if value is None else str(plain_value(value)) for value in values]))
     return pa.table(arrays, names=unique_names(columns))
+
+
+def _typed_array(values: Sequence[Any], kind: pyarrow.DataType) -> pyarrow.Array:
+    import pyarrow as pa
+
+    if pa.types.is_string(kind):
+        values = [value if value is None or isinstance(value, str) else _flat(value) for value in values]
+    elif pa.types.is_map(kind):
+        values = [None if value is None else list(value.items()) for value in values]
+    return pa.array(values, kind)
 
 
 def unique_names(columns: Sequence[str]) -> list[str]:

@@ -34,4 +34,5 @@ def unverified_note(
     if not count:
         return None
     passes = "1 screen pass is" if count == 1 else f"{count} screen passes are"
-    return f"{passes} not verified yet: run tilegym-db verify {definition or ''}".rstrip()
+    words = ["tilegym-db verify", *([definition] if definition else []), *(["--gpu", gpu] if gpu else [])]
+    return f"{passes} not verified yet: run {' '.join(words)}"

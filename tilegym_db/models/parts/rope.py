@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.call_site import CallSite, has_hooks
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -58,12 +58,32 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED
-    function = forward.__globals__.get(found.function)
+    function = stock_function(forward.__globals__.get(found.function))
     if not isinstance(function, FunctionType):
         kind = type(function).__name__
-        return f"its {found.function} is of type {kind}, not a plain function (replaced by the kernels package?)"
+        return f"its {found.function} is of type {kind}, neither a function nor a module around one"
     matches = known.look_up("rope", function, function.__globals__, f"its {found.function}", {})
     return matches if isinstance(matches, str) else MatchCandidates(matches)
+
+
+def stock_function(called: Any) -> Any:
+    """Return the function that a forward calls: ``called``, or the one inside it.
+
+    If the package ``kernels`` is installed, transformers wraps the function in a module whose forward passes all arguments on.
+    The module is still what the probe and stock code call.
+    """
+    if not isinstance(called, Module) or has_hooks(called) or next(called.parameters(), None) is not None:
+        return called
+    cells = getattr(type(called).forward, "__closure__", None) or ()
+    inside = [value for value in map(_content, cells) if isinstance(value, FunctionType)]
+    return inside[0] if len(inside) == 1 else called
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -160,10 +180,11 @@ def rope_function(
         complex_tables: the indices of the inputs that are complex in the model.
         tables: the indices of the inputs that are tables of cosines, sines or complex rotations.
     """
-    parameters = list(inspect.signature(stock).parameters.values())[inputs:]
+    function = stock_function(stock)
+    parameters = list(inspect.signature(function).parameters.values())[inputs:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
 
-    @functools.wraps(stock)
+    @functools.wraps(function)
     def apply_rotary(*args: Any, **kwargs: Any) -> Any:
         served, given = None, _as_real(args[:inputs], complex_tables) if complex_tables else args[:inputs]
         if len(given) != inputs or not _are_defaults(

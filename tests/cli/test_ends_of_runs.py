@@ -1,0 +1,68 @@
+"""The end of a run: Ctrl-C gives status 130 and says what was kept, and the next step is one that works."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from tilegym_db.cli.bench import finish
+from tilegym_db.measurement.plan import BenchReport, Plan
+
+
+@pytest.mark.parametrize("traced", [0, 2])
+def test_interrupted_bench_promises_no_ranking(traced: int, capsys: pytest.CaptureFixture[str]) -> None:
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    trace: Any = SimpleNamespace(
+        solution="a", language="python", status="UNSUPPORTED", reason="", tier="screen", performance=None,
+        workload_uuid="w", config={},
+    )  # fmt: skip
+    report = BenchReport("run", machine, Plan(), traces=[trace] * traced, interrupted=True)
+    with pytest.raises(typer.Exit) as stopped:
+        finish(report, as_json=False)
+    assert stopped.value.exit_code == 130
+    shown = capsys.readouterr().out
+    assert "Next: tilegym-db" not in shown
+    assert "nothing new" not in shown
+
+
+def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, cli: Any) -> None:
+    from tilegym_db.loop import fit
+
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    measured = BenchReport("run", machine, Plan(), interrupted=True)
+    report = fit.FitReport("model", machine, [], measured=measured)
+    monkeypatch.setattr(fit, "fit_config", lambda *_: report)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert cli("fit", tmp_path / "config.json", "--gpu", "cpu").code == 130
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        [("screen", "RUNTIME_ERROR", "b")],
+        [("screen", "UNSUPPORTED", "b")],
+        [("screen", "PASSED", "a"), ("promotion", "UNSUPPORTED", "b")],
+        [("screen", "UNSUPPORTED", "a"), ("screen", "TIMEOUT", "b")],
+    ],
+    ids=str,
+)
+def test_run_without_a_pass_shows_the_trace_that_says_why(
+    traces: list[tuple[str, str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    made: list[Any] = [
+        SimpleNamespace(
+            solution="a", language="python", status=status, reason="why", tier=tier, performance=None,
+            workload_uuid="w", config={}, trace_id=8 * name,
+        )
+        for tier, status, name in traces
+    ]  # fmt: skip
+    with suppress(typer.Exit):
+        finish(BenchReport("run", machine, Plan(), traces=made), as_json=False)
+    shown = capsys.readouterr().out
+    assert "Next: tilegym-db show bbbbbbbb" in shown
+    assert "PASSED: " not in shown
