@@ -69,22 +69,22 @@ KERNELS = {
         "second_product_kernel",
         (BF16, True, True, True, 16, 128, 128, 6, 8, 132),
     ),
-    "attention": ("attention_prefill_tilelang", "prefill_kernel", (128, BF16, False, 128, 128, 128, 2, 2, 1, 132)),
+    "attention": ("attention_prefill_tilelang", "prefill_kernel", (128, BF16, 128, 128, 128, 2, 2, 132)),
     "attention, large heads": (
         "attention_prefill_tilelang",
         "prefill_kernel",
-        (256, BF16, False, 128, 64, 256, 1, 2, 1, 132),
+        (256, BF16, 128, 64, 256, 1, 2, 132),
     ),
     "attention with sinks": (
         "attention_sink_prefill_tilelang",
-        "prefill_kernel",
-        (64, BF16, True, 64, 64, 64, 2, 2, 3, 132),
+        "sink_prefill_kernel",
+        (64, BF16, 192, 128, 64, 3, 1, 132),
     ),
-    "attention, a step": ("attention_decode_tilelang", "decode_kernel", (128, BF16, False, 16, 64, 128, 3, False)),
+    "attention, a step": ("attention_decode_tilelang", "decode_kernel", (128, BF16, 16, 64, 128, 3, False)),
     "attention with sinks, a step": (
         "attention_sink_decode_tilelang",
-        "decode_kernel",
-        (64, BF16, True, 16, 128, 64, 3, True),
+        "sink_decode_kernel",
+        (64, BF16, 16, 128, 64, 3, True),
     ),
 }
 """Every kernel with a pipeline: the Solution, the factory and its arguments at a size of production."""

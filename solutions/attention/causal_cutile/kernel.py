@@ -1,6 +1,6 @@
-"""Attention with shared key heads, cuTile: causal with a window, and of one position whose keys are split among blocks.
+"""Attention with shared key heads, cuTile: of whole sequences, causal, and of one position whose keys are split among blocks.
 
-The running softmax is in base 2. It may start with a sink, a score without a value: no state of it is ever infinite.
+The running softmax is in base 2. Its largest score starts at a finite number, so that no difference of two is NaN.
 """
 
 from typing import Annotated, NamedTuple
@@ -16,8 +16,7 @@ ZERO = ct.PaddingMode.ZERO
 
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
-HUGE = 1e30
-"""Beyond every score and finite: sinks are kept within it, so that no difference of two of them is NaN."""
+LEAST_SCORE = -1e30
 MOST_SPLITS = 64
 FEW_POSITIONS = 512
 """Up to so many are not split: a second launch should take longer than their few steps. Not measured."""
@@ -26,32 +25,16 @@ FEW_BLOCKS = 4 * 132
 
 
 @ct.function
-def _start(sinks):
-    """Largest score so far and sum of weights, of the sinks alone: -inf gives a sum of 0."""
-    scores = sinks.astype(ct.float32) * LOG2_E
-    scores = ct.where(scores > HUGE, HUGE, scores)
-    largest = ct.maximum(scores, -HUGE)
-    return largest, ct.exp2(scores - largest)
-
-
-@ct.function
-def _add_keys(
-    q, k, v, state, rows, window, whole, partly, scale, batch, head, block,
-    MASKED: Flag, NEGATIVE: Flag, TILE_N: Int, TILE_D: Int,
-):  # fmt: skip
-    """A step of the running softmax: a block of keys. Before block `whole` the window cuts it, from `partly` the diagonal."""
+def _add_keys(q, k, v, state, rows, scale, batch, head, block, MASKED: Flag, NEGATIVE: Flag, TILE_N: Int, TILE_D: Int):
+    """A step of the running softmax: a block of keys."""
     acc, sums, largest = state
     index, shape = (batch, head, 0, block), (1, 1, TILE_D, TILE_N)
     keys = ct.load(k, index, shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_N))
     scores = ct.mma(q, keys, ct.zeros((q.shape[0], TILE_N), dtype=ct.float32))
     if MASKED:
         # Not yet scaled: what is not seen is minus infinity once it is.
-        unseen = INFINITY if NEGATIVE else -INFINITY
         columns = block * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
-        if block < whole:
-            scores = ct.where(columns > rows - window, scores, unseen)
-        if block >= partly:
-            scores = ct.where(columns <= rows, scores, unseen)
+        scores = ct.where(columns <= rows, scores, INFINITY if NEGATIVE else -INFINITY)
     # Scaled after the maximum, so that the product and the difference are one instruction.
     found = ct.min(scores, axis=1, keepdims=True) if NEGATIVE else ct.max(scores, axis=1, keepdims=True)
     grown = ct.maximum(largest, found * scale)
@@ -67,62 +50,35 @@ def _prefill(
     q: Heads,
     k: Heads,
     v: Heads,
-    sinks: ct.Array,
     out: Heads,
-    window: int,
     scale: float,
     GROUP: Int,
-    SINK: Flag,
     NEGATIVE: Flag,
-    NARROW: Flag,
-    PACK: Int,
     TILE_S: Int,
     TILE_N: Int,
     TILE_D: Int,
 ):
-    """A block has PACK heads in a row of TILE_S positions. NEGATIVE: the scale is; NARROW: few blocks of keys are seen whole."""
-    packs = q.shape[1] // PACK
-    turn = ct.bid(0) % (q.shape[0] * packs)
-    batch, pack, kv_head = turn // packs, turn % packs, turn % packs * PACK // GROUP
+    """A block has TILE_S positions of a query head. NEGATIVE: the scale is."""
+    turn = ct.bid(0) % (q.shape[0] * q.shape[1])
+    batch, head = turn // q.shape[1], turn % q.shape[1]
+    kv_head = head // GROUP
     # The last positions see the most keys: they start first, so that the short ones fill the gaps at the end.
-    tile = ct.cdiv(q.shape[2], TILE_S) - 1 - ct.bid(0) // (q.shape[0] * packs)
+    tile = ct.cdiv(q.shape[2], TILE_S) - 1 - ct.bid(0) // (q.shape[0] * q.shape[1])
     first = tile * TILE_S
-    end = ct.minimum(first + TILE_S, q.shape[2])
-    # Of the blocks of keys from `low` to `high`, those from `whole` to `partly` are seen whole by every position.
-    low, high = ct.maximum(first - window + 1, 0) // TILE_N, ct.cdiv(end, TILE_N)
-    whole, partly = ct.cdiv(ct.maximum(end - window, 0), TILE_N), (first + 1) // TILE_N
-    positions = first + ct.arange(TILE_S, dtype=ct.int32)[None, :]
-    rows = ct.broadcast_to(positions, (PACK, TILE_S)).reshape((PACK * TILE_S, 1))
-
-    shape = (1, PACK, TILE_S, TILE_D)
-    queries = ct.load(q, (batch, pack, tile, 0), shape, padding_mode=ZERO).reshape((PACK * TILE_S, TILE_D))
-    if SINK:
-        sink = ct.gather(sinks, pack * PACK + ct.arange(PACK, dtype=ct.int32), check_bounds=False)[:, None]
-        largest, sums = _start(ct.broadcast_to(sink, (PACK, TILE_S)).reshape((PACK * TILE_S, 1)))
-    else:
-        largest = ct.full((PACK * TILE_S, 1), -HUGE, dtype=ct.float32)
-        sums = ct.zeros((PACK * TILE_S, 1), dtype=ct.float32)
-    state = ct.zeros((PACK * TILE_S, TILE_D), dtype=ct.float32), sums, largest
-    skipped = 0
-    if not NARROW:
-        skipped = ct.maximum(partly - whole, 0)
-        for block in range(whole, partly):
-            state = _add_keys(
-                queries, k, v, state, rows, window, whole, partly, scale, batch, kv_head, block,
-                False, NEGATIVE, TILE_N, TILE_D,
-            )  # fmt: skip
-    # What needs a mask: blocks that the window cuts, and after them those on the diagonal. NARROW: those between them, too.
-    for turn in range(low, high - skipped):
-        block = turn
-        if not NARROW:
-            block = ct.where(turn < whole, turn, turn + skipped).item()
-        state = _add_keys(
-            queries, k, v, state, rows, window, whole, partly, scale, batch, kv_head, block,
-            True, NEGATIVE, TILE_N, TILE_D,
-        )  # fmt: skip
+    high = ct.cdiv(ct.minimum(first + TILE_S, q.shape[2]), TILE_N)
+    whole = (first + 1) // TILE_N  # blocks of keys that every position of the tile sees
+    rows = first + ct.arange(TILE_S, dtype=ct.int32)[:, None]
+    shape = (1, 1, TILE_S, TILE_D)
+    queries = ct.load(q, (batch, head, tile, 0), shape, padding_mode=ZERO).reshape((TILE_S, TILE_D))
+    acc = ct.zeros((TILE_S, TILE_D), dtype=ct.float32)
+    sums = ct.zeros((TILE_S, 1), dtype=ct.float32)
+    state = acc, sums, ct.full((TILE_S, 1), LEAST_SCORE, dtype=ct.float32)
+    for block in range(0, whole):
+        state = _add_keys(queries, k, v, state, rows, scale, batch, kv_head, block, False, NEGATIVE, TILE_N, TILE_D)
+    for block in range(whole, high):
+        state = _add_keys(queries, k, v, state, rows, scale, batch, kv_head, block, True, NEGATIVE, TILE_N, TILE_D)
     acc, sums, _ = state
-    found = (acc * (1.0 / sums)).astype(out.dtype)
-    ct.store(out, (batch, pack, tile, 0), found.reshape(shape))
+    ct.store(out, (batch, head, tile, 0), (acc * (1.0 / sums)).astype(out.dtype).reshape(shape))
 
 
 @ct.kernel(num_worker_warps=4, occupancy=2)
@@ -130,13 +86,11 @@ def _decode(
     q: Heads,
     k: Heads,
     v: Heads,
-    sinks: ct.Array,
     out: Heads,
     statistics: ct.Array,
     scale: float,
     SPLITS: Int,
     GROUP: Int,
-    SINK: Flag,
     TILE_G: Int,
     TILE_N: Int,
     TILE_D: Int,
@@ -154,13 +108,7 @@ def _decode(
     # the instructions have 64, and heads along columns, of which they have as few as 8.
     shape = (1, 1, TILE_D, TILE_G)
     queries = ct.load(q, (batch, head, 0, 0), shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_G))
-    if SINK and SPLITS == 1:
-        sink = ct.gather(sinks, head * GROUP + members, mask=members < GROUP, check_bounds=False)
-        largest, sink_sum = _start(sink[None, :])
-    else:  # the sink takes part once, where the spans are joined
-        largest = ct.full((1, TILE_G), -HUGE, dtype=ct.float32)
-        sink_sum = ct.zeros((1, TILE_G), dtype=ct.float32)
-    start = largest
+    largest = ct.full((1, TILE_G), LEAST_SCORE, dtype=ct.float32)
     sums = ct.zeros((TILE_N, TILE_G), dtype=ct.float32)
     acc = ct.zeros((TILE_D, TILE_G), dtype=ct.float32)
     for block in range(split * share, ct.minimum(split * share + share, blocks)):
@@ -176,7 +124,7 @@ def _decode(
         values = ct.load(v, index, (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=ZERO)
         acc = ct.mma(values.reshape((TILE_D, TILE_N)), weights.astype(v.dtype), acc * shrink)
         largest = grown
-    total = ct.sum(sums, axis=0, keepdims=True) + sink_sum * ct.exp2(start - largest)
+    total = ct.sum(sums, axis=0, keepdims=True)
     if SPLITS == 1:
         found = ct.transpose(acc * (1.0 / total)).astype(out.dtype)
         ct.store(out, (batch, head, 0, 0), found.reshape((1, 1, TILE_G, TILE_D)))
@@ -190,10 +138,8 @@ def _decode(
 
 
 @ct.kernel(num_worker_warps=4, occupancy=4)
-def _join(
-    parts: Heads, statistics: ct.Array, sinks: ct.Array, out: Heads, SPLITS: Int, GROUP: Int, SINK: Flag, TILE_D: Int
-):
-    """A block has a query head: the sum of its parts, each at the scale of the largest score among them and a sink."""
+def _join(parts: Heads, statistics: ct.Array, out: Heads, SPLITS: Int, GROUP: Int, TILE_D: Int):
+    """A block has a query head: the sum of its parts, each at the scale of the largest score among them."""
     row, member = ct.bid(0) // GROUP, ct.bid(0) % GROUP
     batch, head = row // out.shape[1], row % out.shape[1]
     spans = ct.arange(SPLITS, dtype=ct.int32)
@@ -201,39 +147,30 @@ def _join(
     sums = ct.gather(statistics, (row, spans, 1, member), check_bounds=False)
     shape = (1, SPLITS, 1, TILE_D)
     accs = ct.load(parts, (row, 0, member, 0), shape, padding_mode=ZERO).reshape((SPLITS, TILE_D))
-    most = ct.max(largest, axis=0)
-    if SINK:
-        sink, sink_sum = _start(ct.gather(sinks, head * GROUP + member, check_bounds=False))
-        most = ct.maximum(sink, most)
-    shares = ct.exp2(largest - most)
-    total = ct.sum(sums * shares, axis=0)
-    if SINK:
-        total += sink_sum * ct.exp2(sink - most)
-    found = ct.sum(accs * shares[:, None], axis=0) * (1.0 / total)
+    shares = ct.exp2(largest - ct.max(largest, axis=0))
+    found = ct.sum(accs * shares[:, None], axis=0) * (1.0 / ct.sum(sums * shares, axis=0))
     ct.store(out, (batch, head, member, 0), found.astype(out.dtype).reshape((1, 1, 1, TILE_D)))
 
 
 class Config(NamedTuple):
-    """Query heads and positions of a block, which together are its rows; keys of a step; blocks a multiprocessor."""
+    """Positions of a block; keys of a step; warps; blocks a multiprocessor."""
 
-    pack: int
     tile_s: int
     tile_n: int
+    warps: int
     occupancy: int
 
 
 CONFIGS = {
-    "h1_s128_n128": Config(1, 128, 128, 1),
-    "h1_s128_n64": Config(1, 128, 64, 2),
-    "h1_s64_n64": Config(1, 64, 64, 3),
-    "h1_s64_n64_most": Config(1, 64, 64, 4),
-    "h2_s64_n128": Config(2, 64, 128, 1),
-    "h2_s64_n64": Config(2, 64, 64, 2),
+    "s128_n128": Config(128, 128, 8, 1),
+    "s128_n64": Config(128, 64, 8, 2),
+    "s64_n128": Config(64, 128, 4, 2),
+    "s64_n64": Config(64, 64, 4, 3),
+    "s64_n64_most": Config(64, 64, 4, 4),
 }
 _PREFILL = {
-    (warps, occupancy): _prefill.replace_hints(num_worker_warps=warps, occupancy=occupancy)
-    for warps in (4, 8)
-    for occupancy in (1, 2, 3, 4)
+    config[2:]: _prefill.replace_hints(num_worker_warps=config.warps, occupancy=config.occupancy)
+    for config in CONFIGS.values()
 }
 
 
@@ -243,26 +180,6 @@ def _in_base_2(scale: float) -> float:
     return scale if abs(scale) >= 1e-30 else 1e-30
 
 
-def _launch_prefill(q, k, v, sinks, window, scale, out, config: str | None) -> None:
-    B, Hq, S, D = q.shape
-    if q.numel() == 0:
-        return
-    group, window = Hq // k.shape[1], min(window, S)
-    narrow = window <= 256
-    large = D <= 128 and B * Hq * -(-S // 128) >= FEW_BLOCKS
-    pack, tile_s, tile_n, occupancy = CONFIGS[
-        config or ("h2_s64_n64" if narrow else "h1_s128_n128" if large else "h1_s64_n64")
-    ]
-    pack = min(pack, group & -group)
-    kernel = _PREFILL[8 if pack * tile_s > 64 else 4, occupancy]
-    scale = _in_base_2(scale)
-    args = (
-        q, k, v, q if sinks is None else sinks, out, window, scale, group, sinks is not None, scale < 0, narrow,
-        pack, tile_s, tile_n, max(16, 1 << (D - 1).bit_length()),
-    )  # fmt: skip
-    ct.launch(torch.cuda.current_stream(), (B * Hq // pack * -(-S // tile_s), 1, 1), kernel, args)
-
-
 def run_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, *, CONFIG: str | None = None
 ) -> None:
@@ -270,30 +187,21 @@ def run_prefill(
 
     Shapes: q and out [B, Hq, S, D], k and v [B, Hkv, S, D]; unit last strides, any others; T in bfloat16, float16.
     Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
-    Mapping: a block owns some positions of one or two query heads of a key head, and streams the keys that these positions see:
-    first those that all of them see, without a mask, then those that the diagonal cuts.
+    Mapping: a block owns some positions of a query head, and streams the keys that they see: first those that all of them see,
+    without a mask, then those that the diagonal cuts.
     CONFIG names an entry of CONFIGS. None: 128 positions of a head, or 64 if blocks are few or heads are large.
     """
-    _launch_prefill(q, k, v, None, q.shape[2], scale, out, CONFIG)
-
-
-def run_sink_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    window: int,
-    scale: float,
-    out: torch.Tensor,
-    *,
-    CONFIG: str | None = None,
-) -> None:
-    """out = T(softmax([scale * q k^T, sinks], causal, window) [v, 0]), as :func:`run_prefill`; sinks [Hq].
-
-    Keys outside the window are not read. Narrow windows have few blocks that every position sees: one loop takes all. Two heads
-    then share the keys of a window, at 64 positions each.
-    """
-    _launch_prefill(q, k, v, sinks, window, scale, out, CONFIG)
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    is_large = D <= 128 and B * Hq * -(-S // 128) >= FEW_BLOCKS
+    config = CONFIGS[CONFIG or ("s128_n128" if is_large else "s64_n64")]
+    scale = _in_base_2(scale)
+    args = (
+        q, k, v, out, scale, Hq // k.shape[1], scale < 0,
+        config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),
+    )  # fmt: skip
+    ct.launch(torch.cuda.current_stream(), (B * Hq * -(-S // config.tile_s), 1, 1), _PREFILL[config[2:]], args)
 
 
 def _splits(programs: int, length: int, wanted: int, least: int) -> int:
@@ -302,35 +210,6 @@ def _splits(programs: int, length: int, wanted: int, least: int) -> int:
         return 1
     most = min(-(-length // least), max(1, wanted // programs), MOST_SPLITS)
     return 1 << (most.bit_length() - 1)
-
-
-def _launch_decode(q, k, v, sinks, scale, out, blocks: int, least: int, tile_n: int) -> None:
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
-    if q.numel() == 0:
-        return
-    group = Hq // Hkv
-    splits = _splits(B * Hkv, L, blocks, least)
-    # Values lie along rows in the second product, and its fast instructions have 64.
-    tile_d = max(64, 1 << (D - 1).bit_length())
-    # Splitting the heads and dropping the position keeps any strides.
-    q, out = q.view(B, Hkv, group, D), out.view(B, Hkv, group, D)
-    stream, sink = torch.cuda.current_stream(), sinks is not None
-    sinks = sinks if sink else q
-    parts, statistics = out, sinks
-    if splits > 1:
-        rows = B * Hq * splits
-        # Sums of values, then the largest score and the sum of weights of each head and span.
-        workspace = torch.empty(rows * (D + 2), dtype=torch.float32, device=q.device)
-        parts = workspace[: rows * D].view(B * Hkv, splits, group, D)
-        statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
-    args = (
-        q, k, v, sinks, parts, statistics, scale * LOG2_E,
-        splits, group, sink, max(8, 1 << (group - 1).bit_length()), tile_n if D <= 128 else 64, tile_d,
-    )  # fmt: skip
-    ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
-    if splits > 1:
-        ct.launch(stream, (B * Hq, 1, 1), _join, (parts, statistics, sinks, out, splits, group, sink, tile_d))
 
 
 def run_decode(
@@ -352,20 +231,28 @@ def run_decode(
     there are BLOCKS of them, or fewer where a span would get under LEAST positions. Parts are kept in fp32 and joined by one
     block a query head.
     """
-    _launch_decode(q, k, v, None, scale, out, BLOCKS, LEAST, TILE_N)
-
-
-def run_sink_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-    *,
-    BLOCKS: int = 256,
-    LEAST: int = 256,
-    TILE_N: int = 128,
-) -> None:
-    """out = T(softmax([scale * q k^T, sinks]) [v, 0]), as :func:`run_decode`; sinks [Hq] take part once, at the end."""
-    _launch_decode(q, k, v, sinks, scale, out, BLOCKS, LEAST, TILE_N)
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return
+    group = Hq // Hkv
+    splits = _splits(B * Hkv, L, BLOCKS, LEAST)
+    # Values lie along rows in the second product, and its fast instructions have 64.
+    tile_d = max(64, 1 << (D - 1).bit_length())
+    # Splitting the heads and dropping the position keeps any strides.
+    q, out = q.view(B, Hkv, group, D), out.view(B, Hkv, group, D)
+    stream = torch.cuda.current_stream()
+    parts, statistics = out, out
+    if splits > 1:
+        rows = B * Hq * splits
+        # Sums of values, then the largest score and the sum of weights of each head and span.
+        workspace = torch.empty(rows * (D + 2), dtype=torch.float32, device=q.device)
+        parts = workspace[: rows * D].view(B * Hkv, splits, group, D)
+        statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
+    args = (
+        q, k, v, parts, statistics, scale * LOG2_E,
+        splits, group, max(8, 1 << (group - 1).bit_length()), TILE_N if D <= 128 else 64, tile_d,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
+    if splits > 1:
+        ct.launch(stream, (B * Hq, 1, 1), _join, (parts, statistics, out, splits, group, tile_d))

@@ -1,4 +1,4 @@
-"""Attention with shared key heads, TileLang, of whole sequences or one position, with sinks or without: keys by TMA.
+"""Attention with shared key heads, TileLang, of whole sequences and of one position: keys and values by TMA.
 
 One warp fetches tiles of keys and values, the others multiply. In prefill the product with the values of one step runs while the
 scores of the next are weighed, as in FlashAttention-3. What TMA cannot address (rows that are not apart, or not aligned to 16
@@ -18,23 +18,14 @@ L2_BYTES = 50 << 20  # of an H100 or H200
 
 
 @T.macro
-def start_with(sink, largest, sums):
-    """Start a running softmax with a sink: a score without a value, which is not scaled."""
-    T.fill(largest, T.max(T.cast(sink, "float32") * LOG2_E, LEAST_SCORE))
-    T.fill(sums, T.exp2(T.cast(sink, "float32") * LOG2_E - T.max(T.cast(sink, "float32") * LOG2_E, LEAST_SCORE)))
-
-
-@T.macro
-def hide(scores, key, first, window, rows, keys):
-    """Hide later keys and those before the window from positions `first` on; no more if each position sees all `keys` keys.
+def hide(scores, key, first, rows, keys):
+    """Hide later keys from the positions `first` on, unless each of them sees all `keys` keys.
 
     Keys past S are later than every position that is stored.
     """
-    if key + keys > first + 1 or key < first + rows - window:
+    if key + keys > first + 1:
         for i, j in T.Parallel(rows, keys):
-            scores[i, j] = T.if_then_else(
-                key + j <= first + i and key + j > first + i - window, scores[i, j], -T.infinity("float32")
-            )
+            scores[i, j] = T.if_then_else(key + j <= first + i, scores[i, j], -T.infinity("float32"))
 
 
 @T.macro
@@ -61,36 +52,33 @@ def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, blocks, multiprocessors):
+def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiprocessors):
     """Compile attention of tiles of `rows` positions of a query head to the keys that any of them sees, `keys` a step.
 
-    `blocks` CTAs a multiprocessor walk over the tiles, the longest first, of `heads` query heads at a time. `columns` is D filled
-    up for the tensor cores; TMA gives zeros past D and past S. Without `sink`, `sinks` is not read. The scale must be above 0.
+    One CTA a multiprocessor walks over the tiles, the longest first, of `heads` query heads at a time. `columns` is D filled
+    up for the tensor cores; TMA gives zeros past D and past S. The scale must be above 0.
     """
     B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
-    warps, ctas = rows // 16, multiprocessors * blocks
+    warps = rows // 16
     # Registers of a thread that multiplies, when the last warpgroup, which fetches, keeps 24. Their sum must not grow, or the
     # kernel would wait for registers for ever.
-    given = min(240, 65536 // ((2 * rows + 128) * blocks) // 8 * 8)
+    given = min(240, 65536 // (2 * rows + 128) // 8 * 8)
     registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
     full_row = T.GemmWarpPolicy.FullRow
-    queries = T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype)
 
     @T.prim_func
     def prefill(
-        q: queries,
+        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
         k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype) if sink else queries,
         out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
         heads: T.int32,
-        window: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(ctas, threads=2 * rows) as block:
-            T.annotate_min_blocks_per_sm(blocks)
+        with T.Kernel(multiprocessors, threads=2 * rows) as block:
+            T.annotate_min_blocks_per_sm(1)
             T.assume(q_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_prefill() checked it
             T.assume(q_h % 8 == 0)
             T.assume(q_s % 8 == 0)
@@ -120,7 +108,6 @@ def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, bloc
             head = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             first = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
             steps = T.alloc_var("int32")
             tiles = (S + rows - 1) // rows * (B * Hq)
 
@@ -182,35 +169,29 @@ def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, bloc
                         head = T.truncmod(group * heads + T.truncmod(turn, heads), Hq)
                         key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
                         first = (T.truncdiv(S + rows - 1, rows) - 1 - T.truncdiv(turn, heads)) * rows
-                        begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
-                        steps = T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)
+                        steps = T.truncdiv(T.min(first + rows, S) + keys - 1, keys)
                     T.copy(q[batch, head, first, 0], q_tile, annotations={T.WSID: "fetch_q"})
-                    T.copy(k[batch, key_head, begin, 0], k_first, annotations={T.WSID: "fetch_first"})
+                    T.copy(k[batch, key_head, 0, 0], k_first, annotations={T.WSID: "fetch_first"})
                     T.gemm(q_tile, k_first, scores, transpose_B=True, policy=full_row, clear_accum=True,
                            annotations={T.WSID: "multiply_first"})  # fmt: skip
                     with T.ws_op("start"):
                         T.clear(acc)
-                        if sink:
-                            start_with(sinks[head], largest, sums)
-                        else:
-                            T.fill(largest, LEAST_SCORE)
-                            T.clear(sums)
-                        hide(scores, begin, first, window, rows, keys)
+                        T.fill(largest, LEAST_SCORE)
+                        T.clear(sums)
+                        hide(scores, 0, first, rows, keys)
                         weigh(scores, largest, shrink, sums, added, scale, rows, keys)
                         T.copy(scores, weights)
                     # In one step the keys of that step and the values of the one before.
                     for step in T.Pipelined(steps - 1, num_stages=v_stages, annotations={T.WSID: "steps"}):
-                        T.copy(
-                            k[batch, key_head, begin + (step + 1) * keys, 0], k_tile, annotations={T.WSID: "fetch_k"}
-                        )
-                        T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
+                        T.copy(k[batch, key_head, (step + 1) * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
+                        T.copy(v[batch, key_head, step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
                         T.wgmma_gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True,
                                      annotations={T.WSID: "multiply_k"})  # fmt: skip
                         T.wgmma_gemm(weights, v_tile, acc, policy=full_row, annotations={T.WSID: "multiply_v"})
                         with T.ws_op("wait_k"):
                             T.wait_wgmma(1)
                         with T.ws_op("weigh"):
-                            hide(scores, begin + (step + 1) * keys, first, window, rows, keys)
+                            hide(scores, (step + 1) * keys, first, rows, keys)
                             weigh(scores, largest, shrink, sums, added, scale, rows, keys)
                         with T.ws_op("wait_v"):
                             T.wait_wgmma(0)
@@ -218,9 +199,7 @@ def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, bloc
                             T.copy(scores, weights)
                             for i, j in T.Parallel(rows, columns):
                                 acc[i, j] = acc[i, j] * shrink[i]
-                    T.copy(
-                        v[batch, key_head, begin + (steps - 1) * keys, 0], v_last, annotations={T.WSID: "fetch_last"}
-                    )
+                    T.copy(v[batch, key_head, (steps - 1) * keys, 0], v_last, annotations={T.WSID: "fetch_last"})
                     T.gemm(weights, v_last, acc, policy=full_row, annotations={T.WSID: "multiply_last"})
                     with T.ws_op("store"):
                         for i, j in T.Parallel(rows, columns):
@@ -231,30 +210,29 @@ def prefill_kernel(D, dtype, sink, rows, keys, columns, k_stages, v_stages, bloc
                     with T.ws_op("next"):
                         # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
                         wave = wave + 1
-                        index = wave * ctas + T.if_then_else(T.bitwise_and(wave, 1) == 1, ctas - 1 - block, block)
+                        index = wave * multiprocessors + T.if_then_else(
+                            T.bitwise_and(wave, 1) == 1, multiprocessors - 1 - block, block
+                        )
 
     return prefill
 
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def plain_prefill_kernel(D, dtype, sink, columns):
+def plain_prefill_kernel(D, dtype, columns):
     """Compile the kernel for rows that TMA cannot address, and for scales of any sign: one element a load, no overlap."""
     B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
     rows = keys = 64
     full_row = T.GemmWarpPolicy.FullRow
-    queries = T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype)
 
     @T.prim_func
     def plain_prefill(
-        q: queries,
+        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
         k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype) if sink else queries,
         out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
-        window: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
@@ -272,34 +250,29 @@ def plain_prefill_kernel(D, dtype, sink, columns):
             head = T.alloc_var("int32")
             key_head = T.alloc_var("int32")
             first = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
 
             batch = T.truncdiv(row, Hq)
             head = T.truncmod(row, Hq)
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
             first = tile * rows
-            begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
             T.clear(acc)
-            if sink:
-                start_with(sinks[head], largest, sums)
-            else:
-                T.fill(largest, LEAST_SCORE)
-                T.clear(sums)
+            T.fill(largest, LEAST_SCORE)
+            T.clear(sums)
             for i, j in T.Parallel(rows, columns):
                 q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
-            for step in T.serial(T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)):
+            for step in T.serial(T.truncdiv(T.min(first + rows, S) + keys - 1, keys)):
                 for i, j in T.Parallel(keys, columns):
                     k_tile[i, j] = T.if_then_else(
-                        begin + step * keys + i < S and j < D, k[batch, key_head, begin + step * keys + i, j], 0
+                        step * keys + i < S and j < D, k[batch, key_head, step * keys + i, j], 0
                     )
                 for i, j in T.Parallel(keys, columns):
                     v_tile[i, j] = T.if_then_else(
-                        begin + step * keys + i < S and j < D, v[batch, key_head, begin + step * keys + i, j], 0
+                        step * keys + i < S and j < D, v[batch, key_head, step * keys + i, j], 0
                     )
                 T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
                 for i, j in T.Parallel(rows, keys):
                     scores[i, j] = scores[i, j] * scale
-                hide(scores, begin + step * keys, first, window, rows, keys)
+                hide(scores, step * keys, first, rows, keys)
                 weigh(scores, largest, shrink, sums, added, 1.0, rows, keys)
                 T.copy(scores, weights)
                 for i, j in T.Parallel(rows, columns):
@@ -347,27 +320,25 @@ def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def decode_kernel(D, dtype, sink, rows, keys, columns, stages, whole):
+def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
     """Compile attention of the query heads that share a key head to a span of positions: out, or parts without `whole`.
 
     The heads are the rows of the products, filled up to `rows` with zeros: each key is read once for all of them. Four warps
     share the keys of a step, or the rows where there are 64. A part is sums of values not yet divided, the largest score and
-    the sum of weights; the first span has the sink, if any. The scale must be above 0.
+    the sum of weights. The scale must be above 0.
     """
     B, Hq, Hkv, L, splits = T.dynamic("B Hq Hkv L splits")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
     policy = T.GemmWarpPolicy.FullRow if rows == 64 else T.GemmWarpPolicy.FullCol
-    query = T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype)
     one_out = T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype)
     partial_out = T.Tensor((B, Hq, splits, D + 2), "float32")
 
     @T.prim_func
     def decode(
-        q: query,
+        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
         k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype) if sink else query,
         out: one_out if whole else partial_out,
         span: T.int32,
         scale: T.float32,
@@ -419,20 +390,8 @@ def decode_kernel(D, dtype, sink, rows, keys, columns, stages, whole):
                 for i, j in T.Parallel(rows, columns):
                     q_tile[i, j] = T.if_then_else(i < group and j < D, q[batch, key_head * group + i, 0, j], 0)
                 T.clear(acc)
-                if sink:
-                    for i in T.Parallel(rows):
-                        shrink[i] = T.if_then_else(
-                            split == 0 and i < group,
-                            T.cast(sinks[key_head * group + T.min(i, group - 1)], "float32") * LOG2_E,
-                            -T.infinity("float32"),
-                        )
-                    for i in T.Parallel(rows):
-                        largest[i] = T.max(shrink[i], LEAST_SCORE)
-                    for i in T.Parallel(rows):
-                        sums[i] = T.exp2(shrink[i] - largest[i])
-                else:
-                    T.fill(largest, LEAST_SCORE)
-                    T.clear(sums)
+                T.fill(largest, LEAST_SCORE)
+                T.clear(sums)
             for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
                 T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
                 T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
@@ -517,20 +476,18 @@ def join_kernel(D, dtype):
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def plain_decode_kernel(D, dtype, sink):
+def plain_decode_kernel(D, dtype):
     """Compile the kernel for keys that TMA cannot address, and for scales of any sign: a warp a query head, a key a turn."""
     B, Hq, Hkv, L = T.dynamic("B Hq Hkv L")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
     k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
     parts = -(-D // 32)
-    query = T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype)
 
     @T.prim_func
     def plain_decode(
-        q: query,
+        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
         k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
-        sinks: T.Tensor((Hq,), dtype) if sink else query,
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
         scale: T.float32,
     ):
@@ -547,9 +504,6 @@ def plain_decode_kernel(D, dtype, sink):
             shrink = T.alloc_var("float32", init=0.0)
             weight = T.alloc_var("float32", init=0.0)
 
-            if sink:
-                largest = T.max(T.cast(sinks[head], "float32") * LOG2_E, LEAST_SCORE)
-                total = T.exp2(T.cast(sinks[head], "float32") * LOG2_E - largest)
             for p in T.unroll(parts):
                 acc[p] = 0.0
                 wanted[p] = 0.0
@@ -608,49 +562,29 @@ def heads_at_a_time(all_heads, group, S, D):
     return max(heads for heads in range(1, all_heads + 1) if all_heads % heads == 0 and heads <= fitting)
 
 
-def prefill(q, k, v, sinks, window, scale, out, rows, keys):
-    """Launch attention of whole sequences; sinks or None."""
-    B, Hq, S, D = q.shape
-    if q.numel() == 0:
-        return
-    window, scale = min(int(window), S), float(scale) * LOG2_E
-    columns, sink = columns_of(D), sinks is not None
-    given = sinks if sink else q
-    if not (scale > 0 and for_tma(q, k, v)):
-        plain_prefill_kernel(D, q.dtype, sink, columns)(q, k, v, given, out, window, scale)
-        return
-    multiprocessors = multiprocessor_count(q.device.index)
-    narrow = window <= 256
-    if rows is None:  # large tiles read keys the least often, and need enough tiles to even out
-        is_many = B * Hq * S >= 192 * 4 * multiprocessors
-        rows = 64 if narrow and columns == 64 else 128 if columns > 64 or not is_many else 192
-    rows = rows if columns == 64 else 128  # more of them take more registers than there are
-    keys = 64 if columns == 256 or rows == 64 else keys or (64 if narrow else 128)
-    # A CTA of 64 rows has one warpgroup that multiplies: several of them share a multiprocessor.
-    blocks = 1 if rows > 64 else 3
-    k_stages = 1 if columns == 256 else 2
-    kernel = prefill_kernel(D, q.dtype, sink, rows, keys, columns, k_stages, 2, blocks, multiprocessors)
-    heads = heads_at_a_time(B * Hq, Hq // k.shape[1], S, D)
-    kernel(q, k, v, given, out, heads, window, scale)
-
-
 def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
     """out = T(softmax(scale * q k^T, causal) v): scores, softmax and sums in float32.
 
     q and out: [B, Hq, S, D], k and v: [B, Hkv, S, D], last stride 1 (any others); T is bfloat16 or float16. Weights are rounded
-    to T for the second product. A CTA owns `rows` positions of a query head at a time (64, 128 or 192) and streams the keys that
+    to T for the second product. A CTA owns `rows` positions of a query head at a time (128 or 192) and streams the keys that
     they see, `keys` a step (64 or 128). None chooses by shape. Rows that are not aligned to 16 bytes, and scales of 0 or less,
     take a plain kernel, which is slow.
     """
-    prefill(q, k, v, None, q.shape[2], scale, out, rows, keys)
-
-
-def run_sink_prefill(q, k, v, sinks, window, scale, out, *, rows=None, keys=None):
-    """out = T(softmax(scale * q k^T and the sink, causal, in the window) v), as :func:`run_prefill`; sinks: [Hq].
-
-    Blocks of keys outside the window are not read.
-    """
-    prefill(q, k, v, sinks, window, scale, out, rows, keys)
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    scale, columns = float(scale) * LOG2_E, columns_of(D)
+    if not (scale > 0 and for_tma(q, k, v)):
+        plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, scale)
+        return
+    multiprocessors = multiprocessor_count(q.device.index)
+    # Large tiles read keys the least often, and need enough tiles to even out. Large heads take the registers of 192 rows.
+    rows = rows or (192 if B * Hq * S >= 192 * 4 * multiprocessors else 128)
+    rows = rows if columns == 64 else 128
+    keys = 64 if columns == 256 else keys or 128
+    k_stages = 1 if columns == 256 else 2
+    kernel = prefill_kernel(D, q.dtype, rows, keys, columns, k_stages, 2, multiprocessors)
+    kernel(q, k, v, out, heads_at_a_time(B * Hq, Hq // k.shape[1], S, D), scale)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -662,31 +596,6 @@ def default_span(programs, L, least, wanted):
     return max(least, -(-L // (splits * 128)) * 128)
 
 
-def decode(q, k, v, sinks, scale, out, least, stages):
-    """Launch attention of one position; sinks or None."""
-    B, Hq, _, D = q.shape
-    Hkv, L = k.shape[1], k.shape[2]
-    if q.numel() == 0:
-        return
-    scale, sink = float(scale) * LOG2_E, sinks is not None
-    given = sinks if sink else q
-    if not (scale > 0 and for_tma(k, v)):
-        plain_decode_kernel(D, q.dtype, sink)(q, k, v, given, out, scale)
-        return
-    group = Hq // Hkv
-    rows = 16 if group <= 16 else 32 if group <= 32 else 64
-    columns = columns_of(D)
-    span = default_span(B * Hkv, L, least, 2 * multiprocessor_count(q.device.index))
-    splits = -(-L // span)
-    kernel = decode_kernel(D, q.dtype, sink, rows, 8192 // columns, columns, stages, splits == 1)
-    if splits == 1:
-        kernel(q, k, v, given, out, span, scale)
-        return
-    parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
-    kernel(q, k, v, given, parts, span, scale)
-    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
-
-
 def run_decode(q, k, v, scale, out, *, least=256, stages=3):
     """out = T(softmax(scale * q k^T) v): scores, softmax and sums in float32.
 
@@ -695,9 +604,23 @@ def run_decode(q, k, v, scale, out, *, least=256, stages=3):
     two CTAs a multiprocessor with `stages` tiles of keys and of values each; spans are joined by a second kernel. Rows of k or v
     that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
     """
-    decode(q, k, v, None, scale, out, least, stages)
-
-
-def run_sink_decode(q, k, v, sinks, scale, out, *, least=256, stages=3):
-    """out = T(softmax(scale * q k^T and the sink) v), as :func:`run_decode`; sinks: [Hq]."""
-    decode(q, k, v, sinks, scale, out, least, stages)
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return
+    scale = float(scale) * LOG2_E
+    if not (scale > 0 and for_tma(k, v)):
+        plain_decode_kernel(D, q.dtype)(q, k, v, out, scale)
+        return
+    group = Hq // Hkv
+    rows = 16 if group <= 16 else 32 if group <= 32 else 64
+    columns = columns_of(D)
+    span = default_span(B * Hkv, L, least, 2 * multiprocessor_count(q.device.index))
+    splits = -(-L // span)
+    kernel = decode_kernel(D, q.dtype, rows, 8192 // columns, columns, stages, splits == 1)
+    if splits == 1:
+        kernel(q, k, v, out, span, scale)
+        return
+    parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
+    kernel(q, k, v, parts, span, scale)
+    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)

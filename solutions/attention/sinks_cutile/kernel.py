@@ -1,0 +1,324 @@
+"""Attention with a sink, cuTile: causal with a window, and of one position whose keys are split among blocks.
+
+The running softmax is in base 2 and starts with the sink, a score without a value: no state of it is ever infinite.
+"""
+
+from typing import Annotated, NamedTuple
+
+import cuda.tile as ct
+import torch
+
+# The head size is a compile-time constant: tiles that hold whole heads need no mask along them.
+Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
+Int = ct.Constant[int]
+Flag = ct.Constant[bool]
+ZERO = ct.PaddingMode.ZERO
+
+LOG2_E = 1.4426950408889634
+INFINITY = float("inf")
+HUGE = 1e30
+"""Beyond every score and finite: sinks are kept within it, so that no difference of two of them is NaN."""
+MOST_SPLITS = 64
+FEW_POSITIONS = 512
+"""Up to so many are not split: a second launch should take longer than their few steps. Not measured."""
+FEW_BLOCKS = 4 * 132
+"""Fewer than this leave multiprocessors without work, at one block each: smaller blocks are chosen."""
+
+
+@ct.function
+def _start(sinks):
+    """Largest score so far and sum of weights, of the sinks alone: -inf gives a sum of 0."""
+    scores = sinks.astype(ct.float32) * LOG2_E
+    scores = ct.where(scores > HUGE, HUGE, scores)
+    largest = ct.maximum(scores, -HUGE)
+    return largest, ct.exp2(scores - largest)
+
+
+@ct.function
+def _add_keys(
+    q, k, v, state, rows, window, whole, partly, scale, batch, head, block,
+    MASKED: Flag, NEGATIVE: Flag, TILE_N: Int, TILE_D: Int,
+):  # fmt: skip
+    """A step of the running softmax: a block of keys. Before block `whole` the window cuts it, from `partly` the diagonal."""
+    acc, sums, largest = state
+    index, shape = (batch, head, 0, block), (1, 1, TILE_D, TILE_N)
+    keys = ct.load(k, index, shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_N))
+    scores = ct.mma(q, keys, ct.zeros((q.shape[0], TILE_N), dtype=ct.float32))
+    if MASKED:
+        # Not yet scaled: what is not seen is minus infinity once it is.
+        unseen = INFINITY if NEGATIVE else -INFINITY
+        columns = block * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
+        if block < whole:
+            scores = ct.where(columns > rows - window, scores, unseen)
+        if block >= partly:
+            scores = ct.where(columns <= rows, scores, unseen)
+    # Scaled after the maximum, so that the product and the difference are one instruction.
+    found = ct.min(scores, axis=1, keepdims=True) if NEGATIVE else ct.max(scores, axis=1, keepdims=True)
+    grown = ct.maximum(largest, found * scale)
+    weights = ct.exp2(scores * scale - grown, flush_to_zero=True)
+    shrink = ct.exp2(largest - grown, flush_to_zero=True)
+    sums = sums * shrink + ct.sum(weights, axis=1, keepdims=True)
+    values = ct.load(v, (batch, head, block, 0), (1, 1, TILE_N, TILE_D), padding_mode=ZERO).reshape((TILE_N, TILE_D))
+    return ct.mma(weights.astype(v.dtype), values, acc * shrink), sums, grown
+
+
+@ct.kernel
+def _prefill(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    sinks: ct.Array,
+    out: Heads,
+    window: int,
+    scale: float,
+    GROUP: Int,
+    NEGATIVE: Flag,
+    NARROW: Flag,
+    PACK: Int,
+    TILE_S: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+):
+    """A block has PACK heads in a row of TILE_S positions. NEGATIVE: the scale is; NARROW: few blocks of keys are seen whole."""
+    packs = q.shape[1] // PACK
+    turn = ct.bid(0) % (q.shape[0] * packs)
+    batch, pack, kv_head = turn // packs, turn % packs, turn % packs * PACK // GROUP
+    # The last positions see the most keys: they start first, so that the short ones fill the gaps at the end.
+    tile = ct.cdiv(q.shape[2], TILE_S) - 1 - ct.bid(0) // (q.shape[0] * packs)
+    first = tile * TILE_S
+    end = ct.minimum(first + TILE_S, q.shape[2])
+    # Of the blocks of keys from `low` to `high`, those from `whole` to `partly` are seen whole by every position.
+    low, high = ct.maximum(first - window + 1, 0) // TILE_N, ct.cdiv(end, TILE_N)
+    whole, partly = ct.cdiv(ct.maximum(end - window, 0), TILE_N), (first + 1) // TILE_N
+    positions = first + ct.arange(TILE_S, dtype=ct.int32)[None, :]
+    rows = ct.broadcast_to(positions, (PACK, TILE_S)).reshape((PACK * TILE_S, 1))
+
+    shape = (1, PACK, TILE_S, TILE_D)
+    queries = ct.load(q, (batch, pack, tile, 0), shape, padding_mode=ZERO).reshape((PACK * TILE_S, TILE_D))
+    sink = ct.gather(sinks, pack * PACK + ct.arange(PACK, dtype=ct.int32), check_bounds=False)[:, None]
+    largest, sums = _start(ct.broadcast_to(sink, (PACK, TILE_S)).reshape((PACK * TILE_S, 1)))
+    state = ct.zeros((PACK * TILE_S, TILE_D), dtype=ct.float32), sums, largest
+    skipped = 0
+    if not NARROW:
+        skipped = ct.maximum(partly - whole, 0)
+        for block in range(whole, partly):
+            state = _add_keys(
+                queries, k, v, state, rows, window, whole, partly, scale, batch, kv_head, block,
+                False, NEGATIVE, TILE_N, TILE_D,
+            )  # fmt: skip
+    # What needs a mask: blocks that the window cuts, and after them those on the diagonal. NARROW: those between them, too.
+    for turn in range(low, high - skipped):
+        block = turn
+        if not NARROW:
+            block = ct.where(turn < whole, turn, turn + skipped).item()
+        state = _add_keys(
+            queries, k, v, state, rows, window, whole, partly, scale, batch, kv_head, block,
+            True, NEGATIVE, TILE_N, TILE_D,
+        )  # fmt: skip
+    acc, sums, _ = state
+    found = (acc * (1.0 / sums)).astype(out.dtype)
+    ct.store(out, (batch, pack, tile, 0), found.reshape(shape))
+
+
+@ct.kernel(num_worker_warps=4, occupancy=2)
+def _decode(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    sinks: ct.Array,
+    out: Heads,
+    statistics: ct.Array,
+    scale: float,
+    SPLITS: Int,
+    GROUP: Int,
+    TILE_G: Int,
+    TILE_N: Int,
+    TILE_D: Int,
+):
+    """A block has all query heads of a key head and one of SPLITS spans of its positions; with one, out is [B, Hkv, GROUP, D].
+
+    Else out is [B * Hkv, SPLITS, GROUP, D] in float32, not yet divided, and statistics [B * Hkv, SPLITS, 2, GROUP].
+    """
+    batch, head, split = ct.bid(0) // k.shape[1], ct.bid(0) % k.shape[1], ct.bid(1)
+    length = k.shape[2]
+    blocks = ct.cdiv(length, TILE_N)
+    share = ct.cdiv(blocks, SPLITS)
+    members = ct.arange(TILE_G, dtype=ct.int32)
+    # Each key is read once for all columns: the query heads that share it, filled up with zeros. Keys lie along rows, of which
+    # the instructions have 64, and heads along columns, of which they have as few as 8.
+    shape = (1, 1, TILE_D, TILE_G)
+    queries = ct.load(q, (batch, head, 0, 0), shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_G))
+    if SPLITS == 1:
+        sink = ct.gather(sinks, head * GROUP + members, mask=members < GROUP, check_bounds=False)
+        largest, sink_sum = _start(sink[None, :])
+    else:  # the sink takes part once, where the spans are joined
+        largest = ct.full((1, TILE_G), -HUGE, dtype=ct.float32)
+        sink_sum = ct.zeros((1, TILE_G), dtype=ct.float32)
+    start = largest
+    sums = ct.zeros((TILE_N, TILE_G), dtype=ct.float32)
+    acc = ct.zeros((TILE_D, TILE_G), dtype=ct.float32)
+    for block in range(split * share, ct.minimum(split * share + share, blocks)):
+        keys = ct.load(k, (batch, head, block, 0), (1, 1, TILE_N, TILE_D), padding_mode=ZERO).reshape((TILE_N, TILE_D))
+        scores = ct.mma(keys, queries, ct.zeros((TILE_N, TILE_G), dtype=ct.float32)) * scale
+        rows = block * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[:, None]
+        scores = ct.where(rows < length, scores, -INFINITY)
+        grown = ct.maximum(largest, ct.max(scores, axis=0, keepdims=True))
+        weights = ct.exp2(scores - grown, flush_to_zero=True)
+        shrink = ct.exp2(largest - grown, flush_to_zero=True)
+        sums = sums * shrink + weights
+        index = (batch, head, 0, block)
+        values = ct.load(v, index, (1, 1, TILE_D, TILE_N), order=(0, 1, 3, 2), padding_mode=ZERO)
+        acc = ct.mma(values.reshape((TILE_D, TILE_N)), weights.astype(v.dtype), acc * shrink)
+        largest = grown
+    total = ct.sum(sums, axis=0, keepdims=True) + sink_sum * ct.exp2(start - largest)
+    if SPLITS == 1:
+        found = ct.transpose(acc * (1.0 / total)).astype(out.dtype)
+        ct.store(out, (batch, head, 0, 0), found.reshape((1, 1, TILE_G, TILE_D)))
+    else:
+        ct.store(out, (ct.bid(0), split, 0, 0), ct.transpose(acc).reshape((1, 1, TILE_G, TILE_D)))
+        inside = members < GROUP
+        place = (ct.bid(0), split, 0, members)
+        ct.scatter(statistics, place, largest.reshape((TILE_G,)), mask=inside, check_bounds=False)
+        place = (ct.bid(0), split, 1, members)
+        ct.scatter(statistics, place, total.reshape((TILE_G,)), mask=inside, check_bounds=False)
+
+
+@ct.kernel(num_worker_warps=4, occupancy=4)
+def _join(parts: Heads, statistics: ct.Array, sinks: ct.Array, out: Heads, SPLITS: Int, GROUP: Int, TILE_D: Int):
+    """A block has a query head: the sum of its parts, each at the scale of the largest score among them and the sink."""
+    row, member = ct.bid(0) // GROUP, ct.bid(0) % GROUP
+    batch, head = row // out.shape[1], row % out.shape[1]
+    spans = ct.arange(SPLITS, dtype=ct.int32)
+    largest = ct.gather(statistics, (row, spans, 0, member), check_bounds=False)
+    sums = ct.gather(statistics, (row, spans, 1, member), check_bounds=False)
+    shape = (1, SPLITS, 1, TILE_D)
+    accs = ct.load(parts, (row, 0, member, 0), shape, padding_mode=ZERO).reshape((SPLITS, TILE_D))
+    sink, sink_sum = _start(ct.gather(sinks, head * GROUP + member, check_bounds=False))
+    most = ct.maximum(sink, ct.max(largest, axis=0))
+    shares = ct.exp2(largest - most)
+    total = sink_sum * ct.exp2(sink - most) + ct.sum(sums * shares, axis=0)
+    found = ct.sum(accs * shares[:, None], axis=0) * (1.0 / total)
+    ct.store(out, (batch, head, member, 0), found.astype(out.dtype).reshape((1, 1, 1, TILE_D)))
+
+
+class Config(NamedTuple):
+    """Query heads and positions of a block, which together are its rows; keys of a step; blocks a multiprocessor."""
+
+    pack: int
+    tile_s: int
+    tile_n: int
+    occupancy: int
+
+
+CONFIGS = {
+    "h1_s128_n128": Config(1, 128, 128, 1),
+    "h1_s128_n64": Config(1, 128, 64, 2),
+    "h1_s64_n64": Config(1, 64, 64, 3),
+    "h1_s64_n64_most": Config(1, 64, 64, 4),
+    "h2_s64_n128": Config(2, 64, 128, 1),
+    "h2_s64_n64": Config(2, 64, 64, 2),
+}
+_PREFILL = {
+    (warps, occupancy): _prefill.replace_hints(num_worker_warps=warps, occupancy=occupancy)
+    for warps in (4, 8)
+    for occupancy in (1, 2, 3, 4)
+}
+
+
+def _in_base_2(scale: float) -> float:
+    """The scale of scores in base 2. One next to 0 is kept from it: what a mask left infinite would become NaN."""
+    scale *= LOG2_E
+    return scale if abs(scale) >= 1e-30 else 1e-30
+
+
+def run_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    window: int,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    CONFIG: str | None = None,
+) -> None:
+    """out = T(softmax([scale * q k^T, sinks], causal, window) [v, 0]), scores, softmax and sums in fp32, weights rounded to T.
+
+    Shapes: q and out [B, Hq, S, D], k and v [B, Hkv, S, D], sinks [Hq]; unit last strides, any others; T in bfloat16, float16.
+    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
+    Mapping: a block owns some positions of one or two query heads of a key head, and streams the keys that these positions see:
+    first those that all of them see, without a mask, then those that the window or the diagonal cuts. Narrow windows have few of
+    the former: one loop takes all.
+    CONFIG names an entry of CONFIGS. None: for a narrow window two heads, which read its keys once, at 64 positions each; else
+    128 positions of a head, or 64 where blocks are few.
+    """
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    group, window = Hq // k.shape[1], min(window, S)
+    narrow = window <= 256
+    name = "h2_s64_n64" if narrow else "h1_s128_n128" if B * Hq * -(-S // 128) >= FEW_BLOCKS else "h1_s64_n64"
+    config = CONFIGS[CONFIG or name]
+    pack = min(config.pack, group & -group)
+    kernel = _PREFILL[8 if pack * config.tile_s > 64 else 4, config.occupancy]
+    scale = _in_base_2(scale)
+    args = (
+        q, k, v, sinks, out, window, scale, group, scale < 0, narrow,
+        pack, config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),
+    )  # fmt: skip
+    ct.launch(torch.cuda.current_stream(), (B * Hq // pack * -(-S // config.tile_s), 1, 1), kernel, args)
+
+
+def _splits(programs: int, length: int, wanted: int, least: int) -> int:
+    """A power of two, so that a growing cache compiles few kernels: up to `wanted` blocks, of `least` positions or more each."""
+    if length <= FEW_POSITIONS:
+        return 1
+    most = min(-(-length // least), max(1, wanted // programs), MOST_SPLITS)
+    return 1 << (most.bit_length() - 1)
+
+
+def run_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    BLOCKS: int = 256,
+    LEAST: int = 256,
+    TILE_N: int = 128,
+) -> None:
+    """out = T(softmax([scale * q k^T, sinks]) [v, 0]), scores, softmax and sums in fp32, weights rounded to T.
+
+    Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D], sinks [Hq]; unit last strides, any others; T in bfloat16, float16.
+    Rows that begin at multiples of 16 bytes are read and written by TMA, others element by element (correct, slow).
+    Mapping: a block owns a key head, all query heads that share it, and one of several spans of positions, in steps of TILE_N;
+    there are BLOCKS of them, or fewer where a span would get under LEAST positions. Parts are kept in fp32 and joined with the
+    sink by one block a query head.
+    """
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return
+    group = Hq // Hkv
+    splits = _splits(B * Hkv, L, BLOCKS, LEAST)
+    # Values lie along rows in the second product, and its fast instructions have 64.
+    tile_d = max(64, 1 << (D - 1).bit_length())
+    # Splitting the heads and dropping the position keeps any strides.
+    q, out = q.view(B, Hkv, group, D), out.view(B, Hkv, group, D)
+    stream = torch.cuda.current_stream()
+    parts, statistics = out, sinks
+    if splits > 1:
+        rows = B * Hq * splits
+        # Sums of values, then the largest score and the sum of weights of each head and span.
+        workspace = torch.empty(rows * (D + 2), dtype=torch.float32, device=q.device)
+        parts = workspace[: rows * D].view(B * Hkv, splits, group, D)
+        statistics = workspace[rows * D :].view(B * Hkv, splits, 2, group)
+    args = (
+        q, k, v, sinks, parts, statistics, scale * LOG2_E,
+        splits, group, max(8, 1 << (group - 1).bit_length()), TILE_N, tile_d,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hkv, splits, 1), _decode, args)
+    if splits > 1:
+        ct.launch(stream, (B * Hq, 1, 1), _join, (parts, statistics, sinks, out, splits, group, tile_d))

@@ -1,0 +1,619 @@
+"""Attention with a sink in each head, TileLang: a running softmax that starts with the sink, keys and values by TMA.
+
+One warp fetches tiles of keys and values, the others multiply. What TMA cannot address (rows that are not aligned to 16 bytes)
+is loaded element by element, without overlap.
+"""
+
+import functools
+
+import tilelang
+import tilelang.language as T
+import torch
+
+LOG2_E = 1.4426950408889634
+LEAST_SCORE = -1e30  # where the largest score starts: finite, so that a sink of -inf gives a weight of 0 and not NaN
+FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
+
+
+def one_warp_fetches(warps, pipelines, fetch, multiply, registers=0):
+    """A schedule in which `warps` warps multiply and one more fetches by TMA, as far ahead as there are buffers.
+
+    Without it TileLang lets four warps wait for room and one of them fetch. Nothing waits for the other three: where one looks
+    at a barrier late, as it may when two processes share the GPU, the barrier has gone on by two turns, which looks like none.
+    It then waits for a turn that never comes, and the kernel does not end. One warp alone cannot be late for itself.
+    `pipelines` gives the buffers and the depth of each name. `fetch` and `multiply` list what is done in each scope, "wait NAME"
+    and the like among it. With `registers` a thread that multiplies has so many, and one that fetches 24.
+    """
+    sync = {}
+    for name in pipelines:
+        sync[f"wait {name}"] = T.WSSync.consumer_wait(name)
+        sync[f"release {name}"] = T.WSSync.consumer_release(name)
+        sync[f"acquire {name}"] = T.WSSync.producer_acquire(name)
+        sync[f"commit {name}"] = T.WSSync.producer_commit(name)
+    bodies = {"fetcher": fetch, "multiplier": multiply}
+    return T.WSSchedule(
+        num_warps=-(-(warps + 1) // 4) * 4,
+        roles=[
+            T.WSRole("multiplier", warps_lo=0, warps_hi=warps, max_nreg=registers),
+            T.WSRole("fetcher", warps_lo=warps, warps_hi=warps + 1, max_nreg=24 if registers else 0),
+        ],
+        pipelines=[T.WSPipeline(name, buffers, depth=depth) for name, (buffers, depth) in pipelines.items()],
+        scopes=[
+            T.WSScope(scope, {role: [sync.get(name, name) for name in body[scope]] for role, body in bodies.items()})
+            for scope in fetch
+        ],
+    )
+
+
+@T.macro
+def weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns):
+    """One step of the running softmax: scores of these keys, not yet scaled, to weights; the sums so far shrink to match.
+
+    The largest score is found before scaling, which takes a scale above 0. Two rows share the barriers of a reduction.
+    """
+    T.copy(largest, before)
+    T.reduce_max(scores, largest, dim=1, clear=True, batch=2)
+    for i in T.Parallel(rows):
+        largest[i] = T.max(before[i], largest[i] * scale)
+    for i, j in T.Parallel(rows, keys):
+        scores[i, j] = T.exp2(scores[i, j] * scale - largest[i])
+    T.reduce_sum(scores, added, dim=1, batch=2)
+    T.copy(scores, weights)
+    for i in T.Parallel(rows):
+        before[i] = T.exp2(before[i] - largest[i])
+    for i in T.Parallel(rows):
+        sums[i] = sums[i] * before[i] + added[i]
+    for i, j in T.Parallel(rows, columns):
+        acc[i, j] = acc[i, j] * before[i]
+
+
+# --- Prefill
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def sink_prefill_kernel(D, dtype, rows, keys, columns, stages, blocks, multiprocessors):
+    """Compile attention of tiles of `rows` positions of a query head to the keys that any of them sees, `keys` a step.
+
+    `blocks` CTAs a multiprocessor walk over the tiles; fetching runs ahead into the next tile. `columns` is D filled up for the
+    tensor cores; TMA gives zeros past D and past S. The scale must be above 0.
+    """
+    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    warps, ctas = rows // 16, multiprocessors * blocks
+    # What a thread has at the start, and of it what one that multiplies gets when the last warpgroup, which fetches, keeps 24.
+    # The sum of a CTA must not grow, or the kernel would wait for registers for ever.
+    given = min(240, 65536 // ((2 * rows + 128) * blocks) // 8 * 8)
+    registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
+    full_row = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def sink_prefill(
+        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
+        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype),
+        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
+        window: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(ctas, threads=2 * rows) as block:
+            T.annotate_min_blocks_per_sm(blocks)
+            T.assume(q_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_prefill() checked it
+            T.assume(q_h % 8 == 0)
+            T.assume(q_s % 8 == 0)
+            T.assume(k_b % 8 == 0)
+            T.assume(k_h % 8 == 0)
+            T.assume(k_s % 8 == 0)
+            T.assume(v_b % 8 == 0)
+            T.assume(v_h % 8 == 0)
+            T.assume(v_s % 8 == 0)
+            T.assume(out_b % 8 == 0)
+            T.assume(out_h % 8 == 0)
+            T.assume(out_s % 8 == 0)
+            q_tile = T.alloc_shared((rows, columns), dtype)
+            k_tile = T.alloc_shared((keys, columns), dtype)
+            v_tile = T.alloc_shared((keys, columns), dtype)
+            out_tile = T.alloc_shared((rows, columns), dtype)
+            scores = T.alloc_fragment((rows, keys), "float32")
+            weights = T.alloc_fragment((rows, keys), dtype)
+            acc = T.alloc_fragment((rows, columns), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            before = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            wave = T.alloc_var("int32")
+            index = T.alloc_var("int32")
+            batch = T.alloc_var("int32")
+            head = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            steps = T.alloc_var("int32")
+            sink = T.alloc_var("float32")
+            # Where the 64 rows of this thread's warpgroup start.
+            own = T.get_thread_binding(0) // 128 * 64
+            tiles = (S + rows - 1) // rows * (B * Hq)
+
+            T.annotate_ws_schedule(
+                one_warp_fetches(
+                    warps,
+                    {"q": ([q_tile], 2 if columns == 64 else 1), "k": ([k_tile], stages), "v": ([v_tile], stages)},
+                    {
+                        "steps": ["acquire k", "fetch_k", "commit k", "acquire v", "fetch_v", "commit v"],
+                        "tiles": ["place", "acquire q", "fetch_q", "commit q", "steps", "next"],
+                        T.WSScope.ROOT: ["first", "tiles"],
+                    },
+                    {
+                        "steps": ["wait k", "multiply_k", "release k", "weigh", "wait v", "multiply_v", "release v"],
+                        "tiles": ["place", "start", "wait q", "steps", "release q", "store", "next"],
+                        T.WSScope.ROOT: ["first", "tiles"],
+                    },
+                    registers,
+                )
+            )
+            with T.ws_op("first"):
+                wave = 0
+                index = block
+            with T.ws_op("tiles"):
+                while index < tiles:
+                    with T.ws_op("place"):
+                        # The last positions see the most keys: theirs are the first tiles, of all heads.
+                        batch = T.truncdiv(T.truncmod(index, B * Hq), Hq)
+                        head = T.truncmod(index, Hq)
+                        key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
+                        first = (T.truncdiv(S + rows - 1, rows) - 1 - T.truncdiv(index, B * Hq)) * rows
+                        begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
+                        steps = T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)
+                    T.copy(q[batch, head, first, 0], q_tile, annotations={T.WSID: "fetch_q"})
+                    with T.ws_op("start"):
+                        sink = T.cast(sinks[head], "float32") * LOG2_E
+                        T.clear(acc)
+                        T.fill(largest, T.max(sink, LEAST_SCORE))
+                        T.fill(sums, T.exp2(sink - T.max(sink, LEAST_SCORE)))
+                    for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
+                        T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
+                        T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
+                        # A warpgroup leaves out steps of which none of its rows sees a key.
+                        if (
+                            begin + step * keys < first + own + 64
+                            and begin + (step + 1) * keys > first + own + 1 - window
+                        ):
+                            T.gemm(
+                                q_tile,
+                                k_tile,
+                                scores,
+                                transpose_B=True,
+                                policy=full_row,
+                                clear_accum=True,
+                                annotations={T.WSID: "multiply_k"},
+                            )
+                        if (
+                            begin + step * keys < first + own + 64
+                            and begin + (step + 1) * keys > first + own + 1 - window
+                        ):
+                            with T.ws_op("weigh"):
+                                # The first row sees the fewest late keys, the last one the fewest early ones. Keys past S
+                                # are later than every row that is stored.
+                                if (
+                                    begin + (step + 1) * keys > first + own + 1
+                                    or begin + step * keys < first + own + 64 - window
+                                ):
+                                    for i, j in T.Parallel(rows, keys):
+                                        scores[i, j] = T.if_then_else(
+                                            begin + step * keys + j <= first + i
+                                            and begin + step * keys + j > first + i - window,
+                                            scores[i, j],
+                                            -T.infinity("float32"),
+                                        )
+                                weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns)
+                        if (
+                            begin + step * keys < first + own + 64
+                            and begin + (step + 1) * keys > first + own + 1 - window
+                        ):
+                            T.gemm(weights, v_tile, acc, policy=full_row, annotations={T.WSID: "multiply_v"})
+                    with T.ws_op("store"):
+                        for i, j in T.Parallel(rows, columns):
+                            acc[i, j] = acc[i, j] / sums[i]
+                        T.copy(acc, out_tile)
+                        T.fence_proxy_async()
+                        T.copy(out_tile, out[batch, head, first, 0])
+                    with T.ws_op("next"):
+                        # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
+                        wave = wave + 1
+                        index = wave * ctas + T.if_then_else(T.bitwise_and(wave, 1) == 1, ctas - 1 - block, block)
+
+    return sink_prefill
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def sink_prefill_plain_kernel(D, dtype, columns):
+    """Compile the kernel for rows that TMA cannot address, and for scales of any sign: one element a load, no overlap."""
+    B, Hq, Hkv, S = T.dynamic("B Hq Hkv S")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    rows = keys = 64
+    full_row = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def sink_prefill_plain(
+        q: T.StridedTensor((B, Hq, S, D), (q_b, q_h, q_s, 1), dtype),
+        k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype),
+        out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
+        window: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
+            q_tile = T.alloc_shared((rows, columns), dtype)
+            k_tile = T.alloc_shared((keys, columns), dtype)
+            v_tile = T.alloc_shared((keys, columns), dtype)
+            scores = T.alloc_fragment((rows, keys), "float32")
+            weights = T.alloc_fragment((rows, keys), dtype)
+            acc = T.alloc_fragment((rows, columns), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            before = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            batch = T.alloc_var("int32")
+            head = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            sink = T.alloc_var("float32")
+
+            batch = T.truncdiv(row, Hq)
+            head = T.truncmod(row, Hq)
+            key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
+            first = tile * rows
+            begin = T.truncdiv(T.max(first + 1 - window, 0), keys) * keys
+            sink = T.cast(sinks[head], "float32") * LOG2_E
+            T.clear(acc)
+            T.fill(largest, T.max(sink, LEAST_SCORE))
+            T.fill(sums, T.exp2(sink - T.max(sink, LEAST_SCORE)))
+            for i, j in T.Parallel(rows, columns):
+                q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
+            for step in T.serial(T.truncdiv(T.min(first + rows, S) - begin + keys - 1, keys)):
+                for i, j in T.Parallel(keys, columns):
+                    k_tile[i, j] = T.if_then_else(
+                        begin + step * keys + i < S and j < D, k[batch, key_head, begin + step * keys + i, j], 0
+                    )
+                for i, j in T.Parallel(keys, columns):
+                    v_tile[i, j] = T.if_then_else(
+                        begin + step * keys + i < S and j < D, v[batch, key_head, begin + step * keys + i, j], 0
+                    )
+                T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
+                for i, j in T.Parallel(rows, keys):
+                    scores[i, j] = T.if_then_else(
+                        begin + step * keys + j <= first + i and begin + step * keys + j > first + i - window,
+                        scores[i, j] * scale,
+                        -T.infinity("float32"),
+                    )
+                weigh(scores, weights, acc, largest, before, sums, added, 1.0, rows, keys, columns)
+                T.gemm(weights, v_tile, acc, policy=full_row)
+            for i, j in T.Parallel(rows, columns):
+                if first + i < S and j < D:
+                    out[batch, head, first + i, j] = T.cast(acc[i, j] / sums[i], dtype)
+
+    return sink_prefill_plain
+
+
+# --- Decode
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def sink_decode_kernel(D, dtype, rows, keys, columns, stages, whole):
+    """Compile attention of the query heads that share a key head to a span of positions: out, or parts without `whole`.
+
+    The heads are the rows of the products, filled up to `rows` with zeros: each key is read once for all of them. Four warps
+    share the keys of a step, or the rows where there are 64. A part is sums of values not yet divided, the largest score and
+    the sum of weights; the first span has the sink. The scale must be above 0.
+    """
+    B, Hq, Hkv, L, splits = T.dynamic("B Hq Hkv L splits")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    policy = T.GemmWarpPolicy.FullRow if rows == 64 else T.GemmWarpPolicy.FullCol
+    one_out = T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype)
+    partial_out = T.Tensor((B, Hq, splits, D + 2), "float32")
+
+    @T.prim_func
+    def sink_decode(
+        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
+        k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype),
+        out: one_out if whole else partial_out,
+        span: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(B * Hkv, T.ceildiv(L, span), threads=128) as (row, split):
+            T.assume(k_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_decode() checked it
+            T.assume(k_h % 8 == 0)
+            T.assume(k_s % 8 == 0)
+            T.assume(v_b % 8 == 0)
+            T.assume(v_h % 8 == 0)
+            T.assume(v_s % 8 == 0)
+            q_tile = T.alloc_shared((rows, columns), dtype)
+            k_tile = T.alloc_shared((keys, columns), dtype)
+            v_tile = T.alloc_shared((keys, columns), dtype)
+            weights = T.alloc_shared((rows, keys), dtype)
+            scores = T.alloc_fragment((rows, keys), "float32")
+            acc = T.alloc_fragment((rows, columns), "float32")
+            largest = T.alloc_fragment((rows,), "float32")
+            before = T.alloc_fragment((rows,), "float32")
+            sums = T.alloc_fragment((rows,), "float32")
+            added = T.alloc_fragment((rows,), "float32")
+            batch = T.alloc_var("int32")
+            key_head = T.alloc_var("int32")
+            group = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            steps = T.alloc_var("int32")
+
+            T.annotate_ws_schedule(
+                one_warp_fetches(
+                    4,
+                    {"k": ([k_tile], stages), "v": ([v_tile], stages)},
+                    {
+                        "steps": ["acquire k", "fetch_k", "commit k", "acquire v", "fetch_v", "commit v"],
+                        T.WSScope.ROOT: ["place", "steps"],
+                    },
+                    {
+                        "steps": ["wait k", "multiply_k", "release k", "weigh", "wait v", "multiply_v", "release v"],
+                        T.WSScope.ROOT: ["place", "start", "steps", "store"],
+                    },
+                )
+            )
+            with T.ws_op("place"):
+                batch = T.truncdiv(row, Hkv)
+                key_head = T.truncmod(row, Hkv)
+                group = T.truncdiv(Hq, Hkv)
+                begin = split * span
+                steps = T.truncdiv(T.min(span, L - split * span) + keys - 1, keys)
+            with T.ws_op("start"):
+                for i, j in T.Parallel(rows, columns):
+                    q_tile[i, j] = T.if_then_else(i < group and j < D, q[batch, key_head * group + i, 0, j], 0)
+                T.clear(acc)
+                for i in T.Parallel(rows):
+                    before[i] = T.if_then_else(
+                        split == 0 and i < group,
+                        T.cast(sinks[key_head * group + T.min(i, group - 1)], "float32") * LOG2_E,
+                        -T.infinity("float32"),
+                    )
+                for i in T.Parallel(rows):
+                    largest[i] = T.max(before[i], LEAST_SCORE)
+                for i in T.Parallel(rows):
+                    sums[i] = T.exp2(before[i] - largest[i])
+            for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
+                T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
+                T.copy(v[batch, key_head, begin + step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
+                T.gemm(
+                    q_tile,
+                    k_tile,
+                    scores,
+                    transpose_B=True,
+                    policy=policy,
+                    clear_accum=True,
+                    annotations={T.WSID: "multiply_k"},
+                )
+                with T.ws_op("weigh"):
+                    if begin + (step + 1) * keys > L:
+                        for i, j in T.Parallel(rows, keys):
+                            scores[i, j] = T.if_then_else(
+                                begin + step * keys + j < L, scores[i, j], -T.infinity("float32")
+                            )
+                    weigh(scores, weights, acc, largest, before, sums, added, scale, rows, keys, columns)
+                T.gemm(weights, v_tile, acc, policy=policy, annotations={T.WSID: "multiply_v"})
+            with T.ws_op("store"):
+                if whole:
+                    for i, j in T.Parallel(rows, columns):
+                        if i < group and j < D:
+                            out[batch, key_head * group + i, 0, j] = T.cast(acc[i, j] / sums[i], dtype)
+                else:
+                    for i, j in T.Parallel(rows, columns):
+                        if i < group and j < D:
+                            out[batch, key_head * group + i, split, j] = acc[i, j]
+                    for i in T.Parallel(rows):
+                        if i < group:
+                            out[batch, key_head * group + i, split, D] = largest[i]
+                            out[batch, key_head * group + i, split, D + 1] = sums[i]
+
+    return sink_decode
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def sink_join_kernel(D, dtype):
+    """Compile out = the parts of each head, joined: a thread a column, always in the order of the spans."""
+    B, Hq, splits, heads = T.dynamic("B Hq splits heads")
+    out_b, out_h, out_s = T.dynamic("out_b out_h out_s", "int64")
+    loads = 16  # of a thread in flight
+
+    @T.prim_func
+    def sink_join(
+        parts: T.Tensor((heads, splits, D + 2), "float32"),
+        out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
+    ):
+        with T.Kernel(heads, threads=-(-D // 32) * 32) as row:
+            batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
+            column = T.get_thread_binding(0)
+            scores = T.alloc_local((loads,), "float32")
+            weights = T.alloc_local((loads,), "float32")
+            values = T.alloc_local((loads,), "float32")
+            largest = T.alloc_var("float32", init=LEAST_SCORE)
+            share = T.alloc_var("float32", init=0.0)
+            total = T.alloc_var("float32", init=0.0)
+            acc = T.alloc_var("float32", init=0.0)
+
+            for turn in T.serial(T.ceildiv(splits, loads)):
+                for u in T.unroll(loads):
+                    largest = T.max(largest, parts[row, T.min(turn * loads + u, splits - 1), D])
+            for turn in T.serial(T.ceildiv(splits, loads)):
+                for u in T.unroll(loads):
+                    scores[u] = parts[row, T.min(turn * loads + u, splits - 1), D]
+                    weights[u] = parts[row, T.min(turn * loads + u, splits - 1), D + 1]
+                    values[u] = parts[row, T.min(turn * loads + u, splits - 1), T.min(column, D - 1)]
+                for u in T.unroll(loads):
+                    share = T.if_then_else(turn * loads + u < splits, T.exp2(scores[u] - largest), 0.0)
+                    total += share * weights[u]
+                    acc += share * values[u]
+            if column < D:
+                out[batch, head, 0, column] = T.cast(acc / total, dtype)
+
+    return sink_join
+
+
+@functools.cache
+@tilelang.jit(pass_configs=FLAGS)
+def sink_decode_plain_kernel(D, dtype):
+    """Compile the kernel for keys that TMA cannot address, and for scales of any sign: a warp a query head, a key a turn."""
+    B, Hq, Hkv, L = T.dynamic("B Hq Hkv L")
+    q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
+    k_b, k_h, k_s, v_b, v_h, v_s = T.dynamic("k_b k_h k_s v_b v_h v_s", "int64")
+    parts = -(-D // 32)
+
+    @T.prim_func
+    def sink_decode_plain(
+        q: T.StridedTensor((B, Hq, 1, D), (q_b, q_h, q_s, 1), dtype),
+        k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
+        v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
+        sinks: T.Tensor((Hq,), dtype),
+        out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
+        scale: T.float32,
+    ):
+        with T.Kernel(B * Hq, threads=32) as row:
+            batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
+            key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
+            lane = T.get_thread_binding(0)
+            query = T.alloc_local((parts,), "float32")
+            acc = T.alloc_local((parts,), "float32")
+            sink = T.alloc_var("float32", init=0.0)
+            largest = T.alloc_var("float32", init=0.0)
+            grown = T.alloc_var("float32", init=0.0)
+            total = T.alloc_var("float32", init=0.0)
+            score = T.alloc_var("float32", init=0.0)
+            shrink = T.alloc_var("float32", init=0.0)
+            weight = T.alloc_var("float32", init=0.0)
+
+            sink = T.cast(sinks[head], "float32") * LOG2_E
+            largest = T.max(sink, LEAST_SCORE)
+            total = T.exp2(sink - largest)
+            for p in T.unroll(parts):
+                acc[p] = 0.0
+                query[p] = 0.0
+                if p * 32 + lane < D:
+                    query[p] = T.cast(q[batch, head, 0, p * 32 + lane], "float32")
+            for key in T.serial(L):
+                score = 0.0
+                for p in T.unroll(parts):
+                    if p * 32 + lane < D:
+                        score += query[p] * T.cast(k[batch, key_head, key, p * 32 + lane], "float32")
+                for step in T.unroll(5):
+                    score += T.shfl_xor(score, 1 << step)
+                score *= scale
+                grown = T.max(largest, score)
+                shrink = T.exp2(largest - grown)
+                weight = T.exp2(score - grown)
+                total = total * shrink + weight
+                weight = T.cast(T.cast(weight, dtype), "float32")
+                for p in T.unroll(parts):
+                    acc[p] *= shrink
+                    if p * 32 + lane < D:
+                        acc[p] += weight * T.cast(v[batch, key_head, key, p * 32 + lane], "float32")
+                largest = grown
+            for p in T.unroll(parts):
+                if p * 32 + lane < D:
+                    out[batch, head, 0, p * 32 + lane] = T.cast(acc[p] / total, dtype)
+
+    return sink_decode_plain
+
+
+# --- Entries
+
+
+def columns_of(D):
+    """Columns of a tile: D filled up to what swizzled tiles and the warps of a product take."""
+    return 64 if D <= 64 else 128
+
+
+def for_tma(*tensors):
+    """Whether the copy engine can address all of them: rows that start at multiples of 16 bytes."""
+    return all(t.data_ptr() % 16 == 0 and not any(stride % 8 for stride in t.stride()[:-1]) for t in tensors)
+
+
+@functools.cache
+def multiprocessor_count(index):
+    """Multiprocessors of a GPU; 132, those of an H100 or H200, where there is none (compiling without a GPU)."""
+    return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def run_prefill(q, k, v, sinks, window, scale, out, *, rows=None, keys=None):
+    """out = T(softmax(scale * q k^T and the sink, causal, in the window) v): scores, softmax and sums in float32.
+
+    q and out: [B, Hq, S, D], k and v: [B, Hkv, S, D], last stride 1 (any others); sinks: [Hq]; T is bfloat16 or float16. Weights
+    are rounded to T for the second product. A CTA owns `rows` positions of a query head at a time (64, 128 or 192) and streams
+    the keys that they see, `keys` a step (64 or 128); blocks of keys outside the window are not read. None chooses by shape.
+    Rows that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
+    """
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    window = min(int(window), S)
+    scale = float(scale) * LOG2_E
+    columns = columns_of(D)
+    if not (scale > 0 and for_tma(q, k, v, out)):
+        sink_prefill_plain_kernel(D, q.dtype, columns)(q, k, v, sinks, out, window, scale)
+        return
+    multiprocessors = multiprocessor_count(q.device.index)
+    if rows is None:  # large tiles read keys the least often, and need enough tiles to even out
+        rows = 128 if columns == 128 else 192 if B * Hq * -(-S // 192) >= 4 * multiprocessors else 64
+    keys = keys or (64 if rows == 64 or window <= 256 else 128)
+    if columns == 128 and rows == 192:
+        keys = 64  # more of them take more registers than there are
+    # A CTA of 64 rows has one warpgroup that multiplies: several of them share a multiprocessor.
+    blocks = 1 if rows > 64 or columns == 128 else 3 if keys == 64 else 2
+    stages = max(2, (98304 if blocks == 1 else 49152) // (4 * keys * columns))
+    kernel = sink_prefill_kernel(D, q.dtype, rows, keys, columns, stages, blocks, multiprocessors)
+    kernel(q, k, v, sinks, out, window, scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def default_span(programs, L, least, wanted):
+    """Positions of a CTA, a multiple of 128: as few as `wanted` CTAs allow, but `least`, or all where they are few."""
+    if 2 * least >= L:
+        return -(-L // 128) * 128
+    splits = max(1, wanted // programs)
+    return max(least, -(-L // (splits * 128)) * 128)
+
+
+def run_decode(q, k, v, sinks, scale, out, *, least=256, stages=3):
+    """out = T(softmax(scale * q k^T and the sink) v): scores, softmax and sums in float32.
+
+    q and out: [B, Hq, 1, D], k and v: [B, Hkv, L, D], last stride 1 (any others); sinks: [Hq]; T is bfloat16 or float16. Weights
+    are rounded to T for the second product. A CTA owns a key head, all query heads that share it, and a span of `least` or more
+    positions, two CTAs a multiprocessor with `stages` tiles of keys and of values each; spans are joined by a second kernel.
+    Rows of k or v that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
+    """
+    B, Hq, _, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return
+    scale = float(scale) * LOG2_E
+    if not (scale > 0 and for_tma(k, v)):
+        sink_decode_plain_kernel(D, q.dtype)(q, k, v, sinks, out, scale)
+        return
+    group = Hq // Hkv
+    rows = 16 if group <= 16 else 32 if group <= 32 else 64
+    columns = columns_of(D)
+    span = default_span(B * Hkv, L, least, 2 * multiprocessor_count(q.device.index))
+    splits = -(-L // span)
+    kernel = sink_decode_kernel(D, q.dtype, rows, 8192 // columns, columns, stages, splits == 1)
+    if splits == 1:
+        kernel(q, k, v, sinks, out, span, scale)
+        return
+    parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
+    kernel(q, k, v, sinks, parts, span, scale)
+    sink_join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
