@@ -1,4 +1,7 @@
-"""The gated delta rule for one token in TileLang: a CTA holds a block of columns of one head's state in registers."""
+"""The gated delta rule in TileLang: one token with the state in registers, or chunks of tokens between which it stays there.
+
+Rows of queries and keys are normalised by factors on products, so that a key of 16 bits enters products as it is.
+"""
 
 import functools
 
@@ -139,3 +142,314 @@ def run_recurrent(
     recurrent_kernel(K, V, q.dtype, rows, wide, threads, aligned)(
         q, k, v, g, beta, initial_state, out, final_state, K**-0.5
     )
+
+
+# ---- chunks of tokens -----------------------------------------------------------------------------
+# Of a chunk, A = tril(beta_i e^(G_i - G_j) k_i k_j, -1), with G the sums of g within it and k normalised. What the tokens write
+# is W = (I + A)^-1 diag(beta) (V - e^G K S), of the state S before the chunk. Then out = e^G Q S + P W, where
+# P = tril(e^(G_i - G_j) q_i k_j), and the state becomes e^G_last S + (e^(G_last - G) K)^T W.
+#
+# A float32 factor of a product is split into two of bfloat16, so that 16 of its bits count.
+
+CHUNK = 64
+# No TMA: TileLang's own schedule for it may wait forever (docs/how-to/write-a-kernel.md).
+CHUNK_FLAGS = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True}
+
+
+@T.macro
+def split(wide, high, low, rows, columns):
+    """Make two tiles of bfloat16 whose sum has 16 bits of `wide`, which is in float32."""
+    for i, j in T.Parallel(rows, columns):
+        high[i, j] = T.cast(wide[i, j], "bfloat16")
+    for i, j in T.Parallel(rows, columns):
+        low[i, j] = T.cast(wide[i, j] - T.cast(high[i, j], "float32"), "bfloat16")
+
+
+@functools.cache
+@tilelang.jit(pass_configs=CHUNK_FLAGS)
+def prepare_kernel(K, rows):
+    """Compile the inverse of a chunk's system, the products of its queries with its keys, and the factors of its rows."""
+    B, N, Hk, Hv, parts = T.dynamic("B N Hk Hv parts")
+    q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b q_t q_h k_b k_t k_h", "int64")
+    g_b, g_t, beta_b, beta_t = T.dynamic("g_b g_t beta_b beta_t", "int64")
+    dtype = "bfloat16"
+
+    @T.prim_func
+    def prepare(
+        q: T.StridedTensor((B, N, Hk, K), (q_b, q_t, q_h, 1), dtype),
+        k: T.StridedTensor((B, N, Hk, K), (k_b, k_t, k_h, 1), dtype),
+        g: T.StridedTensor((B, N, Hv), (g_b, g_t, 1), "float32"),
+        beta: T.StridedTensor((B, N, Hv), (beta_b, beta_t, 1), dtype),
+        inverse: T.Tensor((parts, 2, CHUNK, CHUNK), dtype),
+        attention: T.Tensor((parts, 2, CHUNK, CHUNK), dtype),
+        factors: T.Tensor((parts, 4, CHUNK), "float32"),
+        scale: T.float32,
+    ):
+        with T.Kernel(parts, threads=128) as part:
+            q_tile = T.alloc_shared((CHUNK, rows), dtype)
+            k_tile = T.alloc_shared((CHUNK, rows), dtype)
+            half_tile = T.alloc_shared((CHUNK, CHUNK), "float16")
+            corner_tile = T.alloc_shared((CHUNK, CHUNK), "float16")
+            rough = T.alloc_shared((CHUNK, CHUNK), dtype)
+            rest = T.alloc_shared((CHUNK, CHUNK), dtype)
+            logs = T.alloc_shared((CHUNK,), "float32")
+            rates = T.alloc_shared((CHUNK,), "float32")
+            sums = T.alloc_shared((CHUNK,), "float32")
+            of_q = T.alloc_shared((CHUNK,), "float32")
+            of_k = T.alloc_shared((CHUNK,), "float32")
+            squares = T.alloc_fragment((CHUNK, rows), "float32")
+            found = T.alloc_fragment((CHUNK,), "float32")
+            triangle = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            prefix = T.alloc_fragment((CHUNK,), "float32")
+            system = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            acc = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            solved = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            high = T.alloc_fragment((CHUNK, CHUNK), dtype)
+            low = T.alloc_fragment((CHUNK, CHUNK), dtype)
+            chunks = T.truncdiv(N + CHUNK - 1, CHUNK)
+            batch = T.truncdiv(T.truncdiv(part, chunks), Hv)
+            head = T.truncmod(T.truncdiv(part, chunks), Hv)
+            key_head = T.truncdiv(head, T.truncdiv(Hv, Hk))
+            first = T.truncmod(part, chunks) * CHUNK
+
+            for i, j in T.Parallel(CHUNK, rows):
+                k_tile[i, j] = T.if_then_else(first + i < N and j < K, k[batch, first + i, key_head, j], 0)
+            for i, j in T.Parallel(CHUNK, rows):
+                q_tile[i, j] = T.if_then_else(first + i < N and j < K, q[batch, first + i, key_head, j], 0)
+            for i in T.Parallel(CHUNK):
+                logs[i] = T.if_then_else(first + i < N, g[batch, first + i, head], 0.0)
+                rates[i] = T.if_then_else(first + i < N, T.cast(beta[batch, first + i, head], "float32"), 0.0)
+            for i, j in T.Parallel(CHUNK, rows):
+                squares[i, j] = T.cast(k_tile[i, j], "float32") * T.cast(k_tile[i, j], "float32")
+            T.reduce_sum(squares, found, dim=1)
+            for i in T.Parallel(CHUNK):
+                of_k[i] = T.rsqrt(found[i] + EPSILON)
+            for i, j in T.Parallel(CHUNK, rows):
+                squares[i, j] = T.cast(q_tile[i, j], "float32") * T.cast(q_tile[i, j], "float32")
+            T.reduce_sum(squares, found, dim=1)
+            for i in T.Parallel(CHUNK):
+                of_q[i] = T.rsqrt(found[i] + EPSILON) * scale
+            # 1. Decays between the tokens of the chunk; a difference of sums above zero belongs to no pair.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                triangle[i, j] = T.if_then_else(j <= i, logs[j], 0.0)
+            T.reduce_sum(triangle, prefix, dim=1)
+            for i in T.Parallel(CHUNK):
+                sums[i] = prefix[i]
+            for i in T.Parallel(CHUNK):
+                factors[part, 0, i] = of_k[i] * T.exp(sums[i])
+                factors[part, 1, i] = of_k[i] * T.exp(T.min(sums[CHUNK - 1] - sums[i], 0.0))
+                factors[part, 2, i] = of_q[i] * T.exp(sums[i])
+                factors[part, 3, i] = T.exp(sums[CHUNK - 1])
+            # 2. Products of queries and of keys with keys.
+            T.gemm(q_tile, k_tile, acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                acc[i, j] = acc[i, j] * T.if_then_else(
+                    j <= i, T.exp(T.min(sums[i] - sums[j], 0.0)) * of_k[j] * of_q[i], 0.0
+                )
+            split(acc, high, low, CHUNK, CHUNK)
+            T.copy(high, attention[part, 0, 0, 0])
+            T.copy(low, attention[part, 1, 0, 0])
+            T.gemm(k_tile, k_tile, system, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                system[i, j] = system[i, j] * T.if_then_else(
+                    j < i, T.exp(T.min(sums[i] - sums[j], 0.0)) * of_k[j] * of_k[i] * rates[i], 0.0
+                )
+            # 3. The inverse, from blocks of two on the diagonal to the whole. Keys are of norm one and rates at most one, so no
+            # element of an inverse of blocks exceeds one, and float16 holds them. A step of Newton leaves the error of the split.
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                solved[i, j] = T.if_then_else(i == j, 1.0, T.if_then_else(i // 2 == j // 2, -system[i, j], 0.0))
+            for level in T.unroll(5):
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    half_tile[i, j] = T.cast(solved[i, j], "float16")
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    corner_tile[i, j] = T.cast(
+                        T.if_then_else(
+                            (i >> (level + 2)) == (j >> (level + 2)) and (i >> (level + 1)) > (j >> (level + 1)),
+                            -system[i, j],
+                            0.0,
+                        ),
+                        "float16",
+                    )
+                T.gemm(half_tile, corner_tile, acc, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                for i, j in T.Parallel(CHUNK, CHUNK):
+                    corner_tile[i, j] = T.cast(acc[i, j], "float16")
+                T.gemm(corner_tile, half_tile, solved, policy=T.GemmWarpPolicy.FullRow)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                rough[i, j] = T.cast(solved[i, j], dtype)
+            split(system, high, low, CHUNK, CHUNK)
+            T.gemm(low, rough, acc, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+            T.gemm(high, rough, acc, policy=T.GemmWarpPolicy.FullRow)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                solved[i, j] = T.cast(rough[i, j], "float32")
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                rest[i, j] = T.cast(T.if_then_else(i == j, 1.0, 0.0) - solved[i, j] - acc[i, j], dtype)
+            T.gemm(rough, rest, solved, policy=T.GemmWarpPolicy.FullRow)
+            for i, j in T.Parallel(CHUNK, CHUNK):
+                solved[i, j] = solved[i, j] * rates[j]
+            split(solved, high, low, CHUNK, CHUNK)
+            T.copy(high, inverse[part, 0, 0, 0])
+            T.copy(low, inverse[part, 1, 0, 0])
+
+    return prepare
+
+
+@functools.cache
+@tilelang.jit(pass_configs=CHUNK_FLAGS)
+def scan_kernel(K, V, rows, columns, stages, whole):
+    """Compile the walk through the chunks; `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors."""
+    B, N, Hk, Hv, parts = T.dynamic("B N Hk Hv parts")
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("q_b q_t q_h k_b k_t k_h v_b v_t v_h", "int64")
+    out_b, out_t, out_h, i_b, i_h, i_k, f_b, f_h, f_k = T.dynamic("out_b out_t out_h i_b i_h i_k f_b f_h f_k", "int64")
+    dtype = "bfloat16"
+    blocks = -(-V // columns)
+    policy = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def scan(
+        q: T.StridedTensor((B, N, Hk, K), (q_b, q_t, q_h, 1), dtype),
+        k: T.StridedTensor((B, N, Hk, K), (k_b, k_t, k_h, 1), dtype),
+        v: T.StridedTensor((B, N, Hv, V), (v_b, v_t, v_h, 1), dtype),
+        initial: T.StridedTensor((B, Hv, K, V), (i_b, i_h, i_k, 1), "float32"),
+        inverse: T.Tensor((parts, 2, CHUNK, CHUNK), dtype),
+        attention: T.Tensor((parts, 2, CHUNK, CHUNK), dtype),
+        factors: T.Tensor((parts, 4, CHUNK), "float32"),
+        out: T.StridedTensor((B, N, Hv, V), (out_b, out_t, out_h, 1), dtype),
+        final: T.StridedTensor((B, Hv, K, V), (f_b, f_h, f_k, 1), "float32"),
+    ):
+        with T.Kernel(B * Hv * blocks, threads=2 * columns) as index:
+            if whole:
+                T.assume(q_b % 8 == 0)
+                T.assume(q_t % 8 == 0)
+                T.assume(q_h % 8 == 0)
+                T.assume(k_b % 8 == 0)
+                T.assume(k_t % 8 == 0)
+                T.assume(k_h % 8 == 0)
+                T.assume(v_b % 8 == 0)
+                T.assume(v_t % 8 == 0)
+                T.assume(v_h % 8 == 0)
+            q_tile = T.alloc_shared((CHUNK, rows), dtype)
+            k_tile = T.alloc_shared((CHUNK, rows), dtype)
+            v_tile = T.alloc_shared((CHUNK, columns), dtype)
+            inverse_high = T.alloc_shared((CHUNK, CHUNK), dtype)
+            inverse_low = T.alloc_shared((CHUNK, CHUNK), dtype)
+            attention_high = T.alloc_shared((CHUNK, CHUNK), dtype)
+            attention_low = T.alloc_shared((CHUNK, CHUNK), dtype)
+            factor = T.alloc_shared((4, CHUNK), "float32")
+            # The state and all that is made of it are transposed, so that they stay in registers between products.
+            state = T.alloc_fragment((columns, rows), "float32")
+            state_high = T.alloc_fragment((columns, rows), dtype)
+            state_low = T.alloc_fragment((columns, rows), dtype)
+            known = T.alloc_fragment((columns, CHUNK), "float32")
+            delta = T.alloc_fragment((columns, CHUNK), "float32")
+            read = T.alloc_fragment((columns, CHUNK), "float32")
+            high = T.alloc_fragment((columns, CHUNK), dtype)
+            low = T.alloc_fragment((columns, CHUNK), dtype)
+            chunks = T.truncdiv(N + CHUNK - 1, CHUNK)
+            pair = T.truncdiv(index, blocks)
+            start = T.truncmod(index, blocks) * columns
+            batch = T.truncdiv(pair, Hv)
+            head = T.truncmod(pair, Hv)
+            key_head = T.truncdiv(head, T.truncdiv(Hv, Hk))
+
+            for i, j in T.Parallel(columns, rows):
+                state[i, j] = T.if_then_else(start + i < V and j < K, initial[batch, head, j, start + i], 0.0)
+            for chunk in T.Pipelined(chunks, num_stages=stages):
+                if whole:
+                    for i, j in T.Parallel(CHUNK, rows):
+                        k_tile[i, j] = k[batch, chunk * CHUNK + i, key_head, j]
+                    for i, j in T.Parallel(CHUNK, rows):
+                        q_tile[i, j] = q[batch, chunk * CHUNK + i, key_head, j]
+                    for i, j in T.Parallel(CHUNK, columns):
+                        v_tile[i, j] = v[batch, chunk * CHUNK + i, head, start + j]
+                else:
+                    for i, j in T.Parallel(CHUNK, rows):
+                        k_tile[i, j] = T.if_then_else(
+                            chunk * CHUNK + i < N and j < K, k[batch, chunk * CHUNK + i, key_head, j], 0
+                        )
+                    for i, j in T.Parallel(CHUNK, rows):
+                        q_tile[i, j] = T.if_then_else(
+                            chunk * CHUNK + i < N and j < K, q[batch, chunk * CHUNK + i, key_head, j], 0
+                        )
+                    for i, j in T.Parallel(CHUNK, columns):
+                        v_tile[i, j] = T.if_then_else(
+                            chunk * CHUNK + i < N and start + j < V, v[batch, chunk * CHUNK + i, head, start + j], 0
+                        )
+                T.copy(inverse[pair * chunks + chunk, 0, 0, 0], inverse_high)
+                T.copy(inverse[pair * chunks + chunk, 1, 0, 0], inverse_low)
+                T.copy(attention[pair * chunks + chunk, 0, 0, 0], attention_high)
+                T.copy(attention[pair * chunks + chunk, 1, 0, 0], attention_low)
+                T.copy(factors[pair * chunks + chunk, 0, 0], factor)
+                # 1. What the state holds for the keys and for the queries.
+                split(state, state_high, state_low, columns, rows)
+                T.gemm(state_low, k_tile, known, transpose_B=True, policy=policy, clear_accum=True)
+                T.gemm(state_high, k_tile, known, transpose_B=True, policy=policy)
+                T.gemm(state_low, q_tile, read, transpose_B=True, policy=policy, clear_accum=True)
+                T.gemm(state_high, q_tile, read, transpose_B=True, policy=policy)
+                # 2. What the tokens write, of the part of the values that is new.
+                for i, j in T.Parallel(columns, CHUNK):
+                    known[i, j] = T.cast(v_tile[j, i], "float32") - known[i, j] * factor[0, j]
+                split(known, high, low, columns, CHUNK)
+                T.gemm(low, inverse_high, delta, transpose_B=True, policy=policy, clear_accum=True)
+                T.gemm(high, inverse_low, delta, transpose_B=True, policy=policy)
+                T.gemm(high, inverse_high, delta, transpose_B=True, policy=policy)
+                # 3. What the queries read.
+                for i, j in T.Parallel(columns, CHUNK):
+                    read[i, j] = read[i, j] * factor[2, j]
+                split(delta, high, low, columns, CHUNK)
+                T.gemm(low, attention_high, read, transpose_B=True, policy=policy)
+                T.gemm(high, attention_low, read, transpose_B=True, policy=policy)
+                T.gemm(high, attention_high, read, transpose_B=True, policy=policy)
+                for i, j in T.Parallel(columns, CHUNK):
+                    if chunk * CHUNK + j < N and start + i < V:
+                        out[batch, chunk * CHUNK + j, head, start + i] = T.cast(read[i, j], dtype)
+                # 4. The state behind the chunk.
+                for i, j in T.Parallel(columns, CHUNK):
+                    delta[i, j] = delta[i, j] * factor[1, j]
+                split(delta, high, low, columns, CHUNK)
+                for i, j in T.Parallel(columns, rows):
+                    state[i, j] = state[i, j] * factor[3, 0]
+                T.gemm(low, k_tile, state, policy=policy)
+                T.gemm(high, k_tile, state, policy=policy)
+            for i, j in T.Parallel(columns, rows):
+                if start + i < V and j < K:
+                    final[batch, head, j, start + i] = state[i, j]
+
+    return scan
+
+
+def run_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    final_state: torch.Tensor,
+    *,
+    columns=None,
+    stages=1,
+):
+    """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
+
+    Shapes: q, k [B, T, Hk, K], v and out [B, T, Hv, V], g and beta [B, T, Hv], states [B, Hv, K, V]; unit last strides; T in
+    bfloat16. Sums, decays and the state are in float32.
+    Mapping: one CTA a chunk of 64 tokens and head inverts the system of the chunk. Then a CTA owns some columns of a head's state
+    and goes through the chunks, with a warp per 16 columns.
+    columns = None: 64, or 128 if that still gives a CTA to every second multiprocessor of an H200.
+    """
+    B, tokens, Hv, V = v.shape
+    K = k.shape[3]
+    if final_state.numel() == 0:
+        return
+    parts = B * Hv * -(-tokens // CHUNK)
+    rows = max(16, 1 << (K - 1).bit_length())
+    wide = columns or (128 if B * Hv > 66 and V > 64 else 64)
+    inverse = torch.empty((parts, 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty((parts, 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    factors = torch.empty((parts, 4, CHUNK), dtype=torch.float32, device=q.device)
+    whole = rows == K and V % wide == tokens % CHUNK == 0
+    for x in (q, k, v):
+        whole = whole and all(step % 8 == 0 for step in (x.storage_offset(), *x.stride()[:3]))
+    prepare_kernel(K, rows)(q, k, g, beta, inverse, attention, factors, K**-0.5)
+    scan_kernel(K, V, rows, wide, stages, whole)(q, k, v, initial_state, inverse, attention, factors, out, final_state)

@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention, which transformers calls instead of its own code if it is installed."""
+"""The gated delta rule by flash-linear-attention, which transformers calls if it is installed."""
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
