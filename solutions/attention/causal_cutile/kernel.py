@@ -35,11 +35,13 @@ def _add_keys(q, k, v, state, rows, scale, batch, head, block, MASKED: Flag, NEG
         # Not yet scaled: what is not seen is minus infinity once it is.
         columns = block * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
         scores = ct.where(columns <= rows, scores, INFINITY if NEGATIVE else -INFINITY)
-    # Scaled after the maximum, so that the product and the difference are one instruction.
-    found = ct.min(scores, axis=1, keepdims=True) if NEGATIVE else ct.max(scores, axis=1, keepdims=True)
-    grown = ct.maximum(largest, found * scale)
-    weights = ct.exp2(scores * scale - grown, flush_to_zero=True)
-    shrink = ct.exp2(largest - grown, flush_to_zero=True)
+    # Scaled after the difference: the largest score gives 0, however large it is.
+    if NEGATIVE:
+        grown = ct.minimum(largest, ct.min(scores, axis=1, keepdims=True))
+    else:
+        grown = ct.maximum(largest, ct.max(scores, axis=1, keepdims=True))
+    weights = ct.exp2((scores - grown) * scale, flush_to_zero=True)
+    shrink = ct.exp2((largest - grown) * scale, flush_to_zero=True)
     sums = sums * shrink + ct.sum(weights, axis=1, keepdims=True)
     values = ct.load(v, (batch, head, block, 0), (1, 1, TILE_N, TILE_D), padding_mode=ZERO).reshape((TILE_N, TILE_D))
     return ct.mma(weights.astype(v.dtype), values, acc * shrink), sums, grown
@@ -72,7 +74,7 @@ def _prefill(
     queries = ct.load(q, (batch, head, tile, 0), shape, padding_mode=ZERO).reshape((TILE_S, TILE_D))
     acc = ct.zeros((TILE_S, TILE_D), dtype=ct.float32)
     sums = ct.zeros((TILE_S, 1), dtype=ct.float32)
-    state = acc, sums, ct.full((TILE_S, 1), LEAST_SCORE, dtype=ct.float32)
+    state = acc, sums, ct.full((TILE_S, 1), -LEAST_SCORE if NEGATIVE else LEAST_SCORE, dtype=ct.float32)
     for block in range(0, whole):
         state = _add_keys(queries, k, v, state, rows, scale, batch, kv_head, block, False, NEGATIVE, TILE_N, TILE_D)
     for block in range(whole, high):

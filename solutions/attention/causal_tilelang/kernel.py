@@ -32,17 +32,18 @@ def hide(scores, key, first, rows, keys):
 def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
     """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
 
-    The largest score is found before scaling, which takes a scale above 0.
+    Scores are scaled after the largest, unscaled one is subtracted: that one gives 0, however large it is. The scale must be
+    above 0.
     """
     T.copy(largest, shrink)
     T.reduce_max(scores, largest, dim=1, clear=True)
     for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i] * scale)
+        largest[i] = T.max(shrink[i], largest[i])
     for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2(scores[i, j] * scale - largest[i])
+        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
     T.reduce_sum(scores, added, dim=1)
     for i in T.Parallel(rows):
-        shrink[i] = T.exp2(shrink[i] - largest[i])
+        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
     for i in T.Parallel(rows):
         sums[i] = sums[i] * shrink[i] + added[i]
 
@@ -233,6 +234,7 @@ def plain_prefill_kernel(D, dtype, columns):
         k: T.StridedTensor((B, Hkv, S, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, S, D), (v_b, v_h, v_s, 1), dtype),
         out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
+        sign: T.float32,
         scale: T.float32,
     ):
         with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
@@ -271,9 +273,9 @@ def plain_prefill_kernel(D, dtype, columns):
                     )
                 T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
                 for i, j in T.Parallel(rows, keys):
-                    scores[i, j] = scores[i, j] * scale
+                    scores[i, j] = scores[i, j] * sign
                 hide(scores, step * keys, first, rows, keys)
-                weigh(scores, largest, shrink, sums, added, 1.0, rows, keys)
+                weigh(scores, largest, shrink, sums, added, scale, rows, keys)
                 T.copy(scores, weights)
                 for i, j in T.Parallel(rows, columns):
                     acc[i, j] = acc[i, j] * shrink[i]
@@ -444,6 +446,7 @@ def join_kernel(D, dtype):
     def join(
         parts: T.Tensor((heads, splits, D + 2), "float32"),
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
+        scale: T.float32,
     ):
         with T.Kernel(heads, threads=-(-D // 32) * 32) as row:
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
@@ -465,7 +468,7 @@ def join_kernel(D, dtype):
                     weights[u] = parts[row, T.min(turn * loads + u, splits - 1), D + 1]
                     values[u] = parts[row, T.min(turn * loads + u, splits - 1), T.min(column, D - 1)]
                 for u in T.unroll(loads):
-                    share = T.if_then_else(turn * loads + u < splits, T.exp2(scores[u] - largest), 0.0)
+                    share = T.if_then_else(turn * loads + u < splits, T.exp2((scores[u] - largest) * scale), 0.0)
                     total += share * weights[u]
                     acc += share * values[u]
             if column < D:
@@ -489,6 +492,7 @@ def plain_decode_kernel(D, dtype):
         k: T.StridedTensor((B, Hkv, L, D), (k_b, k_h, k_s, 1), dtype),
         v: T.StridedTensor((B, Hkv, L, D), (v_b, v_h, v_s, 1), dtype),
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
+        sign: T.float32,
         scale: T.float32,
     ):
         with T.Kernel(B * Hq, threads=32) as row:
@@ -516,10 +520,10 @@ def plain_decode_kernel(D, dtype):
                         score += wanted[p] * T.cast(k[batch, key_head, key, p * 32 + lane], "float32")
                 for step in T.unroll(5):
                     score += T.shfl_xor(score, 1 << step)
-                score *= scale
+                score *= sign
                 grown = T.max(largest, score)
-                shrink = T.exp2(largest - grown)
-                weight = T.exp2(score - grown)
+                shrink = T.exp2((largest - grown) * scale)
+                weight = T.exp2((score - grown) * scale)
                 total = total * shrink + weight
                 weight = T.cast(T.cast(weight, dtype), "float32")
                 for p in T.unroll(parts):
@@ -549,6 +553,11 @@ def for_tma(*tensors):
     )
 
 
+def sign_and_size(scale):
+    """Return the sign of a scale, and its size. A size of 0 is kept from it: a hidden score of -inf would become NaN."""
+    return (-1.0 if scale < 0 else 1.0), max(abs(scale), 1e-30)
+
+
 @functools.cache
 def multiprocessor_count(index):
     """Multiprocessors of a GPU; 132, those of an H100 or H200, where there is none (compiling without a GPU)."""
@@ -575,7 +584,7 @@ def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
         return
     scale, columns = float(scale) * LOG2_E, columns_of(D)
     if not (scale > 0 and for_tma(q, k, v)):
-        plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, scale)
+        plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, *sign_and_size(scale))
         return
     multiprocessors = multiprocessor_count(q.device.index)
     # Large tiles read keys the least often, and need enough tiles to even out. Large heads take the registers of 192 rows.
@@ -610,7 +619,7 @@ def run_decode(q, k, v, scale, out, *, least=256, stages=3):
         return
     scale = float(scale) * LOG2_E
     if not (scale > 0 and for_tma(k, v)):
-        plain_decode_kernel(D, q.dtype)(q, k, v, out, scale)
+        plain_decode_kernel(D, q.dtype)(q, k, v, out, *sign_and_size(scale))
         return
     group = Hq // Hkv
     rows = 16 if group <= 16 else 32 if group <= 32 else 64
@@ -623,4 +632,4 @@ def run_decode(q, k, v, scale, out, *, least=256, stages=3):
         return
     parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
     kernel(q, k, v, parts, span, scale)
-    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
+    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out, scale)
