@@ -132,6 +132,10 @@ def test_a_draft_whose_file_is_missing_is_not_added_by_halves(
     spec = {"type": "safetensors", "path": PLACE, "tensor_key": "x", "sha256": hashlib.sha256(X).hexdigest()}
     record = {key: value for key, value in json.loads(line).items() if key != "uuid"} | {"inputs": {"x": spec}}
     (draft / "workloads.jsonl").write_text(json.dumps(record) + "\n")
+    for path in draft.iterdir():
+        path.write_text(path.read_text().replace("TODO", "Written"))
+    independent = (draft / "independent.py").read_text()
+    (draft / "independent.py").write_text(independent.replace("wide.to(x.dtype)", "(2 * wide / 2).to(x.dtype)"))
     before = snapshot(row_scale)
     result = cli("add-definition", draft)
     assert result.code == 1

@@ -205,7 +205,7 @@ def test_what_a_config_cannot_say_is_named(cli, row_scale, config):
     [
         ("hidden_size", 0, "hidden_size"),
         ("hidden_size", "x", '"x"'),
-        ("rms_norm_eps", math.nan, "NaN"),
+        ("rms_norm_eps", math.nan, "nan"),
         ("rms_norm_eps", "1e-5", "'eps'"),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ ODD: list[dict[str, Any]] = [
     {"audit": {"kernels": ["k", "k", "void at::native::x<4, at::y>"], "notes": ["n", "n"]}},
     {"performance": None, "status": "TIMEOUT", "correctness": None, "reason": "slow {x}", "audit": None},
     {"performance": {"latency_us": 0.0123456, "ci_low_us": 0.01, "ci_high_us": 0.02, "samples": 3, "timer": "wall"}},
-    {"timestamp": "1999-01-01T00:00:00Z"},
+    {"timestamp": "2000-01-01T00:00:00Z"},
 ]
 SOME = list(itertools.islice(shipped(), 48))
 CHANGES = st.lists(

@@ -295,7 +295,7 @@ def prepare_kernel(K, rows):
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def scan_kernel(K, V, rows, columns, stages, whole):
+def scan_kernel(K, V, rows, columns, whole):
     """Compile the walk through the chunks; `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors."""
     B, N, Hk, Hv, parts = T.dynamic("B N Hk Hv parts")
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("q_b q_t q_h k_b k_t k_h v_b v_t v_h", "int64")
@@ -353,7 +353,7 @@ def scan_kernel(K, V, rows, columns, stages, whole):
 
             for i, j in T.Parallel(columns, rows):
                 state[i, j] = T.if_then_else(start + i < V and j < K, initial[batch, head, j, start + i], 0.0)
-            for chunk in T.Pipelined(chunks, num_stages=stages):
+            for chunk in T.serial(chunks):
                 if whole:
                     for i, j in T.Parallel(CHUNK, rows):
                         k_tile[i, j] = k[batch, chunk * CHUNK + i, key_head, j]
@@ -428,7 +428,6 @@ def run_chunk(
     final_state: torch.Tensor,
     *,
     columns=None,
-    stages=1,
 ):
     """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
 
@@ -452,4 +451,4 @@ def run_chunk(
     for x in (q, k, v):
         whole = whole and all(step % 8 == 0 for step in (x.storage_offset(), *x.stride()[:3]))
     prepare_kernel(K, rows)(q, k, g, beta, inverse, attention, factors, K**-0.5)
-    scan_kernel(K, V, rows, wide, stages, whole)(q, k, v, initial_state, inverse, attention, factors, out, final_state)
+    scan_kernel(K, V, rows, wide, whole)(q, k, v, initial_state, inverse, attention, factors, out, final_state)
