@@ -210,7 +210,8 @@ def test_verified_operator_has_a_triton_kernel_and_most_have_all() -> None:
     verified = {name for name, definition in CATALOG.definitions.items() if "status:verified" in definition.tags}
     attention = {name for name, definition in CATALOG.definitions.items() if definition.op_type == "attention"}
     waiting = {name for name, definition in CATALOG.definitions.items() if definition.is_open}
-    assert set(found) - waiting == verified | attention  # what is not verified on a GPU yet stays open
+    attention -= waiting  # what is not verified on a GPU yet stays open
+    assert set(found) - waiting == verified | attention
     assert [name for name in verified | attention if "triton" not in found[name]] == []
     assert len([name for name in verified if found[name] == set(TILE_LANGUAGES)]) > len(verified) / 2
 
