@@ -7,6 +7,7 @@ below it in PyTorch. Only that code is what kernels were measured against.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,8 +99,7 @@ def plain_function(found: ModuleGroup) -> FunctionType | str:
         if isinstance(function, Module):  # made by the kernels package around a function
             if not runs_class_forward(function):
                 return f"its {name} is replaced by the kernels package"
-            inner = [value for value in _held(type(function).forward).values() if callable(value)]
-            function = inner[0] if len(inner) == 1 else None
+            function = function_inside(function)
         elif isinstance(function, FunctionType) and function.__code__ in _falling_back():
             function = _held(function).get("implementation")
         else:
@@ -113,10 +113,23 @@ def plain_function(found: ModuleGroup) -> FunctionType | str:
     return function
 
 
+def function_inside(module: Module) -> FunctionType | None:
+    """Return the one function that the forward of a module's class keeps; None if it keeps several or none.
+
+    If the package ``kernels`` is installed, transformers puts a function into a module whose forward passes all arguments on.
+    """
+    inside = [value for value in _held(type(module).forward).values() if isinstance(value, FunctionType)]
+    return inside[0] if len(inside) == 1 else None
+
+
 def _held(function: Any) -> dict[str, Any]:
-    """Return the values that a function keeps in its closure, by name."""
+    """Return the values that a function keeps in its closure, by name; a cell may be empty."""
+    held = {}
     cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    for name, cell in zip(function.__code__.co_freevars if cells else (), cells, strict=True):
+        with contextlib.suppress(ValueError):
+            held[name] = cell.cell_contents
+    return held
 
 
 @cache
@@ -130,19 +143,21 @@ def _falling_back() -> frozenset[CodeType]:
 
 
 def replacements(
-    calls: Sequence[PartCall], make: Callable[[ModuleGroup, Any, Callable[..., Any]], Callable[..., Any]]
+    calls: Sequence[PartCall], make: Callable[[ModuleGroup, Any, Callable[..., Any], FunctionType], Callable[..., Any]]
 ) -> tuple[dict[str, Any], list[Callable[[ast.FunctionDef], None]]]:
     """Return the functions for a forward in place of the original ones, and the rewrites for those that are attributes.
 
     Args:
         calls: the groups and their call sites.
-        make: ``make(found, site, stock)`` returns the function that asks for a kernel, and otherwise calls ``stock``.
+        make: ``make(found, site, stock, function)`` returns the function that asks for a kernel, and otherwise calls ``stock``,
+            whose code in PyTorch is ``function``.
     """
     functions: dict[str, Any] = {}
     attributes = []
     for found, site in calls:
-        stock = callee(found.modules[0], found.function)
-        made, name = make(found, site, stock), found.function
+        stock, function = callee(found.modules[0], found.function), plain_function(found)
+        assert isinstance(function, FunctionType), "only confirmed groups are patched"
+        made, name = make(found, site, stock, function), found.function
         if name.startswith(OWN):
             name = name.removeprefix(OWN)
             attributes.append(name)

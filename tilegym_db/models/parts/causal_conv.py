@@ -103,10 +103,10 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     return FunctionOverrides(functions, {}, [site for _, site in calls], rewrites)
 
 
-def _convolution_of(found: ModuleGroup, site: CallSite, stock: Callable[..., Any]) -> Callable[..., Any]:
-    function = plain_function(found)
+def _convolution_of(
+    found: ModuleGroup, site: CallSite, stock: Callable[..., Any], function: FunctionType
+) -> Callable[..., Any]:
     assert found.match is not None, "only confirmed groups are patched"
-    assert isinstance(function, FunctionType), "only confirmed groups are patched"
     return convolution(stock, site, arguments_of(function), found.match.definition)
 
 

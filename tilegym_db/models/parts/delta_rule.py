@@ -119,10 +119,10 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     return FunctionOverrides(functions, {}, [site for _, site in calls], rewrites)
 
 
-def _rule_of(found: ModuleGroup, site: CallSite, stock: Callable[..., Any]) -> Callable[..., Any]:
-    function = plain_function(found)
+def _rule_of(
+    found: ModuleGroup, site: CallSite, stock: Callable[..., Any], function: FunctionType
+) -> Callable[..., Any]:
     assert found.match is not None, "only confirmed groups are patched"
-    assert isinstance(function, FunctionType), "only confirmed groups are patched"
     defaults = {one.name: one.default for one in inspect.signature(function).parameters.values()}
     return delta_rule(stock, site, arguments_of(function), defaults, one_token=_is_of_one_token(found.match))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from tilegym_db.models.call_site import CallSite, has_hooks
+from tilegym_db.models.called_functions import function_inside
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -67,23 +68,13 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 
 def stock_function(called: Any) -> Any:
-    """Return the function that a forward calls: ``called``, or the one inside it.
+    """Return the function that a forward calls: ``called``, or the one inside a module around it.
 
-    If the package ``kernels`` is installed, transformers wraps the function in a module whose forward passes all arguments on.
     The module is still what the probe and stock code call.
     """
     if not isinstance(called, Module) or has_hooks(called) or next(called.parameters(), None) is not None:
         return called
-    cells = getattr(type(called).forward, "__closure__", None) or ()
-    inside = [value for value in map(_content, cells) if isinstance(value, FunctionType)]
-    return inside[0] if len(inside) == 1 else called
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+    return function_inside(called) or called
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
