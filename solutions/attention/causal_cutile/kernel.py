@@ -3,6 +3,7 @@
 The running softmax is in base 2. Its largest score starts at a finite number, so that no difference of two is NaN.
 """
 
+import math
 from typing import Annotated, NamedTuple
 
 import cuda.tile as ct
@@ -17,6 +18,8 @@ ZERO = ct.PaddingMode.ZERO
 LOG2_E = 1.4426950408889634
 INFINITY = float("inf")
 LEAST_SCORE = -1e30
+MASSIVE = 2.0**28
+"""Scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8."""
 MOST_SPLITS = 64
 FEW_POSITIONS = 512
 """Up to so many are not split: a second launch should take longer than their few steps. Not measured."""
@@ -25,9 +28,11 @@ FEW_BLOCKS = 4 * 132
 
 
 @ct.function
-def _add_keys(q, k, v, state, rows, scale, batch, head, block, MASKED: Flag, NEGATIVE: Flag, TILE_N: Int, TILE_D: Int):
+def _add_keys(
+    q, k, v, state, rows, scale, power, batch, head, block, MASKED: Flag, NEGATIVE: Flag, TILE_N: Int, TILE_D: Int
+):  # fmt: skip
     """A step of the running softmax: a block of keys."""
-    acc, sums, largest = state
+    acc, sums, offset = state  # the largest score so far, scaled
     index, shape = (batch, head, 0, block), (1, 1, TILE_D, TILE_N)
     keys = ct.load(k, index, shape, order=(0, 1, 3, 2), padding_mode=ZERO).reshape((TILE_D, TILE_N))
     scores = ct.mma(q, keys, ct.zeros((q.shape[0], TILE_N), dtype=ct.float32))
@@ -35,13 +40,14 @@ def _add_keys(q, k, v, state, rows, scale, batch, head, block, MASKED: Flag, NEG
         # Not yet scaled: what is not seen is minus infinity once it is.
         columns = block * TILE_N + ct.arange(TILE_N, dtype=ct.int32)[None, :]
         scores = ct.where(columns <= rows, scores, INFINITY if NEGATIVE else -INFINITY)
-    # Scaled after the difference: the largest score gives 0, however large it is.
-    if NEGATIVE:
-        grown = ct.minimum(largest, ct.min(scores, axis=1, keepdims=True))
-    else:
-        grown = ct.maximum(largest, ct.max(scores, axis=1, keepdims=True))
-    weights = ct.exp2((scores - grown) * scale, flush_to_zero=True)
-    shrink = ct.exp2((largest - grown) * scale, flush_to_zero=True)
+    # The difference of a score to the offset is one instruction, which does not round the product: the largest weight is 2**e,
+    # with e the rounding error of the offset. That factor is in the sums too. It is small unless scores are massive. Two massive
+    # ones that differ are so far apart that one weighs nothing: any slope will do, and by a power of two the offset is exact.
+    found = ct.min(scores, axis=1, keepdims=True) if NEGATIVE else ct.max(scores, axis=1, keepdims=True)
+    steep = ct.where(ct.abs(found * scale) > MASSIVE, power, scale)
+    grown = ct.maximum(offset, found * steep)
+    weights = ct.exp2(scores * steep - grown, flush_to_zero=True)
+    shrink = ct.exp2(offset - grown, flush_to_zero=True)
     sums = sums * shrink + ct.sum(weights, axis=1, keepdims=True)
     values = ct.load(v, (batch, head, block, 0), (1, 1, TILE_N, TILE_D), padding_mode=ZERO).reshape((TILE_N, TILE_D))
     return ct.mma(weights.astype(v.dtype), values, acc * shrink), sums, grown
@@ -54,13 +60,14 @@ def _prefill(
     v: Heads,
     out: Heads,
     scale: float,
+    power: float,
     GROUP: Int,
     NEGATIVE: Flag,
     TILE_S: Int,
     TILE_N: Int,
     TILE_D: Int,
 ):
-    """A block has TILE_S positions of a query head. NEGATIVE: the scale is."""
+    """A block has TILE_S positions of a query head. NEGATIVE: the scale is, and so is `power`, a power of two next to it."""
     turn = ct.bid(0) % (q.shape[0] * q.shape[1])
     batch, head = turn // q.shape[1], turn % q.shape[1]
     kv_head = head // GROUP
@@ -74,11 +81,15 @@ def _prefill(
     queries = ct.load(q, (batch, head, tile, 0), shape, padding_mode=ZERO).reshape((TILE_S, TILE_D))
     acc = ct.zeros((TILE_S, TILE_D), dtype=ct.float32)
     sums = ct.zeros((TILE_S, 1), dtype=ct.float32)
-    state = acc, sums, ct.full((TILE_S, 1), -LEAST_SCORE if NEGATIVE else LEAST_SCORE, dtype=ct.float32)
+    state = acc, sums, ct.full((TILE_S, 1), LEAST_SCORE, dtype=ct.float32)
     for block in range(0, whole):
-        state = _add_keys(queries, k, v, state, rows, scale, batch, kv_head, block, False, NEGATIVE, TILE_N, TILE_D)
+        state = _add_keys(
+            queries, k, v, state, rows, scale, power, batch, kv_head, block, False, NEGATIVE, TILE_N, TILE_D
+        )
     for block in range(whole, high):
-        state = _add_keys(queries, k, v, state, rows, scale, batch, kv_head, block, True, NEGATIVE, TILE_N, TILE_D)
+        state = _add_keys(
+            queries, k, v, state, rows, scale, power, batch, kv_head, block, True, NEGATIVE, TILE_N, TILE_D
+        )
     acc, sums, _ = state
     ct.store(out, (batch, head, tile, 0), (acc * (1.0 / sums)).astype(out.dtype).reshape(shape))
 
@@ -176,6 +187,11 @@ _PREFILL = {
 }
 
 
+def _power_of_two(scale: float) -> float:
+    """Return the power of two of the sign of a scale that is next to it, or beyond it as seen from 0."""
+    return math.copysign(2.0 ** math.ceil(math.log2(abs(scale))), scale)
+
+
 def _in_base_2(scale: float) -> float:
     """The scale of scores in base 2. One next to 0 is kept from it: what a mask left infinite would become NaN."""
     scale *= LOG2_E
@@ -200,7 +216,7 @@ def run_prefill(
     config = CONFIGS[CONFIG or ("s128_n128" if is_large else "s64_n64")]
     scale = _in_base_2(scale)
     args = (
-        q, k, v, out, scale, Hq // k.shape[1], scale < 0,
+        q, k, v, out, scale, _power_of_two(scale), Hq // k.shape[1], scale < 0,
         config.tile_s, config.tile_n, max(16, 1 << (D - 1).bit_length()),
     )  # fmt: skip
     ct.launch(torch.cuda.current_stream(), (B * Hq * -(-S // config.tile_s), 1, 1), _PREFILL[config[2:]], args)

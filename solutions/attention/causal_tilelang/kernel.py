@@ -6,6 +6,7 @@ bytes) is loaded element by element, without overlap.
 """
 
 import functools
+import math
 
 import tilelang
 import tilelang.language as T
@@ -13,6 +14,7 @@ import torch
 
 LOG2_E = 1.4426950408889634
 LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that differences of it are no NaN
+MASSIVE = 2.0**28  # scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 L2_BYTES = 50 << 20  # of an H100 or H200
 
@@ -29,21 +31,25 @@ def hide(scores, key, first, rows, keys):
 
 
 @T.macro
-def weigh(scores, largest, shrink, sums, added, scale, rows, keys):
-    """One step of the running softmax: unscaled scores become weights, and `shrink` what earlier sums are worth now.
+def weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys):
+    """Take one step of the running softmax: unscaled scores become weights; `shrink` is what earlier sums are worth now.
 
-    Scores are scaled after the largest, unscaled one is subtracted: that one gives 0, however large it is. The scale must be
-    above 0.
+    `offset` is the largest score so far, scaled. The difference of a score to it is one instruction, which does not round the
+    product, so that the largest weight is 2**e with e the rounding error of the offset. That factor is in the sums too. It is
+    small unless scores are massive. Two massive ones that differ are so far apart that one weighs nothing: any slope will do for
+    them, and by `power`, a power of two, the offset is exact. The scale must be above 0, and `power` at least as large.
     """
-    T.copy(largest, shrink)
+    T.copy(offset, shrink)
     T.reduce_max(scores, largest, dim=1, clear=True)
     for i in T.Parallel(rows):
-        largest[i] = T.max(shrink[i], largest[i])
+        steep[i] = T.if_then_else(T.abs(largest[i]) * scale > MASSIVE, power, scale)
+    for i in T.Parallel(rows):
+        offset[i] = T.max(shrink[i], largest[i] * steep[i])
     for i, j in T.Parallel(rows, keys):
-        scores[i, j] = T.exp2((scores[i, j] - largest[i]) * scale)
+        scores[i, j] = T.exp2(scores[i, j] * steep[i] - offset[i])
     T.reduce_sum(scores, added, dim=1)
     for i in T.Parallel(rows):
-        shrink[i] = T.exp2((shrink[i] - largest[i]) * scale)
+        shrink[i] = T.exp2(shrink[i] - offset[i])
     for i in T.Parallel(rows):
         sums[i] = sums[i] * shrink[i] + added[i]
 
@@ -77,6 +83,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
         out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
         heads: T.int32,
         scale: T.float32,
+        power: T.float32,
     ):
         with T.Kernel(multiprocessors, threads=2 * rows) as block:
             T.annotate_min_blocks_per_sm(1)
@@ -98,6 +105,8 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
             weights = T.alloc_fragment((rows, keys), dtype)
             acc = T.alloc_fragment((rows, columns), "float32")
             largest = T.alloc_fragment((rows,), "float32")
+            steep = T.alloc_fragment((rows,), "float32")
+            offset = T.alloc_fragment((rows,), "float32")
             shrink = T.alloc_fragment((rows,), "float32")
             sums = T.alloc_fragment((rows,), "float32")
             added = T.alloc_fragment((rows,), "float32")
@@ -177,10 +186,10 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                            annotations={T.WSID: "multiply_first"})  # fmt: skip
                     with T.ws_op("start"):
                         T.clear(acc)
-                        T.fill(largest, LEAST_SCORE)
+                        T.fill(offset, LEAST_SCORE)
                         T.clear(sums)
                         hide(scores, 0, first, rows, keys)
-                        weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                        weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                         T.copy(scores, weights)
                     # In one step the keys of that step and the values of the one before.
                     for step in T.Pipelined(steps - 1, num_stages=v_stages, annotations={T.WSID: "steps"}):
@@ -193,7 +202,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                             T.wait_wgmma(1)
                         with T.ws_op("weigh"):
                             hide(scores, (step + 1) * keys, first, rows, keys)
-                            weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                            weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                         with T.ws_op("wait_v"):
                             T.wait_wgmma(0)
                         with T.ws_op("renew"):
@@ -236,6 +245,7 @@ def plain_prefill_kernel(D, dtype, columns):
         out: T.StridedTensor((B, Hq, S, D), (out_b, out_h, out_s, 1), dtype),
         sign: T.float32,
         scale: T.float32,
+        power: T.float32,
     ):
         with T.Kernel(B * Hq, T.ceildiv(S, rows), threads=128) as (row, tile):
             q_tile = T.alloc_shared((rows, columns), dtype)
@@ -245,6 +255,8 @@ def plain_prefill_kernel(D, dtype, columns):
             weights = T.alloc_fragment((rows, keys), dtype)
             acc = T.alloc_fragment((rows, columns), "float32")
             largest = T.alloc_fragment((rows,), "float32")
+            steep = T.alloc_fragment((rows,), "float32")
+            offset = T.alloc_fragment((rows,), "float32")
             shrink = T.alloc_fragment((rows,), "float32")
             sums = T.alloc_fragment((rows,), "float32")
             added = T.alloc_fragment((rows,), "float32")
@@ -258,7 +270,7 @@ def plain_prefill_kernel(D, dtype, columns):
             key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
             first = tile * rows
             T.clear(acc)
-            T.fill(largest, LEAST_SCORE)
+            T.fill(offset, LEAST_SCORE)
             T.clear(sums)
             for i, j in T.Parallel(rows, columns):
                 q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
@@ -275,7 +287,7 @@ def plain_prefill_kernel(D, dtype, columns):
                 for i, j in T.Parallel(rows, keys):
                     scores[i, j] = scores[i, j] * sign
                 hide(scores, step * keys, first, rows, keys)
-                weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                 T.copy(scores, weights)
                 for i, j in T.Parallel(rows, columns):
                     acc[i, j] = acc[i, j] * shrink[i]
@@ -344,6 +356,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
         out: one_out if whole else partial_out,
         span: T.int32,
         scale: T.float32,
+        power: T.float32,
     ):
         with T.Kernel(B * Hkv, T.ceildiv(L, span), threads=128) as (row, split):
             T.assume(k_b % 8 == 0)  # TMA wants rows aligned to 16 bytes; run_decode() checked it
@@ -359,6 +372,8 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
             scores = T.alloc_fragment((rows, keys), "float32")
             acc = T.alloc_fragment((rows, columns), "float32")
             largest = T.alloc_fragment((rows,), "float32")
+            steep = T.alloc_fragment((rows,), "float32")
+            offset = T.alloc_fragment((rows,), "float32")
             shrink = T.alloc_fragment((rows,), "float32")
             sums = T.alloc_fragment((rows,), "float32")
             added = T.alloc_fragment((rows,), "float32")
@@ -392,7 +407,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                 for i, j in T.Parallel(rows, columns):
                     q_tile[i, j] = T.if_then_else(i < group and j < D, q[batch, key_head * group + i, 0, j], 0)
                 T.clear(acc)
-                T.fill(largest, LEAST_SCORE)
+                T.fill(offset, LEAST_SCORE)
                 T.clear(sums)
             for step in T.Pipelined(steps, num_stages=stages, annotations={T.WSID: "steps"}):
                 T.copy(k[batch, key_head, begin + step * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
@@ -412,7 +427,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             scores[i, j] = T.if_then_else(
                                 begin + step * keys + j < L, scores[i, j], -T.infinity("float32")
                             )
-                    weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                    weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                     T.copy(scores, weights)
                     for i, j in T.Parallel(rows, columns):
                         acc[i, j] = acc[i, j] * shrink[i]
@@ -428,7 +443,7 @@ def decode_kernel(D, dtype, rows, keys, columns, stages, whole):
                             out[batch, key_head * group + i, split, j] = acc[i, j]
                     for i in T.Parallel(rows):
                         if i < group:
-                            out[batch, key_head * group + i, split, D] = largest[i]
+                            out[batch, key_head * group + i, split, D] = offset[i]
                             out[batch, key_head * group + i, split, D + 1] = sums[i]
 
     return decode
@@ -446,7 +461,6 @@ def join_kernel(D, dtype):
     def join(
         parts: T.Tensor((heads, splits, D + 2), "float32"),
         out: T.StridedTensor((B, Hq, 1, D), (out_b, out_h, out_s, 1), dtype),
-        scale: T.float32,
     ):
         with T.Kernel(heads, threads=-(-D // 32) * 32) as row:
             batch, head = T.truncdiv(row, Hq), T.truncmod(row, Hq)
@@ -468,7 +482,7 @@ def join_kernel(D, dtype):
                     weights[u] = parts[row, T.min(turn * loads + u, splits - 1), D + 1]
                     values[u] = parts[row, T.min(turn * loads + u, splits - 1), T.min(column, D - 1)]
                 for u in T.unroll(loads):
-                    share = T.if_then_else(turn * loads + u < splits, T.exp2((scores[u] - largest) * scale), 0.0)
+                    share = T.if_then_else(turn * loads + u < splits, T.exp2(scores[u] - largest), 0.0)
                     total += share * weights[u]
                     acc += share * values[u]
             if column < D:
@@ -553,6 +567,12 @@ def for_tma(*tensors):
     )
 
 
+@functools.lru_cache(maxsize=256)
+def power_of_two(scale):
+    """Return the least power of two that is no smaller than a scale above 0."""
+    return 2.0 ** math.ceil(math.log2(scale))
+
+
 def sign_and_size(scale):
     """Return the sign of a scale, and its size. A size of 0 is kept from it: a hidden score of -inf would become NaN."""
     return (-1.0 if scale < 0 else 1.0), max(abs(scale), 1e-30)
@@ -584,7 +604,8 @@ def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
         return
     scale, columns = float(scale) * LOG2_E, columns_of(D)
     if not (scale > 0 and for_tma(q, k, v)):
-        plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, *sign_and_size(scale))
+        sign, size = sign_and_size(scale)
+        plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, sign, size, power_of_two(size))
         return
     multiprocessors = multiprocessor_count(q.device.index)
     # Large tiles read keys the least often, and need enough tiles to even out. Large heads take the registers of 192 rows.
@@ -593,7 +614,7 @@ def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
     keys = 64 if columns == 256 else keys or 128
     k_stages = 1 if columns == 256 else 2
     kernel = prefill_kernel(D, q.dtype, rows, keys, columns, k_stages, 2, multiprocessors)
-    kernel(q, k, v, out, heads_at_a_time(B * Hq, Hq // k.shape[1], S, D), scale)
+    kernel(q, k, v, out, heads_at_a_time(B * Hq, Hq // k.shape[1], S, D), scale, power_of_two(scale))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -628,8 +649,8 @@ def run_decode(q, k, v, scale, out, *, least=256, stages=3):
     splits = -(-L // span)
     kernel = decode_kernel(D, q.dtype, rows, 8192 // columns, columns, stages, splits == 1)
     if splits == 1:
-        kernel(q, k, v, out, span, scale)
+        kernel(q, k, v, out, span, scale, power_of_two(scale))
         return
     parts = torch.empty((B, Hq, splits, D + 2), dtype=torch.float32, device=q.device)
-    kernel(q, k, v, parts, span, scale)
-    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out, scale)
+    kernel(q, k, v, parts, span, scale, power_of_two(scale))
+    join_kernel(D, q.dtype)(parts.view(B * Hq, splits, D + 2), out)
