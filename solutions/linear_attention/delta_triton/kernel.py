@@ -295,16 +295,12 @@ def _scan_chunks(
             attention_high = tl.load(attention_ptr + square)
             asked = tl.load(factors_ptr + 2 * CHUNK + rows)
             high, low = _split(state)
-            if q.dtype == tl.bfloat16:  # what is rounded to bfloat16 needs no second parts
-                out = tl.dot(high, tl.trans(q)) * asked[None, :]
-                out = tl.dot(delta.to(tl.bfloat16), tl.trans(attention_high), out)
-            else:
-                attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
-                out = _add_product(high, low, tl.trans(q), nothing)
-                high, low = _split(delta)
-                out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
-                out = tl.dot(high, tl.trans(attention_low), out)
-                out = tl.dot(high, tl.trans(attention_high), out)
+            attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
+            out = _add_product(high, low, tl.trans(q), nothing)
+            high, low = _split(delta)
+            out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
+            out = tl.dot(high, tl.trans(attention_low), out)
+            out = tl.dot(high, tl.trans(attention_high), out)
             out = tl.trans(out.to(out_ptr.dtype.element_ty))
             if WHOLE:
                 tl.store(out_ptr + out_offsets, out)
