@@ -96,6 +96,9 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
             T.assume(v_b % 8 == 0)
             T.assume(v_h % 8 == 0)
             T.assume(v_s % 8 == 0)
+            T.assume(out_b % 8 == 0)
+            T.assume(out_h % 8 == 0)
+            T.assume(out_s % 8 == 0)
             q_tile = T.alloc_shared((rows, columns), dtype)
             k_tile = T.alloc_shared((keys, columns), dtype)
             v_tile = T.alloc_shared((keys, columns), dtype)
@@ -158,7 +161,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                                 ],
                                 "multiplier": [
                                     "place", wait("q"), wait("first"), "multiply_first", release("first"), "start", "steps",
-                                    release("q"), wait("last"), "multiply_last", release("last"), "store", "next",
+                                    wait("last"), "multiply_last", release("last"), "store", release("q"), "next",
                                 ],
                             },
                         ),
@@ -212,11 +215,13 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                     T.copy(v[batch, key_head, (steps - 1) * keys, 0], v_last, annotations={T.WSID: "fetch_last"})
                     T.gemm(weights, v_last, acc, policy=full_row, annotations={T.WSID: "multiply_last"})
                     with T.ws_op("store"):
+                        for i in T.Parallel(rows):
+                            sums[i] = 1.0 / sums[i]
                         for i, j in T.Parallel(rows, columns):
-                            acc[i, j] = acc[i, j] / sums[i]
-                        for i, j in T.Parallel(rows, columns):
-                            if first + i < S and j < D:
-                                out[batch, head, first + i, j] = T.cast(acc[i, j], dtype)
+                            acc[i, j] = acc[i, j] * sums[i]
+                        T.copy(acc, q_tile)  # the queries are not needed any more
+                        T.fence_proxy_async()
+                        T.copy(q_tile, out[batch, head, first, 0])
                     with T.ws_op("next"):
                         # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
                         wave = wave + 1
@@ -603,7 +608,7 @@ def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
     if q.numel() == 0:
         return
     scale, columns = float(scale) * LOG2_E, columns_of(D)
-    if not (scale > 0 and for_tma(q, k, v)):
+    if not (scale > 0 and for_tma(q, k, v, out)):
         sign, size = sign_and_size(scale)
         plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, sign, size, power_of_two(size))
         return
