@@ -50,14 +50,13 @@ def pointwise_kernel(function, I, dtype, vec, threads, repeat):
             return logistic(x, QUICK * x)
         if function == "gelu_tanh":
             return logistic(x, x * (LINEAR + CUBIC * x * x))
-        if exact:
-            return 0.5 * x * (1.0 + T.erf(x * ROOT_HALF))
-        distance = T.abs(x)
+        return 0.5 * x * (1.0 + T.erf(x * ROOT_HALF))
+
+    def minus_log2_tail(distance):
         power = T.float32(LOWER_TAIL[0])
         for coefficient in LOWER_TAIL[1:]:
             power = power * distance + T.float32(coefficient)
-        below = T.exp2(-power)
-        return x * T.if_then_else(x > 0.0, 1.0 - below, below)
+        return power
 
     @T.prim_func
     def pointwise(
@@ -71,6 +70,7 @@ def pointwise_kernel(function, I, dtype, vec, threads, repeat):
             column = (block % blocks * columns + T.get_thread_binding(0)) * vec
             first_row = block // blocks * (rows * repeat) + T.get_thread_binding(1)
             values = T.alloc_local((repeat, vec), dtype)
+            below = T.alloc_local((vec,), "float32")  # memory, because an expression would be written out at each use
             result = T.alloc_local((vec,), dtype)
 
             if column < I:
@@ -82,7 +82,12 @@ def pointwise_kernel(function, I, dtype, vec, threads, repeat):
                     if first_row + i * rows < M:
                         for v in T.unroll(vec):
                             value = T.cast(values[i, v], "float32")
-                            result[v] = T.cast(activated(value), dtype)
+                            if function == "gelu" and not exact:
+                                below[v] = T.exp2(-minus_log2_tail(T.abs(value)))
+                                share = T.if_then_else(value > 0.0, 1.0 - below[v], below[v])
+                                result[v] = T.cast(value * share, dtype)
+                            else:
+                                result[v] = T.cast(activated(value), dtype)
                         for v in T.vectorized(vec):
                             out[first_row + i * rows, column + v] = result[v]
 
