@@ -314,6 +314,12 @@ def fused_add_rms_norm_forward(X: Tensor, R: Tensor, W: Tensor, eps: float, offs
     return rms_norm_forward(total, W, eps, offset, casting_mode, None)[0], total, None, 0, 0, 0, 0
 
 
+def layer_norm_forward(X: Tensor, W: Tensor, B: Tensor, eps: float) -> tuple:
+    rows = X.view(-1, X.shape[-1]).float()
+    out = torch.nn.functional.layer_norm(rows, rows.shape[-1:], W.float(), B.float(), eps)
+    return out.to(X.dtype).view(X.shape), X, None, None, 0, 0
+
+
 def gated(activated: Tensor, b: Tensor) -> Tensor:
     return activated.to(b.dtype) * b
 
@@ -384,6 +390,7 @@ MODULES: dict[str, tuple[Callable[..., Any], ...]] = {
     "liger_kernel.ops": (),
     "liger_kernel.ops.fused_add_rms_norm": (fused_add_rms_norm_forward,),
     "liger_kernel.ops.geglu": (geglu_forward,),
+    "liger_kernel.ops.layer_norm": (layer_norm_forward,),
     "liger_kernel.ops.rms_norm": (rms_norm_forward,),
     "liger_kernel.ops.rope": (rope_forward,),
     "liger_kernel.ops.softmax": (LigerSoftmaxFunction,),
