@@ -118,9 +118,9 @@ def _join_pieces(
         _store_ignored(loss_ptr, row_max_ptr, log_sum_ptr, row)
     else:
         which = tl.arange(0, BLOCK)
-        parts_ptr += 2 * (row * pieces + which)
-        tops = tl.load(parts_ptr, mask=which < pieces, other=float("-inf"))
-        totals = tl.load(parts_ptr + 1, mask=which < pieces, other=0.0)
+        part_ptrs = parts_ptr + 2 * (row * pieces + which)
+        tops = tl.load(part_ptrs, mask=which < pieces, other=float("-inf"))
+        totals = tl.load(part_ptrs + 1, mask=which < pieces, other=0.0)
         top = tl.max(tops, axis=0)
         base = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(totals * tl.exp(tops - base), axis=0)
