@@ -19,7 +19,7 @@ from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, run_lifted
 
 BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]
-WITH_SAVED_TENSORS = ["softmax_backward"]  # tests/verification/test_saved_tensors.py
+WITH_SAVED_TENSORS = ["softmax_backward", "cross_entropy_backward"]  # tests/verification/test_saved_tensors.py
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
     "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",

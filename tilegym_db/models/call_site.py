@@ -204,8 +204,10 @@ _MARK = "_tilegym_db_replaces"
 _numbers = itertools.count()
 
 
-def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[torch.nn.Module]:
-    """Return a class that differs from ``base`` in ``forward`` only.
+def subclass(
+    base: type[torch.nn.Module], forward: Callable[..., Any], members: Mapping[str, Any] | None = None
+) -> type[torch.nn.Module]:
+    """Return a class that differs from ``base`` in ``forward`` and in the given members only.
 
     The name stays, so configs keyed by class name still work. Copying or pickling an instance gives the base class, so a
     checkpoint has nothing of this package in it.
@@ -219,6 +221,7 @@ def subclass(base: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
         return (function, restored, *rest)
 
     namespace = {
+        **(members or {}),
         "forward": forward,
         "__reduce_ex__": reduce_ex,
         "__module__": base.__module__,

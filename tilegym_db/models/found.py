@@ -107,6 +107,12 @@ class FunctionOverrides(NamedTuple):
     rewrites: Sequence[Callable[[ast.FunctionDef], None]] = ()
 
 
+class MemberOverrides(NamedTuple):
+    """Members of a class other than its forward, such as a property through which the forward finds a function."""
+
+    members: Mapping[str, Any]
+
+
 class PartCall(NamedTuple):
     """A group of modules with its call site."""
 
@@ -141,8 +147,10 @@ class Part(Protocol):
     def probe(self, found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
         """Return random inputs and the results of the module's own code, or the reason if it cannot be probed."""
 
-    def forward(self, stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any] | FunctionOverrides:
-        """Return the forward that asks for a kernel first, or replacements for the functions that it calls."""
+    def forward(
+        self, stock: Any, calls: Sequence[PartCall]
+    ) -> Callable[..., Any] | FunctionOverrides | MemberOverrides:
+        """Return the forward that asks for a kernel first, or replacements for functions or members that it uses."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
-from tilegym_db.models.found import FunctionOverrides, ModuleGroup, OwnCode, PartCall
+from tilegym_db.models.found import FunctionOverrides, MemberOverrides, ModuleGroup, OwnCode, PartCall
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
@@ -173,7 +173,10 @@ class Handle:
         if not calls:
             return
         modules = calls[0].found.modules
-        ours = subclass(calls[0].found.module_class, _forward(calls))
+        base = calls[0].found.module_class
+        made = _forward(calls)
+        members = made.members if isinstance(made, MemberOverrides) else {}
+        ours = subclass(base, base.forward if isinstance(made, MemberOverrides) else made, members)
         installed = _Installed(
             weakref.ref(ours), [weakref.ref(module) for module in modules], [site for _, site in calls]
         )
@@ -286,16 +289,16 @@ def _restore(module: Module, ours: type[Module]) -> bool:
 # -- the forward of parts that are patched together -------------------------------------------------------------------
 
 
-def _forward(calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return the replacement for the forward of some modules, from the parts that share it."""
+def _forward(calls: Sequence[PartCall]) -> Callable[..., Any] | MemberOverrides:
+    """Return the replacement for the forward of some modules, or for other members, from the parts that share it."""
     stock: Any = calls[0].found.module_class.forward
     by_kind: dict[str, list[PartCall]] = {}
     for call in calls:
         by_kind.setdefault(call.found.kind, []).append(call)
     made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
     if not isinstance(made[0], FunctionOverrides):
-        forward: Callable[..., Any] = made[0]
-        return forward
+        alone: Callable[..., Any] | MemberOverrides = made[0]
+        return alone
     inference = {name: value for one in made for name, value in one.inference.items()}
     training = {name: value for one in made for name, value in one.training.items()}
     sites = [site for _, site in calls]
