@@ -26,6 +26,7 @@ from tilegym_db.records.trace import PROCESS_NOISE_US
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``. Most of its time is the launch, which fusing it with its neighbours saves."""
 
+NOTHING_PUBLISHED = "nothing is published for"
 NO_BACKWARD = "mode training: it has no verified backward"
 
 
@@ -85,7 +86,7 @@ def decide(
         if backward.solution is None:
             return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
-        return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
+        return _stock(request, None, solutions, f"{NOTHING_PUBLISHED} {request.gpu}")
     point = find_point(request, table)
     if isinstance(point, str):
         return _stock(request, table, solutions, point)
