@@ -61,6 +61,8 @@ class WorkloadTiming:
         """Emit a trace for each runner: its failure in verification, its pass, or its failure in timing."""
         candidates: list[TimedCandidate[Runner]] = []
         for runner in workload_run.runners:
+            if runner.name not in workload_run.outcomes:
+                continue  # it was only to be compared with, and nothing is left to compare
             outcome, level = workload_run.outcomes[runner.name]
             if isinstance(outcome, Failure):
                 self._emit_failure(workload_run, runner, outcome, level)
@@ -252,6 +254,19 @@ class WorkloadRun:
     contents: Future[WorkloadContents | Failure] | None = None
     outcomes: dict[str, tuple[VerifiedWorkload | Failure, int]] = field(default_factory=dict)
     """Runner name -> its outcome, and the sandbox level of its worker."""
+
+    def is_asked(self, runner: Runner) -> bool:
+        """Return True if the runner is planned for itself, and not only to compare others with it."""
+        return self.plan.is_asked(runner.solution, self.workload, runner.config)
+
+    @property
+    def has_winner(self) -> bool:
+        """True if a runner that is planned for itself passed its verification."""
+        return any(
+            self.is_asked(runner) and not isinstance(self.outcomes[runner.name][0], Failure)
+            for runner in self.runners
+            if runner.name in self.outcomes
+        )
 
     @property
     def lacked_memory(self) -> bool:
