@@ -14,18 +14,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import get_args
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
 from tilegym_db.published.table import load_table
 from tilegym_db.records.call import Call
 from tilegym_db.resolver import decide, make_request
+from tilegym_db.resolver.decide import RULE, Rule
 from tilegym_db.scaffold.model_calls import ASKED_STAGES, Question, known_models, questions
 
 ANSWERS = ("exact", "neighbour", "stock faster", "unmeasured", "no definition")
 
 
-def answer(question: Question, gpu: str, catalog: Catalog) -> tuple[str, str]:
+def answer(question: Question, gpu: str, catalog: Catalog, rule: Rule) -> tuple[str, str]:
     """Return which of :data:`ANSWERS` a question gets, and the reason."""
     if not question.definition:
         return "no definition", ""
@@ -37,7 +39,7 @@ def answer(question: Question, gpu: str, catalog: Catalog) -> tuple[str, str]:
     except TilegymDBError as error:
         return "unmeasured", str(error)
     solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
-    decision = decide(request, load_table(gpu), solutions)
+    decision = decide(request, load_table(gpu), solutions, rule=rule)
     evidence = decision.evidence
     if decision.solution is not None:
         return ("exact" if evidence.source == "exact" else "neighbour"), evidence.reason
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="every model of the list, at every stage, on 1, 2, 4 and 8 GPUs"
     )
+    parser.add_argument("--rule", choices=get_args(Rule), default=RULE, help="for calls that were not measured")
     parser.add_argument("--json", type=Path, help="file for every question with its answer and reason")
     options = parser.parse_args()
     if options.all:
@@ -80,7 +83,7 @@ def main() -> None:
     for gpu in options.gpu or ["h200", "h100"]:
         answers = []
         for question in asked:
-            given, reason = answer(question, gpu, catalog)
+            given, reason = answer(question, gpu, catalog, options.rule)
             answers.append((question, given))
             rows.append({"gpu": gpu, "model": question.model, "parallel": question.parallel, "stage": str(question.stage),
                          "group": question.group, "definition": question.definition, "axes": dict(question.axes),
