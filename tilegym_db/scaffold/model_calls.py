@@ -324,8 +324,9 @@ def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator
     elif family.router in ("topk_sigmoid_bias_groups", "topk_softmax_groups"):
         axes |= {"G": sizes["n_group"], "GK": sizes["topk_group"]}
         scalars |= {"groups": axes["G"], "kept_groups": axes["GK"], "scale": sizes["routed_scaling_factor"]}
+        more["dtypes"] = {}
         if family.router == "topk_sigmoid_bias_groups":
-            scalars["renormalise"], more["dtypes"] = True, {}
+            scalars["renormalise"] = True
     elif family.router == "topk_sqrtsoftplus_bias":
         scalars["scale"] = sizes["routed_scaling_factor"]
     yield "router", family.router or None, axes, more
