@@ -288,9 +288,10 @@ def _ropes(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: int) -
         for count in (heads, 1):
             tail = {"B": stage.sequences, "H": count, "S": stage.tokens, "D": sizes["head_dim"], "Bc": 1}
             tail["P"] = sizes["qk_rope_head_dim"] // 2
-            yield "rope", family.rope, tail, {"layouts": {"x": HEADS_AFTER_TOKENS.format(heads="H")}}
+            yield "rope", family.rope, tail, {"layouts": dict.fromkeys(("x", "out"), HEADS_AFTER_TOKENS.format(heads="H"))}
         return
-    yield "rope", family.rope, axes, {"layouts": layouts}
+    outputs = {name: HEADS_AFTER_TOKENS.format(heads=of) for name, of in (("q_out", "Hq"), ("k_out", "Hkv"))}
+    yield "rope", family.rope, axes, {"layouts": {**layouts, **outputs}}
 
 
 def _attention(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: int) -> Iterator[Part]:
