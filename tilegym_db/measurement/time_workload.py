@@ -24,6 +24,7 @@ from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import raising_out_of_memory
+from tilegym_db.verification.large import extent_of
 from tilegym_db.verification.phases import TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure
@@ -222,6 +223,7 @@ class WorkloadTiming:
         if contents.other is not None:
             calls.append(contents.other.case.call.scalars)
         ranges = scalar_ranges(definition, calls)
+        reached = extent_of(definition, verified.fuzz.large)
         cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
         self.emit(
             self.context.passed(
@@ -231,7 +233,7 @@ class WorkloadTiming:
                 runner.handle.policy.tier,
                 verified.verdict.correctness("as_written" if definition.oracle == "as_written" else "fp64"),
                 performance,
-                fuzz_cases_of(cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges),
+                fuzz_cases_of(cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges, reached),
                 audit,
                 runner.config,
                 runner.handle.sandbox_level,
