@@ -98,6 +98,47 @@ class Question:
         return Workload.from_dict(content, f"{self.definition} of {self.model}")
 
 
+MODELS = "models"
+"""The name of the checked-in list, where a config file may be given."""
+
+
+def models_of(config: str) -> list[dict[str, Any]]:
+    """Return the models of a config: the checked-in list by its name, a file with a list, or the config of one model.
+
+    Raises:
+        UsageError: the file cannot be read, or lacks a size.
+    """
+    if config == MODELS:
+        return list(known_models())
+    path = Path(config)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot read this config: {error}.", code="config_unreadable") from None
+    found = []
+    for number, sizes in enumerate(content if isinstance(content, list) else [content]):
+        known = {**_DEFAULTS, **sizes, **(sizes.get("text_config") or {})} if isinstance(sizes, dict) else {}
+        missing = [name for name in _NEEDED if not known.get(name)]
+        if missing:
+            raise UsageError(
+                f"{path}: model {number} has no {missing[0]}. Give it, or name one operator: tilegym-db new workload NAME "
+                f"--from-config {path}",
+                code="config_size_missing",
+            )
+        known.setdefault("name", str(known.get("_name_or_path") or known["model_type"]).rpartition("/")[2].lower())
+        known.setdefault("num_key_value_heads", known["num_attention_heads"])
+        known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
+        for name, other in (("num_experts", "num_local_experts"), ("num_experts", "n_routed_experts")):
+            if known.get(other) and not known.get(name):
+                known[name] = known[other]
+        found.append(known)
+    return found
+
+
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "intermediate_size": 0}
+_NEEDED = ("model_type", "hidden_size", "num_attention_heads", "rms_norm_eps")
+
+
 @cache
 def known_models() -> tuple[dict[str, Any], ...]:
     """Return the checked-in list of models: dense, mixtures of experts, latent attention, hybrids and vision."""
@@ -288,7 +329,12 @@ def _ropes(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: int) -
         for count in (heads, 1):
             tail = {"B": stage.sequences, "H": count, "S": stage.tokens, "D": sizes["head_dim"], "Bc": 1}
             tail["P"] = sizes["qk_rope_head_dim"] // 2
-            yield "rope", family.rope, tail, {"layouts": dict.fromkeys(("x", "out"), HEADS_AFTER_TOKENS.format(heads="H"))}
+            yield (
+                "rope",
+                family.rope,
+                tail,
+                {"layouts": dict.fromkeys(("x", "out"), HEADS_AFTER_TOKENS.format(heads="H"))},
+            )
         return
     outputs = {name: HEADS_AFTER_TOKENS.format(heads=of) for name, of in (("q_out", "Hq"), ("k_out", "Hkv"))}
     yield "rope", family.rope, axes, {"layouts": {**layouts, **outputs}}
