@@ -71,6 +71,7 @@ def _trace(entry: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     envelope = {"cases": candidate["envelope_cases"]}
     if candidate.get("scalar_ranges"):
         envelope["scalars"] = candidate["scalar_ranges"]
+    envelope |= {name: candidate[name] for name in ("largest", "largest_elements") if name in candidate}
     about = (
         "solution",
         "solution_digest",

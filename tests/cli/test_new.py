@@ -320,3 +320,15 @@ def test_a_draft_of_an_operator_is_added_once_it_is_finished(cli, tmp_path, monk
     copied = cli("add-definition", folder)
     assert (copied.code, copied.cause) == (1, "independent_copied")
     assert "independent" in cli("check", folder).err + cli("check", folder).out
+
+
+def test_points_of_a_model_are_written_with_their_cost(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 1e-5, **sizes}))
+    result = cli("new", "workload", "--from-config", "config.json", "--parallel", "1", "--json")
+    content = json.loads(result.out)
+    lines = (tmp_path / "workloads-models.jsonl").read_text().splitlines()
+    assert len(lines) == content["points"] > 0
+    assert content["gpu_seconds"] > content["points"]
+    assert {json.loads(line)["tags"][0] for line in lines} == {"model:llama"}

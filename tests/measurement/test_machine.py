@@ -56,5 +56,5 @@ def test_a_gpu_is_never_taken_for_another():
 
 
 def test_an_unknown_gpu_is_refused_with_a_suggestion():
-    with pytest.raises(HardwareError, match=r"'h20'.*'h200'"):
-        select_machine("h20")
+    with pytest.raises(HardwareError, match=r"'h2000'.*'h200'"):
+        select_machine("h2000")

@@ -48,6 +48,7 @@ def test_modules_stay_unchanged_if_nothing_is_published(name: str, build: Any) -
         *(reason for reason in reasons if reason.startswith("no definition")),
     }
     assert "nothing is published for cpu" in str(handle.report())
+    assert handle.report().note.endswith("tilegym-db fit CONFIG, or tilegym_db.fit(model, inputs)")
     patch(model).unpatch()  # it is not patched, so that it may be patched again
 
 

@@ -22,6 +22,7 @@ def restated(name: str, **changes: Any) -> Definition:
     return Definition.from_dict({**content, "serving": serving}, "d.json")
 
 
+@pytest.mark.records("record")
 @pytest.mark.parametrize("record", SERVED, ids=lambda record: record.name)
 def test_what_is_said_of_serving_changes_no_digest(record: Definition) -> None:
     without = Definition.from_dict({key: value for key, value in record.to_dict().items() if key != "serving"})

@@ -9,6 +9,7 @@ from tilegym_db.errors import HardwareError, RecordError
 from tilegym_db.records import Definition, Workload, axes_key
 from tilegym_db.records.hardware import (
     GPU_SLUGS,
+    gpu_base,
     gpu_family,
     gpu_slug,
     gpus_meant,
@@ -72,6 +73,29 @@ def test_a_wider_class_accepts_a_narrower_one():
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce GTX 1080 Ti", "geforce-gtx-1080-ti"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", "h20-3e"),
+        ("NVIDIA H800", "h800-sxm"),
+        ("NVIDIA A800-SXM4-80GB", "a800-sxm"),
+        ("NVIDIA L20", "l20"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("Quadro RTX 6000", "quadro-rtx-6000"),
+        ("NVIDIA GB10", "gb10"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-sxm-mig-1g-10gb"),
+        ("NVIDIA H200 MIG 1c.3g.71gb", "h200-mig-1c-3g-71gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090-laptop"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090-d"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090-ti"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
+        ("GRID A100-10C", "grid-a100-10c"),
     ],
 )
 def test_the_drivers_name_decides_the_slug(driver, slug):
@@ -84,6 +108,40 @@ def test_a_family_covers_its_members_and_a_slug_only_itself():
     assert not same_gpu("h200", "h200-nvl")
     assert all(same_gpu(slug, slug) for slug in GPU_SLUGS)
     assert gpu_family("rtx-pro-6000") == "rtx-pro-6000"
+
+
+def test_part_or_variant_of_a_gpu_is_another_gpu():
+    for driver in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL"):
+        slug = gpu_slug(driver)
+        assert not same_gpu(gpu_base(slug), slug) or gpu_base(slug) == slug
+        assert not same_gpu(slug, gpu_base(slug)) or gpu_base(slug) == slug
+    assert not same_gpu("h100", "h100-sxm-mig-1g-10gb")
+    assert gpu_base("h100-sxm-mig-1g-10gb") == "h100-sxm"
+    assert not same_gpu("a100-sxm", "a100-sxm-40gb")
+    assert same_gpu("a100", "a100-sxm-40gb")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h20", "h20"),
+        ("NVIDIA H20", "h20"),
+        ("nvidia h100 80gb hbm3", "h100-sxm"),
+        ("H100 80GB HBM3 MIG 1g.10gb", "h100-sxm-mig-1g-10gb"),
+        ("h100-sxm-mig-1g-10gb", "h100-sxm-mig-1g-10gb"),
+        ("a100-sxm-40gb", "a100-sxm-40gb"),
+        ("NVIDIA GeForce RTX 6090", "geforce-rtx-6090"),
+        ("v100", "v100"),
+    ],
+)
+def test_gpu_is_named_by_slug_family_or_driver(text, name):
+    assert parse_gpu(text) == name
+
+
+def test_gpu_that_has_traces_is_known():
+    assert parse_gpu("b9000", ["b9000"]) == "b9000"
+    with raises(HardwareError, "gpu_unknown", "'b9000'"):
+        parse_gpu("b9000")
 
 
 def test_an_unknown_gpu_or_target_lists_the_known_ones():

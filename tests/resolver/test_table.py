@@ -12,12 +12,10 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.entries import Entry
 from tilegym_db.published.input_files import LOCK_NAME
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import load_table
 from tilegym_db.published.trace_file import packed
-from tilegym_db.records.call import Call
 
 
 def test_nothing_published_is_no_table(shop: Any) -> None:
@@ -91,13 +89,6 @@ def test_a_damaged_trace_file_is_named(shop: Any, content: bytes, code: str) -> 
     assert table is not None
     with raises(RecordError, code, str(path)):
         table.entries("halves", {})
-
-
-def test_distance_is_in_octaves() -> None:
-    entry = Entry(Call("d", {"M": 8, "N": 64}), "1.0.0", "", "toy", ())
-    assert entry.log_distance({"M": 8, "N": 64}) == 0
-    assert entry.log_distance({"M": 32, "N": 64}) == pytest.approx(2)
-    assert entry.log_distance({"M": 4, "N": 128}) == pytest.approx(2**0.5)
 
 
 def test_published_tables_of_the_checkout_are_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

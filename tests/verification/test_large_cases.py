@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from shipped_records import CATALOG
 
 from tilegym_db.records import Definition, Solution
 from tilegym_db.verification.expected import make_large_case
-from tilegym_db.verification.large import INDEX_LIMIT, large_cases, sampled_rows
+from tilegym_db.verification.large import INDEX_LIMIT, extent_of, large_cases, sampled_rows
 from tilegym_db.verification.verifier import Failure, judge_large
 
 
@@ -89,3 +90,10 @@ def test_a_row_that_is_not_compared_must_be_written(judged):
     failure = judged(change)
     assert failure is not None
     assert failure.gate == "poison"
+
+
+def test_extent_is_that_of_the_largest_cases_that_passed() -> None:
+    definition = CATALOG.definition("rms_norm")
+    passed = [{"M": 70_001, "N": 16}, {"M": 5_003, "N": 4096}]
+    assert extent_of(definition, passed) == ({"M": 70_001}, 5_003 * 4096)
+    assert extent_of(definition, []) == ({}, 0)

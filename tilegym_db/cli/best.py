@@ -179,7 +179,19 @@ def chosen_gpu(gpu: str | None) -> str | None:
         from tilegym_db.measurement.machine import select_machine
 
         return select_machine("auto").gpu
-    return parse_gpu(gpu)
+    return parse_gpu(gpu, known_gpus(gpu))
+
+
+def known_gpus(gpu: str) -> list[str]:
+    """Return the GPUs that have traces in the store; empty without a look if a name is known without them."""
+    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.records.hardware import is_known_gpu
+    from tilegym_db.store.queries.fastest import traced_gpus
+
+    if is_known_gpu(gpu):
+        return []
+    with open_reader() as store:
+        return traced_gpus(store)
 
 
 # ---- Rank ---------------------------------------------------------------------------------------------

@@ -265,12 +265,13 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
     from tilegym_db.interchange.flashinfer_export import build_export
     from tilegym_db.interchange.writing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
+    from tilegym_db.store.queries.fastest import traced_gpus
     from tilegym_db.store.sharing import shareable_traces, unverified_counts
 
     catalog = Catalog.default()
     select_definitions(catalog, op_type, None)
-    chosen = None if gpu is None else parse_gpu(gpu)
     with open_reader() as store:
+        chosen = None if gpu is None else parse_gpu(gpu, traced_gpus(store))
         traces = shareable_traces(store, chosen, op_type)
         unverified = unverified_counts(store, chosen, op_type)
     with folder_beside(folder) as scratch:

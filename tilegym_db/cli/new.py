@@ -139,30 +139,48 @@ WorkloadFile = Annotated[
 
 @app.command("workload")
 def new_workload(
-    definition: Annotated[str, typer.Argument(help="The operator that is called.")],
     config: Annotated[
-        Path,
+        str,
         typer.Option(
-            "--from-config", help="config.json of a Hugging Face model.", exists=True, dir_okay=False, readable=True
+            "--from-config", help="config.json of a Hugging Face model, or 'models': the list of known models."
         ),
     ],
+    definition: Annotated[
+        str | None, typer.Argument(help="The operator that is called; without it, all operators of the models.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Name for the tag model:NAME; default: from the config.")] = None,
     tokens: Annotated[str, typer.Option(help="Counts of tokens, one workload each.")] = "1,512,4096",
     batch: Annotated[int, typer.Option(help="Number of sequences, for axes that count them.", min=1)] = 1,
     axes: Annotated[list[str] | None, typer.Option(help="Sizes that the config does not have: N=1024.")] = None,
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
     file: WorkloadFile = None,
+    parallel: Annotated[
+        str, typer.Option(help="Numbers of GPUs that share a model, if no operator is named.")
+    ] = "1,2,4,8",
+    gpu: Annotated[str, typer.Option(help="GPU whose peaks give the cost, if no operator is named.")] = "h200",
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an operator's workloads at the sizes of a model, from its config, and list what could not be mapped."""
+    """Write an operator's workloads at the sizes of a model, from its config, and list what could not be mapped.
+
+    Without an operator, write the points that all operators of the models need beside those of the catalog: from 1 to 256
+    sequences and 128 to 131,072 tokens, each answered exactly or by a neighbour. The cost in seconds of a GPU is printed.
+    """
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import parse_axes, parse_scalars
     from tilegym_db.scaffold import workloads_from_config
     from tilegym_db.scaffold.model_config import read_model_config
 
-    content = read_model_config(config)
-    tag = model_name(content, config) if model is None else model
+    if definition is None:
+        _write_cover(config, parallel, gpu, file, add, as_json)
+        return
+    path = Path(config)
+    if not path.is_file():
+        raise UsageError(
+            f"--from-config {config}: there is no such file. Give the config.json of a model.", code="config_missing"
+        )
+    content = read_model_config(path)
+    tag = model_name(content, path) if model is None else model
     if not tag.strip():
         raise UsageError(
             "--model '' is not a valid name for the tag model:NAME. Leave it out to use the config's name.",
@@ -188,6 +206,43 @@ def new_workload(
     write_workloads(target, found)
     print_json({"written": [str(target)], **mapping_of(found)}) if as_json else typer.echo(str(target))
     note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+
+
+def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: bool, as_json: bool) -> None:
+    """Write the points that models need, and print their number and cost."""
+    from tilegym_db.catalog import Catalog
+    from tilegym_db.records.hardware import parse_gpu
+    from tilegym_db.scaffold.covering import cover_models
+    from tilegym_db.scaffold.model_calls import models_of
+
+    catalog = Catalog.default()
+    models = models_of(config)
+    found, seconds = cover_models(catalog, models, parse_gpu(gpu), parallel=parse_counts(parallel, "--parallel"))
+    workloads = [point.workload for point in found.points]
+    content: dict[str, object] = {
+        "models": len(models),
+        "questions": found.questions,
+        "answered_by_the_catalog": found.known,
+        "without_definition": found.undescribed,
+        "left_out": len(found.refused),
+        "points": len(workloads),
+        "gpu_seconds": round(seconds),
+    }
+    if add:
+        content["added"] = len(catalog.add_workloads(workloads))
+    else:
+        target = file or Path("workloads-models.jsonl")
+        write_new_file(target, "".join(workload.to_json() + "\n" for workload in workloads))
+        content["written"] = str(target)
+    print_json(content) if as_json else print_table(("what", "number"), list(content.items()))
+    if not as_json:
+        for reason in found.refused[:5]:
+            note(f"left out: {reason}")
+    note(
+        f"{len(workloads)} points cost about {seconds / 60:.0f} minutes of one {gpu}. Next: tilegym-db bench --workload NAME"
+        if add
+        else f"{len(workloads)} points cost about {seconds / 60:.0f} minutes of one {gpu}. Next: tilegym-db add-workload {target}"
+    )
 
 
 def _as_file_name(tag: str) -> str:
@@ -249,11 +304,11 @@ def mapping_of(found: MappedWorkloads) -> dict[str, object]:
     return {"mapped": found.mapped, "not_mapped": found.unmapped, "left_out": found.refused}
 
 
-def parse_counts(text: str) -> list[int]:
+def parse_counts(text: str, option: str = "--tokens") -> list[int]:
     """Parse ``"1,512"`` to ``[1, 512]``; raise :class:`UsageError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
-        raise UsageError(f"--tokens: {text!r} must be whole numbers, as in 1,512,4096.", code="tokens_invalid")
+        raise UsageError(f"{option}: {text!r} must be whole numbers, as in 1,512,4096.", code="tokens_invalid")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

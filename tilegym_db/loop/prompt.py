@@ -15,7 +15,7 @@ from tilegym_db.errors import ConflictError
 from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.paths import home as default_home
 from tilegym_db.records import Definition, axes_key
-from tilegym_db.records.hardware import CPU, GPU_SLUGS
+from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base
 from tilegym_db.records.loop import Attempt, Pattern, Task, TaskWorkload
 from tilegym_db.records.solution import called_with
 from tilegym_db.sandbox.scan.tables import RULES
@@ -123,7 +123,7 @@ def _dtypes(item: TaskWorkload) -> str:
 def _hardware(task: Task) -> str:
     if task.gpu == CPU:
         return "A CPU: python kernels are timed by the wall clock; kernels in tile languages are interpreted, and only verified."
-    target = GPU_SLUGS.get(task.gpu, "")
+    target = GPU_SLUGS.get(gpu_base(task.gpu), "")
     lines = [f"`{task.gpu}`, compiled for `{target}`."]
     if target in SHARED_MEMORY_KIB:
         lines.append(

@@ -70,7 +70,7 @@ def recommend(
     model = build_model(load_config(path, layers), "cpu", dtype)
     handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
     handle.unpatch()
-    slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS)
+    slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]
     with open_store(read_only=True) as store:
         awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
         runs = model_run_rows(store, model_tag(path), slugs)

@@ -31,7 +31,7 @@ from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Trace, axes_key
 from tilegym_db.records.base import length_prefixed_digest
-from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, parse_gpu, same_gpu
+from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.records.solution import signature_problem, why_not_timed
 from tilegym_db.sandbox.scan import hard_findings, scan_sources
@@ -195,7 +195,7 @@ def _judge(submission: Submission, received: SolutionFiles, catalog: Catalog, ro
 
 def _compile(submission: Submission, candidate: SolutionFiles, catalog: Catalog) -> AttemptRefusal | None:
     """Compile for the task's GPU at the task's workloads. Python kernels and CPUs need no compilation."""
-    target = GPU_SLUGS.get(submission.task.gpu, "")
+    target = GPU_SLUGS.get(gpu_base(submission.task.gpu), "")
     if candidate.record.spec.language not in TILE_LANGUAGES or target not in TARGETS:
         return None
     wanted = {item.uuid for item in submission.task.workloads}

@@ -169,7 +169,7 @@ def _slug(gpu: str, store: Store) -> str:
     """Return the GPU of a task. A family means the one in this machine, else the measured one."""
     if gpu == "auto":
         return select_machine("auto").gpu
-    return one_gpu_meant(parse_gpu(gpu), map(gpu_slug, driver_gpu_names()), traced_gpus(store))
+    return one_gpu_meant(parse_gpu(gpu, traced_gpus(store)), map(gpu_slug, driver_gpu_names()), traced_gpus(store))
 
 
 def _workloads(

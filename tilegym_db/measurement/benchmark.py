@@ -25,7 +25,7 @@ from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
-from tilegym_db.measurement.plan import BenchReport, Options, Plan, names_of, refuse_omitting
+from tilegym_db.measurement.plan import BenchReport, Options, Plan, current_best_alone, names_of, refuse_omitting
 from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
@@ -221,6 +221,8 @@ def _run(
         failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
         tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
+        whole = {setup.catalog.definition(name).digest for name in spread}
+    likely_fastest = current_best_alone(likely_fastest, whole, options.names, setup.catalog)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
     refused = limits or {} if policy is PROMOTION else {}
     plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)

@@ -133,7 +133,7 @@ class LocalExecutor:
         else:
             self.starting(str(workload_runs[0]))
         with self.context.phases(VERIFY):
-            verify_batch(workload_runs, self.context)
+            verify_batch(workload_runs, self.context, self.starting)
         if self.context.machine.is_gpu:
             torch.cuda.empty_cache()  # leave the memory of the comparisons to the workers
         without_memory: list[Batch] = []
@@ -203,8 +203,17 @@ class LocalExecutor:
 # Verify the workload runs of a batch in parallel: each runner in its worker, while contents are drawn.
 
 
-def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> None:
+MAX_ALONE = 2
+"""Maximum number of new Solutions that are verified before those that they are compared with."""
+
+
+def verify_batch(
+    workload_runs: Sequence[WorkloadRun], context: RunContext, starting: Starting = lambda what: None
+) -> None:
     """Verify each runner on its workloads, in its own worker, while the GPU work of verification interleaves.
+
+    One or two new Solutions are verified alone at first, so that a wrong one is known in seconds. What they are compared with
+    follows, for the workloads that they passed. More of them are verified together with everything else.
 
     Runners wait for compilers most of the time. There are never more of them at once than cores, so that they do not exceed
     each other's timeouts. When most are done, free cores start helpers for the others.
@@ -212,10 +221,53 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
     Raises:
         HardwareError: a worker was lost, and the device does not work anymore.
     """
-    tasks: dict[int, tuple[Runner, list[WorkloadRun]]] = {}
+    asked, compared = _tasks_of(workload_runs, asked=True), _tasks_of(workload_runs, asked=False)
+    is_few = 0 < sum(runner.solution.record.spec.provides != "stock" for runner, _ in asked.values()) <= MAX_ALONE
+    with ThreadPoolExecutor(max_workers=1) as drawing:
+        for workload_run in _in_turn(workload_runs):
+            workload_run.contents = drawing.submit(_draw, workload_run, context)
+        try:
+            if not (is_few and compared):
+                _verify_tasks(_merged(asked, compared), context)
+                return
+            names = ", ".join(sorted({runner.solution.name for runner, _ in asked.values()}))
+            starting(f"verifying {names}; {len(compared)} to compare with wait for it")
+            _verify_tasks(asked, context)
+            passed = [workload_run for workload_run in workload_runs if workload_run.has_winner]
+            left = _tasks_of(passed, asked=False)
+            if left:
+                others = ", ".join(sorted({runner.solution.name for runner, _ in left.values()}))
+                starting(f"verifying what {names} is compared with: {others}")
+                _verify_tasks(left, context)
+            else:
+                drawing.shutdown(wait=False, cancel_futures=True)  # nothing needs the other contents
+        except BaseException:
+            drawing.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_Tasks = dict[int, tuple[Runner, list[WorkloadRun]]]
+
+
+def _tasks_of(workload_runs: Sequence[WorkloadRun], *, asked: bool) -> _Tasks:
+    """Return the workload runs of each runner that is planned for itself, or only to be compared with."""
+    tasks: _Tasks = {}
     for workload_run in workload_runs:
         for runner in workload_run.runners:
-            tasks.setdefault(id(runner), (runner, []))[1].append(workload_run)
+            if workload_run.is_asked(runner) == asked:
+                tasks.setdefault(id(runner), (runner, []))[1].append(workload_run)
+    return tasks
+
+
+def _merged(one: _Tasks, other: _Tasks) -> _Tasks:
+    runs = {key: (runner, list(found)) for key, (runner, found) in one.items()}
+    for key, (runner, found) in other.items():
+        runs.setdefault(key, (runner, []))[1].extend(found)
+    return runs
+
+
+def _verify_tasks(tasks: _Tasks, context: RunContext) -> None:
+    """Verify runners in parallel, each on its workloads, whose contents are being drawn."""
     longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
     cores = available_processors()
     processors = Processors(
@@ -223,12 +275,7 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
     )
     for runner, _ in longest_first:
         runner.verification.processors = processors
-    with (
-        ThreadPoolExecutor(max_workers=1) as drawing,
-        ThreadPoolExecutor(max_workers=max(1, min(len(tasks), cores))) as verifying,
-    ):
-        for workload_run in _in_turn(workload_runs):
-            workload_run.contents = drawing.submit(_draw, workload_run, context)
+    with ThreadPoolExecutor(max_workers=max(1, min(len(tasks), cores))) as verifying:
         running = [
             verifying.submit(_verify_runner, runner, entered, context, processors) for runner, entered in longest_first
         ]
@@ -238,7 +285,6 @@ def verify_batch(workload_runs: Sequence[WorkloadRun], context: RunContext) -> N
             for runner, _ in tasks.values():
                 runner.verification.abort()  # else the pool would wait for a call that hangs
             verifying.shutdown(wait=False, cancel_futures=True)
-            drawing.shutdown(wait=False, cancel_futures=True)
             raise
     if any(lost):
         require_healthy(context.machine)

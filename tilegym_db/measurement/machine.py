@@ -70,10 +70,10 @@ def select_machine(asked: str, index: int = 0, find: Callable[[int], Machine | N
     Raises:
         HardwareError: the requested GPU is unknown, or is not the one that the driver reports.
     """
-    wanted = None if asked == "auto" else parse_gpu(asked)
+    found = None if asked.strip().lower() == CPU else (find or _cuda_machine)(index)
+    wanted = None if asked == "auto" else parse_gpu(asked, () if found is None else (found.gpu,))
     if wanted == CPU:
         return cpu_machine()
-    found = (find or _cuda_machine)(index)
     if wanted is None:
         return found or cpu_machine()
     if found is None:
@@ -125,7 +125,7 @@ def refuse_absent(devices: Devices) -> None:
         return
     if gpus is not None and (asked == CPU or not driver_files()):
         choose_gpus(gpus, [], asked)
-    wanted = None if asked == "auto" else parse_gpu(asked)
+    wanted = None if asked == "auto" else parse_gpu(asked, map(gpu_slug, driver_gpu_names()))
     if wanted is None or wanted == CPU:
         return
     if not driver_files():

@@ -119,6 +119,11 @@ class DefinitionPlan:
             likely_fastest={uuid: again for uuid, again in self.likely_fastest.items() if uuid in uuids},
         )
 
+    def is_asked(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
+        """Return True if the Solution is planned itself, and does not only take part so that others are compared with it."""
+        pair = solution.name, workload.uuid
+        return self.tuned.get(pair) == config if config else pair in self.pairs
+
     def is_current_best(self, solution: SolutionFiles, workload: Workload, config: Config) -> bool:
         """Return True for the Solution and config to beat on the Workload."""
         return self.likely_fastest.get(workload.uuid, [])[:1] == [(solution.name, config)]
@@ -242,6 +247,24 @@ def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
         if reason is not None:
             raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
+
+
+def current_best_alone(
+    likely_fastest: LikelyFastest, whole: Collection[str], names: Collection[str], catalog: Catalog
+) -> LikelyFastest:
+    """Return only the current best of each shape if every name is that of a Solution, so that its verdict is soon known.
+
+    A run of a whole Definition measures all that may be the fastest, because it changes their ranking.
+
+    Args:
+        likely_fastest: as :func:`make_plan` takes it.
+        whole: digests of Definitions whose times of other runs cannot be compared; all of theirs stay.
+        names: those that the user asked for.
+        catalog: the records.
+    """
+    if not names or any(name in catalog.definitions for name in names):
+        return likely_fastest
+    return {key: found if key[0] in whole else found[:1] for key, found in likely_fastest.items()}
 
 
 def _require_something(plan: Plan, options: Options, matched: bool) -> None:

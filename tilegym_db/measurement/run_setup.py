@@ -336,14 +336,26 @@ def attempts_of(traces: Iterable[Trace]) -> dict[tuple[str, str, str], int]:
 
 
 def fuzz_cases_of(
-    cases: list[str], dropped: list[str], seed: int, scalars: Mapping[str, tuple[float, float]] | None = None
+    cases: list[str],
+    dropped: list[str],
+    seed: int,
+    scalars: Mapping[str, tuple[float, float]] | None = None,
+    reached: tuple[Mapping[str, int], int] = ({}, 0),
 ) -> FuzzCases:
-    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions; scalars as
-    ranges.
+    """Return the cases that a solution passed in this run, as a count and a digest of their descriptions.
+
+    Scalars are ranges, and ``reached`` is the extent of the large cases (:func:`~tilegym_db.verification.large.extent_of`).
     """
+    largest, elements = reached
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
     return FuzzCases(
-        cases=len(cases), digest=digest, seed=str(seed), dropped=tuple(dropped), scalars=dict(scalars or {})
+        cases=len(cases),
+        digest=digest,
+        seed=str(seed),
+        dropped=tuple(dropped),
+        scalars=dict(scalars or {}),
+        largest=dict(largest),
+        largest_elements=elements,
     )
 
 

@@ -24,6 +24,7 @@ from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import raising_out_of_memory
+from tilegym_db.verification.large import extent_of
 from tilegym_db.verification.phases import TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure
@@ -61,6 +62,8 @@ class WorkloadTiming:
         """Emit a trace for each runner: its failure in verification, its pass, or its failure in timing."""
         candidates: list[TimedCandidate[Runner]] = []
         for runner in workload_run.runners:
+            if runner.name not in workload_run.outcomes:
+                continue  # it was only to be compared with, and nothing is left to compare
             outcome, level = workload_run.outcomes[runner.name]
             if isinstance(outcome, Failure):
                 self._emit_failure(workload_run, runner, outcome, level)
@@ -220,6 +223,7 @@ class WorkloadTiming:
         if contents.other is not None:
             calls.append(contents.other.case.call.scalars)
         ranges = scalar_ranges(definition, calls)
+        reached = extent_of(definition, verified.fuzz.large)
         cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
         self.emit(
             self.context.passed(
@@ -229,7 +233,7 @@ class WorkloadTiming:
                 runner.handle.policy.tier,
                 verified.verdict.correctness("as_written" if definition.oracle == "as_written" else "fp64"),
                 performance,
-                fuzz_cases_of(cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges),
+                fuzz_cases_of(cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges, reached),
                 audit,
                 runner.config,
                 runner.handle.sandbox_level,
@@ -252,6 +256,19 @@ class WorkloadRun:
     contents: Future[WorkloadContents | Failure] | None = None
     outcomes: dict[str, tuple[VerifiedWorkload | Failure, int]] = field(default_factory=dict)
     """Runner name -> its outcome, and the sandbox level of its worker."""
+
+    def is_asked(self, runner: Runner) -> bool:
+        """Return True if the runner is planned for itself, and not only to compare others with it."""
+        return self.plan.is_asked(runner.solution, self.workload, runner.config)
+
+    @property
+    def has_winner(self) -> bool:
+        """True if a runner that is planned for itself passed its verification."""
+        return any(
+            self.is_asked(runner) and not isinstance(self.outcomes[runner.name][0], Failure)
+            for runner in self.runners
+            if runner.name in self.outcomes
+        )
 
     @property
     def lacked_memory(self) -> bool:

@@ -22,7 +22,7 @@ from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
-from tilegym_db.models.report import CallSiteReport, PatchReport
+from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
 from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
@@ -111,7 +111,8 @@ class Handle:
             self.profile(profile)
         sites = tuple(self._reported(*pair) for pair in self._sites)
         decoding = None if self._decoding is None else self._decoding.report()
-        return PatchReport(sites, self._gpu_time, self._quantised, self._note, self.undescribed, decoding)
+        note = self._note or why_fit(site.reason for site in sites)
+        return PatchReport(sites, self._gpu_time, self._quantised, note, self.undescribed, decoding)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:

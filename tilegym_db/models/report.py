@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tilegym_db.models.proof import Proof
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.undescribed import Undescribed
 from tilegym_db.records import axes_key
+from tilegym_db.resolver.decide import NOTHING_PUBLISHED
 from tilegym_db.resolver.dispatch import DispatchReport, KernelFailure
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ class CallSiteReport:
         return () if self.counts is None else (self.counts, *self.training)
 
 
+def why_fit(reasons: Iterable[str]) -> str:
+    """Return one line that names ``fit`` if nothing is published for the GPU of a model; else ""."""
+    absent = next((reason for reason in reasons if reason.startswith(NOTHING_PUBLISHED)), "")
+    return (
+        f"{absent}. To measure this model's calls here: tilegym-db fit CONFIG, or tilegym_db.fit(model, inputs)"
+        if absent
+        else ""
+    )
+
+
 @dataclass(frozen=True)
 class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
@@ -62,7 +73,7 @@ class PatchReport:
     ``quantised`` reports the numbers of a quantised model; it is None for other models, whose numbers do not change.
     ``decoding`` reports the CUDA graphs of ``generate``; it is None for a model without them.
     ``undescribed`` are the other modules that compute, by class. ``note`` says so if ``verify=True`` proved nothing, because the
-    model asked for no kernel.
+    model asked for no kernel, or if nothing is published for the GPU.
     """
 
     sites: tuple[CallSiteReport, ...]

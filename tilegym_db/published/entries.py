@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +42,10 @@ class Candidate:
     envelope_cases: int | None = None
     scalar_ranges: Mapping[str, tuple[float, float]] | None = None
     """Continuous scalar -> the smallest and largest value verified; None in traces older than this field."""
+    verified_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Independent axis -> the largest size at which outputs were compared; empty in traces that do not state it."""
+    verified_elements: int = 0
+    """Elements of the largest tensor of such a call; 0 in traces that do not state it."""
     origin: str = "local"
     """``shipped`` with the package, measured by this installation (``local``), or ``foreign``."""
     of_files: bool = False
@@ -68,10 +71,6 @@ class Entry:
     definition_digest: str
     op_type: str
     candidates: tuple[Candidate, ...]
-
-    def log_distance(self, axes: Mapping[str, int]) -> float:
-        """Return the Euclidean distance of two points in log2 of axis sizes: 1.0 is a factor of two on one axis."""
-        return math.hypot(*(math.log2(max(size, 1) / max(self.call.axes[name], 1)) for name, size in axes.items()))
 
 
 DtypesKey = tuple[tuple[str, str], ...]
@@ -171,6 +170,8 @@ def _candidate(trace: Mapping[str, Any], origin: str) -> Candidate:
         sandbox_level=trace.get("sandbox_level", 0),
         envelope_cases=envelope.get("cases", 0),
         scalar_ranges=_ranges(envelope),
+        verified_sizes=dict(envelope.get("largest") or {}),
+        verified_elements=envelope.get("largest_elements", 0),
         origin="foreign" if is_borrowed else origin,
         of_files=bool(trace.get("blobs")),
         libs=trace.get("libs") or {},

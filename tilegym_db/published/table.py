@@ -164,6 +164,12 @@ def table_folder(gpu: str, *, trust: bool = False) -> Path | None:
     return None
 
 
+def published_gpus() -> list[str]:
+    """Return the GPUs that this user, the package or a team published for, trusted or not."""
+    places = (home() / "published", shipped_root() / "traces", tables_folder(home()))
+    return sorted({path.name for place in places for path in place.glob("*") if path.is_dir()})
+
+
 def _is_published(folder: Path) -> bool:
     return (folder / LOCK_NAME).is_file() or bool(trace_files(folder))
 

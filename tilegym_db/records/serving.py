@@ -75,6 +75,11 @@ class Serving(RecordPart):
     independent: tuple[tuple[str, ...], ...] = ()
     """The axes that only repeat work, such as batch and heads: twice the size is twice the work. Axes of one group, such as
     the heads of queries and of keys, must keep their ratio."""
+    lengths: tuple[str, ...] = ()
+    """The axes over which kernels loop in tiles, such as positions. Between two measured lengths, cost grows by whole tiles.
+    An axis that is neither independent nor a length is a width, which must be measured."""
+    follows: dict[Identifier, Identifier] = {}
+    """An axis -> the independent axis or length whose size it may have, such as the sequences of tables or a window."""
     eager_only: bool = False
     """True if compiled code keeps the model's own code."""
 
@@ -111,6 +116,7 @@ def serving_problem(definition: ServedDefinition) -> RecordError | None:
         _part_problem(definition, serving)
         or _axes_problem(definition, serving)
         or _independent_problem(definition, serving)
+        or _lengths_problem(definition, serving)
         or _layout_problem(definition, serving)
     )
 
@@ -188,6 +194,28 @@ def _independent_problem(definition: ServedDefinition, serving: Serving) -> Reco
             return RecordError(
                 f"{where}: no output has one of these axes itself, so that more of it is not more of the same",
                 code="serving_axis_in_no_output",
+            )
+    return None
+
+
+def _lengths_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    independent = {axis for group in serving.independent for axis in group}
+    for number, axis in enumerate(serving.lengths):
+        where = f"serving.lengths.{number}"
+        if axis not in definition.var_axes:
+            return RecordError(f"{where} names '{axis}', which is not a var axis", code="serving_axis_unknown")
+        if axis in independent or axis in serving.lengths[:number]:
+            return RecordError(f"{where} names '{axis}', which is stated twice", code="serving_axis_repeated")
+    lengths = {*serving.lengths, *filter(None, (serving.growing,))}
+    for axis, leader in serving.follows.items():
+        if axis not in definition.var_axes or axis in independent | lengths:
+            return RecordError(
+                f"serving.follows names '{axis}', which is not a var axis of its own width", code="serving_axis_unknown"
+            )
+        if leader not in independent | lengths:
+            return RecordError(
+                f"serving.follows.{axis} names '{leader}', which is neither independent nor a length",
+                code="serving_axis_unknown",
             )
     return None
 

@@ -130,6 +130,10 @@ class FuzzCases(RecordPart):
     """Cases that were dropped, because the reference as written or stock code fails them too."""
     scalars: dict[str, tuple[float, float]] = {}
     """Continuous scalar -> the smallest and the largest verified value. Missing in traces that predate ranges."""
+    largest: dict[str, Int64] = {}
+    """Independent axis -> its largest size in a large case that passed. Missing in traces that predate it."""
+    largest_elements: Int64 = 0
+    """Elements of the largest tensor of a large case that passed: index arithmetic is right up to there."""
 
 
 class Audit(RecordPart):

@@ -1,8 +1,8 @@
 """The decision: which verified solution serves a request, and why every other one does not. Pure: no I/O, no torch.
 
-A request is judged by one measured point: the exact one, else the nearest in log space. The nearest point must lie inside
-the measured range, or a little beyond it along axes that only repeat work. Each candidate of the point must pass
-:func:`~tilegym_db.published.servable.why_not_served`. The rest compete on latency. If no candidate passes, stock code runs.
+A request is judged by the measured point of its sizes. Without one, a rule finds others (:data:`Rule`). Each candidate must pass
+:func:`~tilegym_db.published.servable.why_not_served`, and at another point what the rule asks. The rest compete on latency. If no
+candidate passes, stock code runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.entries import Candidate, Entry
+from tilegym_db.published.neighbours import (
+    MIN_SPEEDUP_BETWEEN,
+    Axes,
+    log_distance,
+    neighbours,
+    padding_of_widths,
+    why_beyond_verified,
+    why_more_costs_more,
+)
 from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, first_done, why_not_served
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
@@ -26,6 +35,15 @@ from tilegym_db.records.trace import PROCESS_NOISE_US
 MIN_COMPILED_US = 8.0
 """A shorter call is left to ``torch.compile``. Most of its time is the launch, which fusing it with its neighbours saves."""
 
+Rule = Literal["padded", "known"]
+"""The rule by which a measured point stands for another call.
+
+``padded`` takes the nearest point in log space, inside the measured range or a little beyond it along axes that only repeat work.
+A kernel must keep its lead there even if it pads widths. ``known`` takes two points around the call, from which its cost is known
+(:mod:`tilegym_db.published.neighbours`)."""
+RULE: Rule = "padded"
+
+NOTHING_PUBLISHED = "nothing is published for"
 NO_BACKWARD = "mode training: it has no verified backward"
 
 
@@ -47,6 +65,8 @@ class Evidence:
     axes: Mapping[str, int] | None = None
     """The measured point; differs from the request's axes if the source is ``nearest``."""
     candidate: Candidate | None = None
+    other_axes: Mapping[str, int] | None = None
+    """The second measured point of a request between two points."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,7 @@ def decide(
     table: ResolverTable | None,
     solutions: Mapping[str, SolutionFiles],
     backward: Decision | None = None,
+    rule: Rule = RULE,
 ) -> Decision:
     """Pick the fastest verified solution for a request, or none.
 
@@ -78,6 +99,7 @@ def decide(
         solutions: the catalog's solutions of the Definition, by name.
         backward: the decision about its backward, for a request in training. Without a kernel for the backward, stock code
             runs forward too, because autograd needs what stock code saves.
+        rule: the rule for a request that was not measured.
     """
     if request.mode == "training" and request.definition.backward_of is None:
         if backward is None:
@@ -85,8 +107,8 @@ def decide(
         if backward.solution is None:
             return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
-        return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
-    point = find_point(request, table)
+        return _stock(request, None, solutions, f"{NOTHING_PUBLISHED} {request.gpu}")
+    point = find_point(request, table, rule)
     if isinstance(point, str):
         return _stock(request, table, solutions, point)
     return judge(point, request, table, solutions)
@@ -141,13 +163,92 @@ def _sort_out(
     for candidate in point.entry.candidates:
         files = solutions.get(candidate.solution)
         refusal = why_not_served(candidate, files, request, is_exact=point.exact, scalar_ranges=ranges, stock=stock)
-        if refusal is None:
+        reason = refusal.reason if refusal is not None else _why_not_near(candidate, files, point, request, table)
+        if reason is None:
             eligible.append(candidate)
         else:
-            rejected.append(Rejection(candidate, refusal.reason))
+            rejected.append(Rejection(candidate, reason))
     measured = {candidate.solution for candidate in point.entry.candidates}
     unmeasured = f"not in the table: no verified measurement at {_where(point, table)}"
     return eligible, rejected + _unmeasured(solutions, measured, unmeasured)
+
+
+def _why_not_near(
+    candidate: Candidate, files: SolutionFiles | None, point: MeasuredPoint, request: Request, table: ResolverTable
+) -> str | None:
+    """Return why a kernel that is faster at a point may be slower at the sizes of the request; None if it is faster there."""
+    if point.exact:
+        return None
+    if point.between is not None:
+        return _why_not_between(candidate, files, point.entry, point.between, request, table)
+    factor, width = point.padding
+    lead = candidate.speedup_ci_low or 0.0
+    if lead >= factor:
+        return None
+    sizes = f"{width}={request.call.axes[width]}", f"{width}={point.entry.call.axes[width]}"
+    return (
+        f"{sizes[0]} was not measured, and padding may cost {factor:.2f} times more than at {sizes[1]}: the measured "
+        f"speedup {lead:.2f} (CI low) does not outlast that"
+    )
+
+
+def _why_not_between(
+    candidate: Candidate,
+    files: SolutionFiles | None,
+    nearest: Entry,
+    between: Between,
+    request: Request,
+    table: ResolverTable,
+) -> str | None:
+    """Return why a kernel that is faster at the nearest point is not known to be faster at the call; None if it is."""
+    bar = MIN_SPEEDUP_BETWEEN * between.padding
+    around = nearest, *between.others
+    for entry in around:
+        there = next((one for one in entry.candidates if _is_same_kernel(one, candidate)), None)
+        where = axes_key(dict(entry.call.axes))
+        if there is None:
+            return f"it was not measured at {where}, the other point around this call"
+        stock = first_done([one for one in entry.candidates if one.provides == "stock"])
+        ranges = table.scalar_hull(request.definition.name)
+        refusal = why_not_served(there, files, request, is_exact=False, scalar_ranges=ranges, stock=stock)
+        if refusal is not None:
+            return f"at {where}, the other point around this call: {refusal.reason}"
+        if not (there.speedup_ci_low or 0.0) > bar:
+            return (
+                f"between measured points a speedup above {bar:.2f} at both is needed, for a tile that is not full: "
+                f"CI low {there.speedup_ci_low or 0.0:.3f} at {where}"
+            )
+    for entry, half in zip(around, between.halves, strict=False):
+        reason = _why_more_costs_more(candidate, entry, half, between.factor)
+        if reason is not None:
+            return reason
+    measured = [
+        entry.call.axes
+        for entry in table.believed_entries(request.definition, request.call.dtypes)
+        if any(one.solution_digest == candidate.solution_digest for one in entry.candidates)
+    ]
+    return why_beyond_verified(
+        request.definition, request.call.axes, measured, candidate.verified_sizes, candidate.verified_elements
+    )
+
+
+def _why_more_costs_more(candidate: Candidate, entry: Entry, half: Entry, factor: float) -> str | None:
+    times = []
+    for at in (entry, half):
+        there = next((one for one in at.candidates if _is_same_kernel(one, candidate)), None)
+        if there is None or there.latency_us is None or there.speedup is None:
+            return (
+                f"it was not measured at {axes_key(dict(at.call.axes))}, so that it is not known what more work costs"
+            )
+        times.append((there.latency_us, there.latency_us * there.speedup))
+    (latency, stock), (half_latency, half_stock) = times
+    return why_more_costs_more(latency, half_latency, stock, half_stock, factor)
+
+
+def _is_same_kernel(one: Candidate, other: Candidate) -> bool:
+    return (
+        one.solution_digest == other.solution_digest and one.solution == other.solution and one.config == other.config
+    )
 
 
 def _conclude(
@@ -159,9 +260,11 @@ def _conclude(
     serving: str | None,
 ) -> Decision:
     axes, where = point.entry.call.axes, _where(point, table)
+    other = point.between.others[0].call.axes if point.between is not None and point.between.others else None
     if not eligible:
-        reason = f"no verified solution is faster than stock at {where}"
-        return Decision(None, {}, Evidence("stock", reason, table.gpu, table.published, axes), tuple(rejected))
+        reason = _why_nothing_eligible(point, where, rejected)
+        evidence = Evidence("stock", reason, table.gpu, table.published, axes, other_axes=other)
+        return Decision(None, {}, evidence, tuple(rejected))
     winner, lost = _fastest(eligible, serving)
     source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
     reason = (
@@ -169,9 +272,30 @@ def _conclude(
     )
     if point.beyond:
         reason += f"; beyond the measured range of {' and '.join(point.beyond)}, more or less of which is only repeated"
+    if point.padding.factor > 1.0:
+        least = (winner.speedup_ci_low or 0.0) / point.padding.factor
+        reason += (
+            f"; padding {point.padding.width} may cost {point.padding.factor:.2f} times more than there, which leaves at least "
+            f"{least:.2f}x stock"
+        )
+    if other is not None:
+        reason += f", and as sure at {axes_key(dict(other))}"
+    if point.between is not None and point.between.halves:
+        reason += "; beyond the measured work, more of which is only repeated"
     reason += _whose_word(winner)
-    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner)
+    evidence = Evidence(source, reason, table.gpu, table.published, axes, winner, other)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
+
+
+def _why_nothing_eligible(point: MeasuredPoint, where: str, rejected: Sequence[Rejection]) -> str:
+    """Return why no candidate of a point serves a request: it is slower there, or its lead is not known elsewhere."""
+    if point.between is not None:
+        return f"not measured, and no verified solution is surely faster than stock around {where}"
+    if point.padding.factor > 1.0 and any(
+        (one.candidate.speedup_ci_low or 0.0) > MIN_SPEEDUP_CI_LOW for one in rejected if one.candidate.role == "kernel"
+    ):
+        return f"no verified solution is known to keep its lead at {where}, if it pads {point.padding.width}"
+    return f"no verified solution is faster than stock at {where}"
 
 
 def _whose_word(winner: Candidate) -> str:
@@ -271,15 +395,38 @@ def _inside_noise(candidate: Candidate, best: Candidate) -> bool:
 CONTIGUOUS = "contiguous"
 
 
+class Padding(NamedTuple):
+    """The factor by which padding may cost more at a request than at its point, and the width of the largest share."""
+
+    factor: float = 1.0
+    width: str = ""
+
+
+class Between(NamedTuple):
+    """The other points on which an answer for a neighbour rests, by the rule of :mod:`tilegym_db.published.neighbours`."""
+
+    others: tuple[Entry, ...]
+    halves: tuple[Entry, ...]
+    """Points of half the work of the nearest point and ``others``, if no measured point has as much work as the request."""
+    factor: float
+    """The work of the request over that of the largest measured point."""
+    padding: float
+    """Factor by which tiles may be emptier than at the points."""
+
+
 class MeasuredPoint(NamedTuple):
-    """A measured point, a flag for an exact match, and the independent axes on which the request exceeds the measured range."""
+    """A measured point, a flag for an exact match, and what is known of a request with other sizes."""
 
     entry: Entry
     exact: bool
     beyond: tuple[str, ...] = ()
+    """The independent axes on which the request exceeds the measured range."""
+    padding: Padding = Padding()
+    between: Between | None = None
+    """The other points by the rule ``known``."""
 
 
-def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
+def find_point(request: Request, table: ResolverTable, rule: Rule = RULE) -> MeasuredPoint | str:
     """Return the measured point to judge the request by, or the reason if there is no such point."""
     definition = request.definition
     entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
@@ -304,11 +451,35 @@ def find_point(request: Request, table: ResolverTable) -> MeasuredPoint | str:
     exact = [entry for entry in entries if all(entry.call.axes[name] == size for name, size in sizes.items())]
     if exact:
         return MeasuredPoint(max(exact, key=lambda entry: equal_scalars(entry, request.call.scalars)), exact=True)
-    beyond = axes_beyond(definition, request.call.axes, request.call.dtypes, [entry.call.axes for entry in entries])
-    if isinstance(beyond, str):
-        return beyond
-    nearest = min(entries, key=lambda entry: (entry.log_distance(sizes), axes_key(dict(entry.call.axes))))
-    return MeasuredPoint(nearest, exact=False, beyond=beyond)
+    return _find_near(definition, request.call.axes, request.call.dtypes, entries, rule)
+
+
+def _find_near(
+    definition: Definition, asked: Axes, dtypes: Mapping[str, str], entries: Sequence[Entry], rule: Rule
+) -> MeasuredPoint | str:
+    """Return the measured point that stands for a request with other sizes, or the reason if there is no such point."""
+    points = [entry.call.axes for entry in entries]
+    if rule == "padded":
+        beyond = axes_beyond(definition, asked, dtypes, points)
+        if isinstance(beyond, str):
+            return beyond
+        nearest = min(
+            entries, key=lambda one: (log_distance(definition, asked, one.call.axes), axes_key(dict(one.call.axes)))
+        )
+        padding = Padding(*padding_of_widths(definition, asked, nearest.call.axes))
+        return MeasuredPoint(nearest, False, beyond, padding)
+    found = neighbours(definition, asked, dtypes, points)
+    if isinstance(found, str):
+        return found
+    order = sorted({found.lower, found.upper}, key=lambda index: index != found.nearest)
+    halves = dict(zip((found.lower, found.upper), found.halves, strict=False))
+    between = Between(
+        tuple(entries[index] for index in order[1:]),
+        tuple(entries[halves[index]] for index in order if index in halves),
+        found.factor,
+        found.padding,
+    )
+    return MeasuredPoint(entries[order[0]], False, between=between)
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:
@@ -356,8 +527,6 @@ LEAST_SIZES = 2
 """Minimum number of measured sizes of an axis before larger sizes count as repeated work."""
 FARTHEST = 4
 """Maximum factor between a size and the measured range, above its maximum or below its minimum."""
-
-Axes = Mapping[str, int]
 
 
 def axes_beyond(

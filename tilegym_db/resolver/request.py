@@ -8,7 +8,7 @@ from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Definition
 from tilegym_db.records.call import MODES, Call, Request, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.hardware import CPU, GPU_SLUGS, same_gpu
+from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
 
 
@@ -39,7 +39,7 @@ def compile_target(gpu: str) -> str:
     """Return ``sm_90`` for ``h200`` or for the family ``h100``; ``cpu`` for the CPU."""
     if gpu == CPU:
         return CPU
-    return next((sm for slug, sm in GPU_SLUGS.items() if same_gpu(gpu, slug)), "")
+    return next((sm for slug, sm in GPU_SLUGS.items() if same_gpu(gpu, slug)), GPU_SLUGS.get(gpu_base(gpu), ""))
 
 
 def _check_layouts(definition: Definition, layouts: Mapping[str, str]) -> None:

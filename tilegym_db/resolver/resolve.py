@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.servable import why_outside_scalars
-from tilegym_db.published.table import ResolverTable, load_table
+from tilegym_db.published.table import ResolverTable, load_table, published_gpus
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
 from tilegym_db.records.call import Call, Mode, Request, bind_call
@@ -21,6 +21,7 @@ from tilegym_db.records.layouts import LAYOUT_CLASSES
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import (
     CONTIGUOUS,
+    NOTHING_PUBLISHED,
     Decision,
     Evidence,
     MeasuredPoint,
@@ -310,7 +311,7 @@ def _is_this_machine(asked: str | None) -> bool:
 def _gpu(asked: str | None, like: Sequence[Any] | None) -> tuple[str, str]:
     """Return (slug or family, compile target) of the requested device."""
     if asked is not None and not _is_this_machine(asked):
-        name = parse_gpu(asked)
+        name = parse_gpu(asked, published_gpus())
         return name, compile_target(name)
     if like is None:
         return default_gpu()
@@ -553,7 +554,7 @@ def why_never_served(
         unavailable: language -> why it cannot run in this process.
     """
     if table is None:
-        return f"nothing is published for {gpu}"
+        return f"{NOTHING_PUBLISHED} {gpu}"
     measured = table.dtypes_of(definition.name)
     usable = [one for one in measured if dtypes is None or not one or set(dtypes) & set(one.values())]
     if measured and not usable:

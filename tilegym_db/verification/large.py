@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilegym_db.errors import RecordError
+from tilegym_db.published.neighbours import largest_tensor
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
@@ -86,6 +87,12 @@ def large_cases(
     wanted += [(repeated, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)), True)] * on_gpu
     found = [drawn.case(axes, bounds, elements=elements) for axes, bounds, elements in wanted]
     return [large for large in found if large is not None]
+
+
+def extent_of(definition: Definition, passed: Sequence[Mapping[str, int]]) -> tuple[dict[str, int], int]:
+    """Return the largest size of each independent axis in large cases that passed, and the elements of their largest tensor."""
+    sizes = {name: max(axes[name] for axes in passed) for name in divisible_axes(definition)} if passed else {}
+    return sizes, max((largest_tensor(definition, axes) for axes in passed), default=0)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ class FuzzOutcome:
     dropped: list[str] = field(default_factory=list)
     scalars: list[Mapping[str, Scalar]] = field(default_factory=list)
     """The scalars of each passed case."""
+    large: list[Mapping[str, int]] = field(default_factory=list)
+    """The axes of each large case that passed."""
 
 
 def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
@@ -461,7 +463,10 @@ class Verification:
             raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
             if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
                 return outcome
-            (fuzz.dropped if large is None or outcome is not None else fuzz.passed).append(str(case.case))
+            passed = large is not None and outcome is None
+            (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
+            if passed:
+                fuzz.large.append(case.case.call.axes)
         return fuzz
 
     def _check_ahead(self, queue: CaseQueue) -> bool:

@@ -143,7 +143,9 @@ def choose_gpus(choice: GpuChoice, found: Sequence[MeasuringDevice], gpu: str = 
         HardwareError: there are too few GPUs, a requested one is missing, or they are of several kinds.
     """
     here = ", ".join(f"{device.index}: {device.gpu_name}" for device in found)
-    meant = [device for device in found if gpu == "auto" or same_gpu(parse_gpu(gpu), device.gpu)]
+    meant = [
+        device for device in found if gpu == "auto" or same_gpu(parse_gpu(gpu, [one.gpu for one in found]), device.gpu)
+    ]
     if gpu == CPU or not found:
         why = "--gpu cpu asks for none" if gpu == CPU else "this machine has no usable GPU"
         raise HardwareError(

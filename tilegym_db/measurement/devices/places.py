@@ -562,7 +562,11 @@ def refusal(facts: Mapping[str, Any], own: Mapping[str, Any], gpu: str) -> str |
     if facts["digest"] != own["digest"]:
         return f"its tilegym-db {facts['version']} has other source files than this one. Install the same on every node"
     names = facts["gpu_names"]
-    if gpu in (AUTO, CPU) or not names or any(same_gpu(parse_gpu(gpu), gpu_slug(name)) for name in names):
+    if (
+        gpu in (AUTO, CPU)
+        or not names
+        or any(same_gpu(parse_gpu(gpu, map(gpu_slug, names)), gpu_slug(name)) for name in names)
+    ):
         return None
     return f"its GPUs are {', '.join(dict.fromkeys(names))}, and this run is for {gpu}"
 

@@ -1,0 +1,390 @@
+"""The calls that models make: a list of models with their sizes, stages, and the operators of each model. Pure but for the list.
+
+A question is one kind of call of one model at one stage, such as the attention of Llama-3.1-70B on one of eight GPUs. It has no
+Definition if the catalog does not describe the operator. Products are left out, as models call cuBLAS for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilegym_db.errors import UsageError
+from tilegym_db.records import Definition, Workload
+from tilegym_db.records.dtypes import Scalar
+from tilegym_db.records.layouts import layout_class, layout_strides
+
+Sizes = Mapping[str, Any]
+
+HEADS_AFTER_TOKENS = "strided(S*{heads}*D, D, {heads}*D, 1)"
+
+
+class Stage(NamedTuple):
+    """A forward of a number of sequences: ``tokens`` new ones of each, after ``context`` tokens in the cache."""
+
+    sequences: int
+    tokens: int
+    context: int
+
+    @property
+    def is_decode(self) -> bool:
+        """True if each sequence gets one token."""
+        return self.tokens == 1
+
+    def __str__(self) -> str:
+        return (
+            f"decode {self.sequences}x{self.context}" if self.is_decode else f"prefill {self.sequences}x{self.tokens}"
+        )
+
+
+STAGES: tuple[Stage, ...] = (
+    *(
+        Stage(count, 1, length)
+        for count, length in ((1, 2048), (8, 2048), (32, 4096), (64, 4096), (256, 2048), (1, 131072))
+    ),
+    *(
+        Stage(count, length, length)
+        for count, length in ((1, 128), (1, 512), (1, 2048), (8, 2048), (8, 4096), (1, 8192), (1, 32768), (1, 131072))
+    ),
+)
+"""From 1 to 256 sequences, and from 128 to 131,072 tokens."""
+ASKED_STAGES: tuple[Stage, ...] = (
+    *(Stage(count, 1, length) for count, length in ((1, 2048), (8, 2048), (32, 4096), (256, 2048))),
+    *(Stage(count, length, length) for count, length in ((1, 128), (1, 2048), (8, 2048), (1, 32768))),
+)
+"""The stages of the hit rate that is compared between releases."""
+PARALLEL: tuple[int, ...] = (1, 2, 4, 8)
+"""Numbers of GPUs that share a model (tensor parallelism)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One kind of call of a model. ``definition`` is empty if no Definition describes it."""
+
+    model: str
+    parallel: int
+    stage: Stage
+    group: str
+    definition: str
+    axes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def classes(self, definition: Definition) -> dict[str, str]:
+        """Return the layout class of each input that is not contiguous, as the resolver compares them."""
+        axes, found = definition.bind_axes(self.axes), {}
+        for name, text in self.layouts.items():
+            shape = definition.shape_of(name, axes)
+            kind = layout_class(shape, layout_strides(text, shape, axes))
+            if name in definition.inputs and kind != "contiguous":
+                found[name] = kind
+        return found
+
+    def workload(self) -> Workload:
+        """Return the call as a Workload, tagged with the model and the stage."""
+        content = {
+            "definition": self.definition,
+            "axes": dict(self.axes),
+            "dtypes": dict(self.dtypes),
+            "layouts": dict(self.layouts),
+            "inputs": {name: {"type": "scalar", "value": value} for name, value in self.scalars.items()},
+            "tags": [f"model:{self.model}", f"stage:{'decode' if self.stage.is_decode else 'prefill'}"],
+        }
+        return Workload.from_dict(content, f"{self.definition} of {self.model}")
+
+
+MODELS = "models"
+"""The name of the checked-in list, where a config file may be given."""
+
+
+def models_of(config: str) -> list[dict[str, Any]]:
+    """Return the models of a config: the checked-in list by its name, a file with a list, or the config of one model.
+
+    Raises:
+        UsageError: the file cannot be read, or lacks a size.
+    """
+    if config == MODELS:
+        return list(known_models())
+    path = Path(config)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot read this config: {error}.", code="config_unreadable") from None
+    found = []
+    for number, sizes in enumerate(content if isinstance(content, list) else [content]):
+        known = {**_DEFAULTS, **sizes, **(sizes.get("text_config") or {})} if isinstance(sizes, dict) else {}
+        missing = [name for name in _NEEDED if not known.get(name)]
+        if missing:
+            raise UsageError(
+                f"{path}: model {number} has no {missing[0]}. Give it, or name one operator: tilegym-db new workload NAME "
+                f"--from-config {path}",
+                code="config_size_missing",
+            )
+        known.setdefault("name", str(known.get("_name_or_path") or known["model_type"]).rpartition("/")[2].lower())
+        known.setdefault("num_key_value_heads", known["num_attention_heads"])
+        known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
+        for name, other in (("num_experts", "num_local_experts"), ("num_experts", "n_routed_experts")):
+            if known.get(other) and not known.get(name):
+                known[name] = known[other]
+        found.append(known)
+    return found
+
+
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "intermediate_size": 0}
+_NEEDED = ("model_type", "hidden_size", "num_attention_heads", "rms_norm_eps")
+
+
+@cache
+def known_models() -> tuple[dict[str, Any], ...]:
+    """Return the checked-in list of models: dense, mixtures of experts, latent attention, hybrids and vision."""
+    found: list[dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
+    return tuple(found)
+
+
+def questions(
+    models: Iterable[Sizes], stages: Sequence[Stage] = STAGES, parallel: Sequence[int] = PARALLEL
+) -> list[Question]:
+    """Return the questions of models at stages, on numbers of GPUs that divide their heads.
+
+    Raises:
+        UsageError: the operators of a model's type are not known.
+    """
+    return [
+        question
+        for sizes in models
+        for count in parallel
+        if sizes["num_attention_heads"] % count == 0
+        for stage in stages
+        for question in _of_stage(sizes, count, stage)
+    ]
+
+
+# ---- families -------------------------------------------------------------------------------------
+# The operators of each type of model, as the Definitions name them. None where no Definition describes the model's code.
+
+
+class Family(NamedTuple):
+    """The Definitions that a type of model calls."""
+
+    norm: str | None = "rms_norm"
+    add_norm: str | None = "fused_add_rms_norm"
+    qk_norm: str | None = None
+    rope: str | None = "rope_neox"
+    mlp: str | None = "swiglu"
+    attention: str | None = "attention"
+    router: str | None = None
+    experts: str | None = None
+    norm_of_all_heads: bool = False
+    """True if the norm of queries and keys is over all heads together."""
+    hyper: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "granite": Family(),
+    "smollm3": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(qk_norm="rms_norm"),
+    "phi3": Family(rope="rope_partial", mlp="silu_and_mul"),
+    "gemma3_text": Family("rms_norm_gemma", None, "rms_norm_gemma", mlp="gelu_tanh_and_mul"),
+    "olmo2": Family("rms_norm_fp32", None, "rms_norm_fp32", norm_of_all_heads=True),
+    "olmo3": Family("rms_norm_fp32", None, "rms_norm_fp32", norm_of_all_heads=True),
+    "glm4": Family(add_norm=None, rope="rope_pairs", mlp="silu_and_mul"),
+    "qwen3_moe": Family(qk_norm="rms_norm", mlp=None, router="topk_softmax", experts="moe_experts"),
+    "qwen2_moe": Family(router="topk_softmax", experts="moe_experts"),
+    "olmoe": Family(
+        qk_norm="rms_norm", mlp=None, router="topk_softmax", experts="moe_experts", norm_of_all_heads=True
+    ),
+    "mixtral": Family(mlp=None, router="", experts="moe_experts"),
+    "gpt_oss": Family(
+        "rms_norm_fp32", "fused_add_rms_norm_fp32", rope="rope_half_tables", mlp=None, attention="attention_sink",
+        router="topk_then_softmax", experts="moe_experts_oai",
+    ),
+    "glm4_moe": Family(rope="rope_partial", router="topk_sigmoid_bias_groups", experts="moe_experts"),
+    "deepseek_v2": Family(
+        rope="rope_complex_pairs", attention=None, router="topk_softmax_groups", experts="moe_experts"
+    ),
+    "deepseek_v3": Family(
+        rope="rope_pairs_to_halves", attention=None, router="topk_sigmoid_bias_groups", experts="moe_experts"
+    ),
+    "qwen3_next": Family(
+        "rms_norm_gemma", "fused_add_rms_norm_gemma", "rms_norm_gemma", "rope_partial", router="topk_softmax",
+        experts="moe_experts",
+    ),
+    "qwen3_5_text": Family("rms_norm_gemma", "fused_add_rms_norm_gemma", "rms_norm_gemma", "rope_partial"),
+    "deepseek_v4": Family(
+        add_norm=None, rope="rope_tail_pairs", attention=None, router="topk_sqrtsoftplus_bias",
+        experts="moe_experts_clamp", mlp=None, hyper=True,
+    ),
+    "qwen2_vision": Family(rope=None, attention=None),
+    "pixtral_vision": Family(rope=None, attention=None),
+}  # fmt: skip
+BFLOAT16 = {"T": "bfloat16"}
+Part = tuple[str, str | None, dict[str, int], dict[str, Any]]
+"""(group, Definition, axes, dtypes, layouts and scalars that are not the usual ones)."""
+
+
+def _of_stage(sizes: Sizes, parallel: int, stage: Stage) -> Iterator[Question]:
+    family = FAMILIES.get(str(sizes["model_type"]))
+    if family is None:
+        raise UsageError(
+            f"the operators of models of type {sizes['model_type']!r} are not known; known: {', '.join(FAMILIES)}. Name one "
+            "operator instead: tilegym-db new workload NAME --from-config FILE",
+            code="model_type_unknown",
+        )
+    for group, definition, axes, more in _parts(family, sizes, parallel, stage):
+        about = {"dtypes": BFLOAT16, **more} if definition else {}
+        yield Question(
+            str(sizes["name"]), parallel, stage, group, definition or "", axes if definition else {}, **about
+        )
+
+
+def _parts(family: Family, sizes: Sizes, parallel: int, stage: Stage) -> Iterator[Part]:
+    rows, width = stage.sequences * stage.tokens, sizes["hidden_size"]
+    eps = {"scalars": {"eps": sizes["rms_norm_eps"]}}
+    yield "norm", family.norm, {"M": rows, "N": width}, eps
+    if family.add_norm is not None or family.norm is None:
+        yield "add + norm", family.add_norm, {"M": rows, "N": width}, eps
+    heads = sizes["num_attention_heads"] // parallel
+    pairs = max(1, sizes["num_key_value_heads"] // parallel)
+    if family.qk_norm is not None:
+        yield from _head_norms(family, sizes, rows, heads, pairs, eps)
+    if "kv_lora_rank" in sizes:
+        yield from _latent_norms(sizes, rows, eps)
+    yield from _ropes(family, sizes, stage, heads, pairs)
+    yield from _attention(family, sizes, stage, heads, pairs)
+    if family.mlp is not None and sizes["intermediate_size"]:
+        yield "mlp", family.mlp, {"M": rows, "I": sizes["intermediate_size"] // parallel}, {}
+    shared = sizes.get("shared_expert_intermediate_size") or (
+        sizes.get("n_shared_experts", 0) * sizes.get("moe_intermediate_size", 0)
+    )
+    if shared:
+        yield (
+            "mlp",
+            "swiglu_clamp" if family.hyper else "swiglu",
+            {"M": rows, "I": shared // parallel},
+            ({"scalars": {"limit": sizes["swiglu_limit"]}} if family.hyper else {}),
+        )
+    if family.experts is not None:
+        yield from _experts(family, sizes, rows, parallel)
+    if family.hyper:
+        streams = {"M": rows, "C": sizes["hc_mult"], "H": width}
+        yield (
+            "hyper connections",
+            "mhc_pre_fused",
+            streams,
+            {
+                "scalars": {
+                    "rms_eps": 1e-6,
+                    "pre_eps": 1e-6,
+                    "sinkhorn_eps": 1e-6,
+                    "post_mult": 2.0,
+                    "repeat": sizes["hc_sinkhorn_iters"],
+                }
+            },
+        )
+        yield "hyper connections", "mhc_post_hf", streams, {}
+
+
+def _head_norms(family: Family, sizes: Sizes, rows: int, heads: int, pairs: int, eps: dict[str, Any]) -> Iterator[Part]:
+    size = sizes["head_dim"]
+    for count in (heads, pairs):
+        axes = {"M": rows, "N": count * size} if family.norm_of_all_heads else {"M": rows * count, "N": size}
+        gated = (
+            sizes["model_type"] in ("qwen3_next", "qwen3_5_text") and count == heads
+        )  # a gate lies between the heads
+        yield "q/k norm", family.qk_norm, axes, {**eps, **({"layouts": {"x": "strided(2 * N, 1)"}} if gated else {})}
+
+
+def _latent_norms(sizes: Sizes, rows: int, eps: dict[str, Any]) -> Iterator[Part]:
+    if sizes.get("q_lora_rank"):
+        yield "latent norm", "rms_norm", {"M": rows, "N": sizes["q_lora_rank"]}, eps
+    tail = {"layouts": {"x": f"strided(N + {sizes['qk_rope_head_dim']}, 1)"}}
+    yield "latent norm", "rms_norm", {"M": rows, "N": sizes["kv_lora_rank"]}, {**eps, **tail}
+
+
+def _ropes(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: int) -> Iterator[Part]:
+    if family.rope is None:
+        yield "rope", None, {}, {}
+        return
+    axes = {"B": stage.sequences, "Hq": heads, "Hkv": pairs, "S": stage.tokens, "D": sizes["head_dim"], "Bc": 1}
+    layouts = {name: HEADS_AFTER_TOKENS.format(heads=of) for name, of in (("q", "Hq"), ("k", "Hkv"))}
+    if family.rope in ("rope_partial", "rope_pairs"):
+        axes["R"] = int(sizes["head_dim"] * sizes.get("partial_rotary_factor", 1.0))
+        if sizes["model_type"] == "phi3":
+            layouts = dict.fromkeys(("q", "k"), "strided(S*(Hq + 2*Hkv)*D, D, (Hq + 2*Hkv)*D, 1)")
+    elif family.rope in ("rope_complex_pairs", "rope_pairs_to_halves"):
+        axes |= {"Hkv": 1, "D": sizes["qk_rope_head_dim"]}
+        layouts = {
+            "q": "strided(S*Hq*3*D, 3*D, Hq*3*D, 1)",
+            "k": "strided(S*Hkv*9*D, 9*D, Hkv*9*D, 1)",
+        }
+    elif family.rope == "rope_tail_pairs":
+        for count in (heads, 1):
+            tail = {"B": stage.sequences, "H": count, "S": stage.tokens, "D": sizes["head_dim"], "Bc": 1}
+            tail["P"] = sizes["qk_rope_head_dim"] // 2
+            yield (
+                "rope",
+                family.rope,
+                tail,
+                {"layouts": dict.fromkeys(("x", "out"), HEADS_AFTER_TOKENS.format(heads="H"))},
+            )
+        return
+    outputs = {name: HEADS_AFTER_TOKENS.format(heads=of) for name, of in (("q_out", "Hq"), ("k_out", "Hkv"))}
+    yield "rope", family.rope, axes, {"layouts": {**layouts, **outputs}}
+
+
+def _attention(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: int) -> Iterator[Part]:
+    size = sizes["head_dim"]
+    if family.attention is None:
+        yield "attention", None, {}, {}
+        return
+    group = "sinks" if family.attention == "attention_sink" else "attention"
+    axes = {"B": stage.sequences, "Hq": heads, "Hkv": pairs, "D": size}
+    scale = {"scale": size**-0.5}
+    windows = (stage.context, min(sizes["sliding_window"], stage.context)) if group == "sinks" else (stage.context,)
+    for window in windows:
+        if stage.is_decode:
+            yield group, f"{family.attention}_decode", {**axes, "L": window}, {"scalars": scale}
+            continue
+        layouts = {name: HEADS_AFTER_TOKENS.format(heads="Hq") for name in ("q", "out")}
+        scalars: dict[str, Scalar] = dict(scale)
+        prefill = {**axes, "S": stage.tokens}
+        if group == "sinks":
+            scalars["window"], prefill["W"] = window, window
+        yield group, f"{family.attention}_prefill", prefill, {"layouts": layouts, "scalars": scalars}
+
+
+def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator[Part]:
+    count, chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
+    axes = {"M": rows, "E": count, "K": chosen}
+    scalars: dict[str, Scalar] = {"top_k": chosen}
+    more: dict[str, Any] = {"scalars": scalars}
+    if family.router == "topk_softmax":
+        scalars["renormalise"] = bool(sizes["norm_topk_prob"])
+    elif family.router in ("topk_sigmoid_bias_groups", "topk_softmax_groups"):
+        axes |= {"G": sizes["n_group"], "GK": sizes["topk_group"]}
+        scalars |= {"groups": axes["G"], "kept_groups": axes["GK"], "scale": sizes["routed_scaling_factor"]}
+        more["dtypes"] = {}
+        if family.router == "topk_sigmoid_bias_groups":
+            scalars["renormalise"] = True
+    elif family.router == "topk_sqrtsoftplus_bias":
+        scalars["scale"] = sizes["routed_scaling_factor"]
+    yield "router", family.router or None, axes, more
+    weights = "float32" if family.router in ("topk_sigmoid_bias_groups", "topk_softmax_groups") else "bfloat16"
+    experts = {
+        "M": rows,
+        "H": sizes["hidden_size"],
+        "I": sizes["moe_intermediate_size"] // parallel,
+        "E": count,
+        "K": chosen,
+    }
+    limits = {"moe_experts_oai": {"alpha": 1.702, "limit": 7.0}, "moe_experts_clamp": {"limit": 10.0}}
+    about = {"dtypes": {"T": "bfloat16", "W": weights}, "scalars": limits.get(str(family.experts), {})}
+    yield "experts", family.experts, experts, about
