@@ -121,3 +121,22 @@ def test_stock_code_gives_its_result_even_if_it_is_wrong(make: Any) -> None:
     assert baseline_check.fails(expected)
     baseline_check.close()
     assert BaselineCheck(lambda: None).outputs(expected) is None
+
+
+def test_contents_between_two_calls_that_stock_code_fails_too_are_replaced(make: Any) -> None:
+    definition, workload = Definition.from_dict(SCALED), Workload.from_dict(WORKLOAD)
+    contents = WorkloadContents.draw(definition, workload, SEED, ExpectedCache(definition, "cpu"), in_turn=True)
+    assert contents.other is not None
+    there = float(contents.other.inputs["x"].double().sum())
+    wrong_there = f"{RIGHT}    out += x.double().sum() == {there!r}\n"
+    subject = make("scaled_same", wrong_there)
+    alone = verified(subject)
+    assert isinstance(alone, Failure)
+    assert alone.case == contents.other.case
+
+    for name, source, excused in (("scaled_right", RIGHT, False), ("scaled_stock", wrong_there, True)):
+        stock = make(name, source, role="baseline", provides="stock")
+        subject.baseline_check = BaselineCheck(lambda stock=stock: stock)
+        outcome = verified(subject)
+        assert isinstance(outcome, VerifiedWorkload) == excused, outcome
+        subject.baseline_check.close()
