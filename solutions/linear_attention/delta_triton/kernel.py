@@ -202,80 +202,54 @@ def _prepare_chunk(
     tl.store(inverse_ptr + CHUNK * CHUNK + square, low)
 
 
-# A long sequence of few heads has fewer programs than the GPU has places, so it is cut into segments of chunks. The state behind
-# a segment is linear in the state before it: S M + F, with F what the segment makes of nothing. One pass finds F, and M as what
-# the segment makes of unit states while it writes no values. The states between segments follow, and a second pass has them all.
-
-
 @triton.jit
 def _scan_chunks(
-    q_ptr, k_ptr, v_ptr, initial_ptr, inverse_ptr, attention_ptr, factors_ptr, states_ptr, moves_ptr, out_ptr, final_ptr,
+    q_ptr, k_ptr, v_ptr, initial_ptr, inverse_ptr, attention_ptr, factors_ptr, out_ptr, final_ptr,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v,
     initial_b, initial_h, initial_k, out_b, out_t, out_h, final_b, final_h, final_k,
-    T, Hv, group, V, chunks, segments, segment_chunks,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    T, Hv, group, V, chunks, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD: the first pass, which writes states_ptr [B, Hv, segments, V, K] and moves_ptr [B, Hv, segments, K, K]."""
-    of_values = tl.cdiv(V, BLOCK_V)
-    if AHEAD:
-        blocks = of_values + tl.cdiv(K, BLOCK_V)
-        scanned = segments - 1  # no state follows the last
-    else:
-        blocks = of_values
-        scanned = segments
-    block = tl.program_id(0) % blocks
-    segment = tl.program_id(0) // blocks % scanned
-    pair = tl.program_id(0) // blocks // scanned  # of a sequence and a head
-    unit = block >= of_values  # columns of unit states
-    if unit & (segment == 0):
-        return
+    blocks = tl.cdiv(V, BLOCK_V)
+    pair = tl.program_id(0) // blocks  # of a sequence and a head
     batch = (pair // Hv).to(tl.int64)
     head = (pair % Hv).to(tl.int64)
     rows, depth = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
-    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    cols = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = depth[None, :] < K, cols[None, :] < V
-    if unit:
-        cols = (block - of_values) * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_v = cols[None, :] < 0
-    first = segment * segment_chunks
-    T -= first * CHUNK
     # Pointers move to each chunk, so that threads keep offsets of 32 bits only.
-    token = first.to(tl.int64) * CHUNK
-    k_ptr += batch * k_b + head // group * k_h + token * k_t
-    q_ptr += batch * q_b + head // group * q_h + token * q_t
-    v_ptr += batch * v_b + head * v_h + token * v_t
-    out_ptr += batch * out_b + head * out_h + token * out_t
+    k_ptr += batch * k_b + head // group * k_h
+    q_ptr += batch * q_b + head // group * q_h
+    v_ptr += batch * v_b + head * v_h
+    out_ptr += batch * out_b + head * out_h
     k_offsets = rows[:, None] * k_t + depth[None, :] * k_k
     q_offsets = rows[:, None] * q_t + depth[None, :] * q_k
     v_offsets = rows[:, None] * v_t + cols[None, :] * v_v
     out_offsets = rows[:, None] * out_t + cols[None, :]
-    part = pair.to(tl.int64) * chunks + first
+    part = pair.to(tl.int64) * chunks
     square = rows[:, None] * CHUNK + rows[None, :]
     inverse_ptr += part * (2 * CHUNK * CHUNK)
     attention_ptr += part * (2 * CHUNK * CHUNK)
     factors_ptr += part * (4 * CHUNK)
     # The state and all that is made of it are transposed: rows are columns of values, and stay in registers between products.
-    between = states_ptr + (pair.to(tl.int64) * segments + segment) * V * K
-    between_offsets = cols[:, None] * K + depth[None, :]
-    between_inside = (cols[:, None] < V) & in_k
-    if segment == 0:
-        state_ptrs = initial_ptr + batch * initial_b + head * initial_h + depth[:, None] * initial_k + cols[None, :]
-        state = tl.trans(tl.load(state_ptrs, mask=(depth[:, None] < K) & in_v, other=0.0))
-    elif AHEAD:
-        state = tl.where(unit & (cols[:, None] == depth[None, :]), 1.0, 0.0)
-    else:
-        state = tl.load(between + between_offsets, mask=between_inside, other=0.0)
-    for _ in tl.range(0, tl.minimum(chunks - first, segment_chunks), num_stages=STAGES):
-        here = rows < T
-        k = tl.load(k_ptr + k_offsets) if WHOLE else tl.load(k_ptr + k_offsets, mask=here[:, None] & in_k, other=0.0)
-        if WHOLE and not AHEAD:
+    state_ptrs = initial_ptr + batch * initial_b + head * initial_h + depth[:, None] * initial_k + cols[None, :]
+    inside = (depth[:, None] < K) & in_v
+    state = tl.trans(tl.load(state_ptrs, mask=inside, other=0.0))
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        here = rows < T - chunk * CHUNK
+        if WHOLE:
+            k = tl.load(k_ptr + k_offsets)
+            q = tl.load(q_ptr + q_offsets)
             v = tl.load(v_ptr + v_offsets)
         else:
+            k = tl.load(k_ptr + k_offsets, mask=here[:, None] & in_k, other=0.0)
+            q = tl.load(q_ptr + q_offsets, mask=here[:, None] & in_k, other=0.0)
             v = tl.load(v_ptr + v_offsets, mask=here[:, None] & in_v, other=0.0)
         inverse_high = tl.load(inverse_ptr + square)
         inverse_low = tl.load(inverse_ptr + CHUNK * CHUNK + square)
-        # 1. What the state holds for the keys.
+        attention_high = tl.load(attention_ptr + square)
+        attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
+        # 1. What the state holds for the keys and for the queries.
         high, low = _split(state)
         nothing = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
         known = _add_product(high, low, tl.trans(k), nothing)
@@ -286,32 +260,23 @@ def _scan_chunks(
         delta = tl.dot(high, tl.trans(inverse_low), delta)
         delta = tl.dot(high, tl.trans(inverse_high), delta)
         # 3. What the queries read.
-        if not AHEAD:
-            q = (
-                tl.load(q_ptr + q_offsets)
-                if WHOLE
-                else tl.load(q_ptr + q_offsets, mask=here[:, None] & in_k, other=0.0)
-            )
-            attention_high = tl.load(attention_ptr + square)
-            asked = tl.load(factors_ptr + 2 * CHUNK + rows)
-            high, low = _split(state)
-            attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
-            out = _add_product(high, low, tl.trans(q), nothing)
-            high, low = _split(delta)
-            out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
-            out = tl.dot(high, tl.trans(attention_low), out)
-            out = tl.dot(high, tl.trans(attention_high), out)
-            out = tl.trans(out.to(out_ptr.dtype.element_ty))
-            if WHOLE:
-                tl.store(out_ptr + out_offsets, out)
-            else:
-                tl.store(out_ptr + out_offsets, out, mask=here[:, None] & in_v)
+        high, low = _split(state)
+        out = _add_product(high, low, tl.trans(q), nothing)
+        high, low = _split(delta)
+        asked = tl.load(factors_ptr + 2 * CHUNK + rows)
+        out = tl.dot(low, tl.trans(attention_high), out * asked[None, :])
+        out = tl.dot(high, tl.trans(attention_low), out)
+        out = tl.dot(high, tl.trans(attention_high), out)
+        out = tl.trans(out.to(out_ptr.dtype.element_ty))
+        if WHOLE:
+            tl.store(out_ptr + out_offsets, out)
+        else:
+            tl.store(out_ptr + out_offsets, out, mask=here[:, None] & in_v)
         # 4. The state behind the chunk.
         written = tl.load(factors_ptr + CHUNK + rows)
         left = tl.load(factors_ptr + 3 * CHUNK)
         high, low = _split(delta * written[None, :])
         state = _add_product(high, low, k, state * left)
-        T -= CHUNK
         k_ptr += CHUNK * tl.cast(k_t, tl.int64)
         q_ptr += CHUNK * tl.cast(q_t, tl.int64)
         v_ptr += CHUNK * tl.cast(v_t, tl.int64)
@@ -319,49 +284,8 @@ def _scan_chunks(
         inverse_ptr += 2 * CHUNK * CHUNK
         attention_ptr += 2 * CHUNK * CHUNK
         factors_ptr += 4 * CHUNK
-    if AHEAD:
-        if unit:
-            moves_ptr += (pair.to(tl.int64) * segments + segment) * K * K
-            tl.store(moves_ptr + between_offsets, state, mask=(cols[:, None] < K) & in_k)
-        else:
-            tl.store(between + V * K + between_offsets, state, mask=between_inside)
-    elif segment == segments - 1:
-        final_ptrs = final_ptr + batch * final_b + head * final_h + depth[:, None] * final_k + cols[None, :]
-        tl.store(final_ptrs, tl.trans(state), mask=(depth[:, None] < K) & in_v)
-
-
-@triton.jit
-def _join_segments(states_ptr, moves_ptr, V, segments, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """states_ptr [pairs, segments, V, K]: what each segment makes of nothing -> the state before each segment but the first."""
-    pair = tl.program_id(0).to(tl.int64)
-    cols, depth, moved = (
-        tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V),
-        tl.arange(0, BLOCK_K),
-        tl.arange(0, BLOCK_K),
-    )
-    offsets = cols[:, None] * K + depth[None, :]
-    inside = (cols[:, None] < V) & (depth[None, :] < K)
-    states_ptr += (pair * segments + 1) * V * K
-    moves_ptr += (pair * segments + 1) * K * K
-    state = tl.load(states_ptr + offsets, mask=inside, other=0.0)
-    for _ in tl.range(2, segments):
-        states_ptr += V * K
-        move = tl.load(
-            moves_ptr + moved[:, None] * K + depth[None, :], mask=(moved[:, None] < K) & (depth[None, :] < K), other=0.0
-        )
-        high, low = _split(state)
-        state = _add_product(high, low, move, tl.load(states_ptr + offsets, mask=inside, other=0.0))
-        tl.store(states_ptr + offsets, state, mask=inside)
-        moves_ptr += K * K
-
-
-def _scan_shape(heads, V, chunks):
-    """Return the columns of values of a program and the number of segments, for the heads of all sequences."""
-    # An H200 has places for 132 programs. The first pass takes most of the time of the second: two segments gain nothing.
-    segments = min(132 // heads, chunks // 4)
-    if heads <= 32 and segments >= 3:
-        return (128 if V > 64 else 64), segments
-    return (128 if V > 64 and heads > 66 else 64), 1
+    final_ptrs = final_ptr + batch * final_b + head * final_h + depth[:, None] * final_k + cols[None, :]
+    tl.store(final_ptrs, tl.trans(state), mask=inside)
 
 
 def run_chunk(
@@ -376,7 +300,6 @@ def run_chunk(
     *,
     BLOCK_V=None,
     num_stages=2,
-    segments=None,
 ):
     """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
 
@@ -384,7 +307,7 @@ def run_chunk(
     [B, Hv, K, V] with unit last strides. Sums, decays and the state are in float32.
     Mapping: one program a chunk of 64 tokens and head inverts the system of the chunk. Then a program owns BLOCK_V columns of a
     head's state and goes through the chunks, with a warp per 16 columns.
-    BLOCK_V and segments = None: by the number of heads, so that the programs fill an H200.
+    BLOCK_V = None: 64, or 128 if that still gives a program to every second multiprocessor of an H200.
     """
     B, T, Hv, V = v.shape
     K = k.shape[3]
@@ -394,35 +317,19 @@ def run_chunk(
     stages = num_stages if q.dtype == torch.bfloat16 else 1  # two parts of wider keys and queries need the memory
     parts, square = B * Hv * chunks, CHUNK.value**2
     block_k = max(16, triton.next_power_of_2(K))
-    best_block, best_segments = _scan_shape(B * Hv, V, chunks)
-    block_v = BLOCK_V or best_block
-    blocks = triton.cdiv(V, block_v)
-    segments = min(segments or best_segments, chunks)
-    segment_chunks = triton.cdiv(chunks, segments)
-    segments = triton.cdiv(chunks, segment_chunks)
+    block_v = BLOCK_V or (128 if B * Hv > 66 and V > 64 else 64)
     inverse = torch.empty(2 * parts * square, dtype=torch.bfloat16, device=q.device)
     attention = torch.empty(2 * parts * square, dtype=torch.bfloat16, device=q.device)
     factors = torch.empty(parts * 4 * CHUNK.value, dtype=torch.float32, device=q.device)
-    states = torch.empty(B * Hv * segments * V * K if segments > 1 else 1, dtype=torch.float32, device=q.device)
-    moves = torch.empty(B * Hv * segments * K * K if segments > 1 else 1, dtype=torch.float32, device=q.device)
     _prepare_chunk[(parts,)](
         q, k, g, beta, inverse, attention, factors,
         *q.stride(), *k.stride(), *g.stride()[:2], *beta.stride()[:2],
         T, Hv, Hv // k.shape[2], chunks, K**-0.5, K, block_k,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
-
-    def scan(programs, ahead, stages):
-        _scan_chunks[(programs,)](
-            q, k, v, initial_state, inverse, attention, factors, states, moves, out, final_state,
-            *q.stride(), *k.stride(), *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
-            T, Hv, Hv // k.shape[2], V, chunks, segments, segment_chunks,
-            K, block_k, block_v, T % CHUNK.value == V % block_v == K % block_k == 0, ahead, stages,
-            num_warps=block_v // 16,
-        )  # fmt: skip
-
-    if segments > 1:
-        scan(B * Hv * (segments - 1) * (blocks + triton.cdiv(K, block_v)), True, stages)
-        if segments > 2:
-            _join_segments[(B * Hv, triton.cdiv(V, 16))](states, moves, V, segments, K, block_k, 16, num_warps=4)
-    scan(B * Hv * segments * blocks, False, stages)
+    _scan_chunks[(B * Hv * triton.cdiv(V, block_v),)](
+        q, k, v, initial_state, inverse, attention, factors, out, final_state,
+        *q.stride(), *k.stride(), *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
+        T, Hv, Hv // k.shape[2], V, chunks, K, block_k, block_v, T % CHUNK.value == V % block_v == K % block_k == 0, stages,
+        num_warps=block_v // 16,
+    )  # fmt: skip
