@@ -139,7 +139,7 @@ def run(x, out):
         (4095, 1.05, ""),
     ],
 )
-def test_kernel_is_served_at_other_widths_if_its_lead_outlasts_padding(
+def test_kernel_serves_other_widths_if_its_lead_outlasts_padding(
     shop: Any, width: int, low: float, reason: str
 ) -> None:
     shop.define("row_norm", **ROWS)
