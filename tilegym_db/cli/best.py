@@ -151,11 +151,11 @@ BEST_DROPPED_FIRST = (
     "config",
     "profiled_us",
     "sol_ratio",
-    "strongest_ratio",
-    "strongest_baseline",
     "layouts",
     "scalars",
+    "strongest_ratio",
     "language",
+    "strongest_baseline",
     "dtypes",
 )
 
