@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.architecture import definition_findings, shared_tokens
+from tilegym_db.loop.architecture import above_light, definition_findings, shared_tokens
 from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.awards import claim_of, record_awards
@@ -342,3 +343,11 @@ def test_what_a_definition_lacks_is_listed(row_scale: Path) -> None:
 def test_the_share_of_tokens_is_that_of_the_smaller_source() -> None:
     assert shared_tokens(frozenset({1, 2}), frozenset({1, 2, 3, 4})) == 1.0
     assert shared_tokens(frozenset({1, 2}), frozenset({3})) == 0.0
+
+
+def test_pass_above_the_speed_of_light_is_a_finding() -> None:
+    definition = SHIPPED.definition("rms_norm")
+    row = {"solution": "rms_norm_triton", "gpu": "h200", "axes": {"M": 4096, "N": 4096}, "dtypes": {"T": "bfloat16"}}
+    assert above_light(definition, [{**row, "latency_us": 14.1}, {**row, "latency_us": 1.0, "gpu": "toy"}]) == []
+    (finding,) = above_light(definition, [{**row, "latency_us": 13.9}])
+    assert finding.startswith("rms_norm_triton: 13.9 us at M=4096,N=4096 on h200 are 1.01 of the speed of light")

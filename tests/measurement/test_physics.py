@@ -14,7 +14,8 @@ from tilegym_db.measurement.plan import BenchReport, Options, make_plan
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.measurement.time_workload import check_time
 from tilegym_db.measurement.timing import TimingBudget
-from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.paths import shipped_root
+from tilegym_db.records.roofline import GpuPeaks, stated_peaks
 from tilegym_db.records.trace import Performance
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import SCREEN
@@ -28,7 +29,7 @@ def peaks(bytes_per_s: float = 4e12) -> GpuPeaks:
     """A GPU whose memory copies at that rate, with a bus that could carry a fifth more."""
     return GpuPeaks.from_dict(
         {
-            "gpu": "h200",
+            "gpu": "toy",
             "gpu_name": "NVIDIA H200",
             "sm": "sm_90",
             "timestamp": datetime(2026, 11, 21, tzinfo=UTC),
@@ -66,6 +67,24 @@ def test_a_time_gets_its_share_of_the_speed_of_light(catalog):
     found = judge(catalog, 4.002, peaks())
     assert isinstance(found, Performance)
     assert (found.sol_us, found.sol_ratio) == (2.001, 0.5)
+
+
+def test_share_is_of_the_stated_peaks_of_a_gpu_model(catalog):
+    """The same bytes at 4.8 TB/s take 1.6675 us, whatever the calibration of the run measured."""
+    for calibrated in (3.9e12, 4.3e12):
+        found = judge(catalog, 4.002, peaks(calibrated).model_copy(update={"gpu": "h200"}))
+        assert isinstance(found, Performance)
+        assert (found.sol_us, found.sol_ratio) == (1.6675, 0.4167)
+    assert stated_peaks("h200-mig-1g-18gb") is None
+
+
+def test_shipped_calibrations_stay_below_the_stated_peaks():
+    for path in (shipped_root() / "traces").glob("*/peaks.json"):
+        known = GpuPeaks.from_json(path.read_bytes(), path)
+        stated = stated_peaks(known.gpu)
+        assert stated is not None
+        assert known.read_bytes_per_s.value < stated.read_bytes_per_s.value
+        assert all(rate.value < stated.flops[name].value for name, rate in known.flops.items())
 
 
 def test_a_kernel_may_beat_the_calibration_but_not_the_bus(catalog):

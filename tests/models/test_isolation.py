@@ -100,10 +100,10 @@ def test_a_patch_that_fails_half_way_is_undone(kernels: Catalog, monkeypatch: py
     model, calls = build(), iter(range(9))
     before, modules = model_state(model), set(sys.modules)
 
-    def fail_at_the_third(*args: Any) -> Any:
+    def fail_at_the_third(*args: Any, **options: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return make_site(*args)
+        return make_site(*args, **options)
 
     monkeypatch.setattr(handle, "make_site", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):

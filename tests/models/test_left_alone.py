@@ -128,7 +128,7 @@ def test_a_call_site_that_was_served_once_stays(shop: Any, build: Any, prompt: A
     shop.republish()
     with patched(model, catalog=catalog) as handle:
         run(model, prompt(1, 9))
-        run(model, prompt(1, 12), 3 * patch_handle.PATIENCE)
+        run(model, prompt(1, 40), 3 * patch_handle.PATIENCE)
         assert wrapped(model) == {"LlamaMLP"}
         run(model, prompt(1, 9))
     assert handle.report().hits() == {"swiglu": 4}

@@ -26,7 +26,9 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
             "eps": {"shape": None, "dtype": "float32"},
         },
         "outputs": {"out": {"shape": ["M", "N"], "dtype": "T"}},
+        "cost": {"flops": "2 * M * N", "bytes": "(2 * M * N + N) * sizeof(T)"},
         "reference": "def run(x, weight, eps):\n    return x * weight + eps\n",
+        "serving": {"independent": [["M"]]},
     },
     "add_into": {
         "axes": {"M": {"type": "var"}},

@@ -166,7 +166,7 @@ def test_decide_between_points_uses_the_nearest_in_log_space(
     assert (decision.solution.name, decision.evidence.source) == (winner, "nearest")
 
 
-@pytest.mark.parametrize("axes", [{"M": 2048, "N": 8}, {"M": 0, "N": 8}, {"M": 64, "N": 9}])
+@pytest.mark.parametrize("axes", [{"M": 8192, "N": 8}, {"M": 0, "N": 8}, {"M": 64, "N": 9}])
 def test_outside_the_measured_range_stock_runs(shop: Any, kernel: Any, other_kernel: Any, axes: dict[str, int]) -> None:
     publish_range(shop, kernel, other_kernel)
     decision = decide_in(shop, ask(shop, axes=axes))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from shipped_records import CATALOG as SHIPPED
 
+from tilegym_db.published.neighbours import same_tiles
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call
 from tilegym_db.resolver import Decision, decide, load_table, make_request
@@ -107,6 +108,174 @@ def test_one_measured_size_does_not_extend_the_range() -> None:
     assert found == (
         "B=2 is outside the measured range 1..1, and 1 measured size does not show that more of it is only more work"
     )
+
+
+# ---- padding and known cost -------------------------------------------------------------------------
+
+ROWS: dict[str, Any] = {
+    "axes": {name: {"type": "var"} for name in ("M", "N")},
+    "inputs": {"x": {"shape": ["M", "N"], "dtype": "float32"}},
+    "outputs": {"out": {"shape": ["M", "N"], "dtype": "float32"}},
+    "cost": {"flops": "M * N", "bytes": "8 * M * N"},
+    "reference": "def run(x):\n    return x / x.norm(dim=-1, keepdim=True)\n",
+    "serving": {"independent": [["M"]]},
+}
+PADDING_NORM = """
+def run(x, out):
+    width = 1 << (x.shape[1] - 1).bit_length()
+    padded = x.new_zeros(x.shape[0], width)
+    padded[:, : x.shape[1]] = x
+    out.copy_((padded / padded.norm(dim=-1, keepdim=True))[:, : x.shape[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "low", "reason"),
+    [
+        (4096, 1.03, ""),
+        (3072, 1.30, "N=3072 was not measured, and padding may cost 1.33 times more than at N=4096"),
+        (3072, 1.60, ""),
+        (2049, 1.9, "N=2049 was not measured, and padding may cost 2.00 times more than at N=2048"),
+        (4095, 1.05, ""),
+    ],
+)
+def test_kernel_serves_other_widths_if_its_lead_outlasts_padding(
+    shop: Any, width: int, low: float, reason: str
+) -> None:
+    shop.define("row_norm", **ROWS)
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    points = [{"M": rows, "N": size} for size in (2048, 4096) for rows in (1, 4096)]
+    shop.publish(
+        [shop.entry("row_norm", point, [shop.candidate(kernel, speedup_ci_low=low)]) for point in points], gpu="h200"
+    )
+    request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": 64, "N": width}), gpu="h200")
+    decision = decide(request, load_table("h200"), {kernel.name: kernel})
+    assert (decision.solution is None) == bool(reason)
+    if reason:
+        assert decision.rejected[0].reason.startswith(reason)
+        assert decision.evidence.reason.endswith("if it pads N")
+    elif width == 3072:
+        assert decision.evidence.reason.endswith(
+            "may cost 1.33 times more than there, which leaves at least 1.20x stock"
+        )
+
+
+def test_norm_padding_to_a_power_of_two_serves_measured_widths(shop: Any) -> None:
+    """It was measured at 2048 and 4096, which need no padding, and is slower than stock code at 3072."""
+    shop.define("row_norm", **ROWS)
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    points = [{"M": rows, "N": width} for width in (2048, 4096) for rows in (1, 4096)]
+    shop.publish(
+        [shop.entry("row_norm", point, [shop.candidate(kernel, speedup_ci_low=9.0)]) for point in points], gpu="h200"
+    )
+
+    def ask(rows: int, width: int) -> Decision:
+        request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": rows, "N": width}), gpu="h200")
+        return decide(request, load_table("h200"), {kernel.name: kernel}, rule="known")
+
+    assert ask(64, 2048).solution is not None
+    assert ask(8192, 4096).solution is not None
+    for width in (3072, 2049, 4095, 1024, 8192):
+        decision = ask(64, width)
+        assert decision.solution is None
+        assert decision.evidence.reason.startswith(f"N={width} was not measured (measured: 2048, 4096)")
+
+
+@pytest.mark.parametrize(
+    ("stated", "rows", "reason"),
+    [
+        ({}, 16384, ""),
+        ({}, 16385, "M=16385 is beyond 16384, up to which its indices are known to be right"),
+        ({"largest": {"M": 131_072}, "largest_elements": 1 << 31}, 131_072, ""),
+        ({"largest": {"M": 131_072}, "largest_elements": 1 << 31}, 131_073, "M=131073 is beyond 131072"),
+        ({"largest": {"M": 131_072}, "largest_elements": 1 << 24}, 131_072, "a tensor of 268435456 elements is beyond"),
+    ],
+)
+def test_trace_states_how_far_indices_were_verified(shop: Any, stated: Any, rows: int, reason: str) -> None:
+    shop.define("row_norm", **ROWS)
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    points = [({"M": size, "N": 2048}, size / 100) for size in (1024, 4096)]
+    shop.publish([shop.entry("row_norm", at, [shop.candidate(kernel, us, **stated)]) for at, us in points], gpu="h200")
+    request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": rows, "N": 2048}), gpu="h200")
+    decision = decide(request, load_table("h200"), {kernel.name: kernel}, rule="known")
+    assert (decision.solution is None) == bool(reason)
+    assert reason in ([*(why for _, why in decision.rejected), ""][0])
+
+
+def test_kernel_losing_its_lead_with_work_is_not_served_beyond(shop: Any) -> None:
+    """It saves launches: 10 us at any work, while its time grows as that of stock code."""
+    shop.define("row_norm", **ROWS)
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    times = {1024: (10.0, 20.0), 4096: (40.0, 50.0)}
+    entries = [
+        shop.entry(
+            "row_norm",
+            {"M": rows, "N": 2048},
+            [shop.candidate(kernel, us, speedup=stock / us, speedup_ci_low=stock / us - 0.01)],
+        )
+        for rows, (us, stock) in times.items()
+    ]
+    shop.publish(entries, gpu="h200")
+    for rows, served in ((4096, True), (2048, True), (8192, False)):
+        request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": rows, "N": 2048}), gpu="h200")
+        decision = decide(request, load_table("h200"), {kernel.name: kernel}, rule="known")
+        assert (decision.solution is not None) == served
+    assert decision.rejected[0].reason == "more work costs it 30.00 us and stock code 30.00 us"
+
+
+@pytest.mark.parametrize(
+    ("size", "measured", "same"),
+    [
+        (4096, 4096, True),
+        (152064, 151936, True),
+        (3072, 4096, False),
+        (4097, 4096, False),
+        (4224, 4096, False),
+        (192, 256, False),
+        (1, 1, True),
+        (8064, 8192, True),
+        (8192, 8320, False),
+    ],
+)
+def test_widths_of_the_same_tiles_cost_the_same(size: int, measured: int, same: bool) -> None:
+    assert same_tiles(size, measured) == same
+
+
+LOOPED = {**ROWS, "serving": {"lengths": ["M"]}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (100, ""),
+        (512, ""),
+        (
+            1000,
+            "M=1000 was not measured, and the measured lengths around it, 512 and 8192, are more than a factor of 8",
+        ),
+        (8193, "M=8193 is outside the measured range 64..8192"),
+        (63, "M=63 is outside the measured range 64..8192"),
+    ],
+)
+def test_length_is_served_between_near_measured_ones(shop: Any, rows: int, reason: str) -> None:
+    shop.define("looped", **LOOPED)
+    kernel = shop.add("looped", "looped_kernel", PADDING_NORM)
+    points = [{"M": size, "N": 128} for size in (64, 512, 8192)]
+    shop.publish([shop.entry("looped", point, [shop.candidate(kernel)]) for point in points], gpu="h200")
+    request = make_request(shop.definition("looped"), Call("looped", {"M": rows, "N": 128}), gpu="h200")
+    decision = decide(request, load_table("h200"), {kernel.name: kernel}, rule="known")
+    assert (decision.solution is None) == bool(reason)
+    assert decision.evidence.reason.startswith(reason)
+
+
+def test_definition_without_kinds_is_served_where_measured(shop: Any) -> None:
+    shop.define("unstated", **{name: value for name, value in ROWS.items() if name != "serving"})
+    kernel = shop.add("unstated", "unstated_kernel", PADDING_NORM)
+    points = [{"M": size, "N": 128} for size in (64, 512)]
+    shop.publish([shop.entry("unstated", point, [shop.candidate(kernel)]) for point in points], gpu="h200")
+    for rows, served in ((64, True), (128, False)):
+        request = make_request(shop.definition("unstated"), Call("unstated", {"M": rows, "N": 128}), gpu="h200")
+        assert (decide(request, load_table("h200"), {kernel.name: kernel}, rule="known").solution is not None) == served
 
 
 @pytest.mark.parametrize(

@@ -402,3 +402,25 @@ def test_likely_fastest_include_possible_winners_on_other_hosts(filled, trace, c
             (large.definition_digest, large.workload_uuid): [("scale_triton", {"B": 2}), ("scale_tilelang", {})],
             (small.definition_digest, small.workload_uuid): [("scale_stock", {}), ("scale_triton", {})],
         }
+
+
+def test_row_names_its_strongest_baseline_and_share_as_it_is(filled, trace):
+    """An incumbent is no baseline, and a share above 1 stays."""
+    comparisons = [
+        {"with": "slow", "provides": "stock", "ratio": 3.0, "ci_low": 2.9, "ci_high": 3.1},
+        {"with": "fast", "provides": "library", "ratio": 1.2, "ci_low": 1.1, "ci_high": 1.3},
+        {"with": "before", "provides": "incumbent", "ratio": 0.9, "ci_low": 0.8, "ci_high": 1.0},
+    ]
+    performance = {
+        "latency_us": 1.0,
+        "ci_low_us": 1.0,
+        "ci_high_us": 1.0,
+        "samples": 9,
+        "timer": "events",
+        "sol_ratio": 1.2,
+    }
+    with filled(trace(performance=performance | {"comparisons": comparisons}), trace("shift")) as store:
+        columns = "strongest_baseline, strongest_ratio, sol_ratio"
+        first, second = store.rows(f"SELECT {columns} FROM traces ORDER BY definition")
+    assert list(first.values()) == ["fast", 1.2, 1.2]
+    assert list(second.values()) == [None, None, None]

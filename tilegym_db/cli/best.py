@@ -137,12 +137,27 @@ BEST_COLUMNS = (
     "language",
     "config",
     "latency_us",
+    "profiled_us",
     "speedup",
+    "strongest_baseline",
+    "strongest_ratio",
     "sol_ratio",
     "workload_uuid",
     "origin",
 )
-BEST_DROPPED_FIRST = ("origin", "workload_uuid", "config", "sol_ratio", "layouts", "scalars", "language", "dtypes")
+BEST_DROPPED_FIRST = (
+    "origin",
+    "workload_uuid",
+    "config",
+    "profiled_us",
+    "sol_ratio",
+    "layouts",
+    "scalars",
+    "strongest_ratio",
+    "language",
+    "strongest_baseline",
+    "dtypes",
+)
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -158,7 +173,10 @@ def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
         row["language"],
         row["config_key"] or None,
         row["latency_us"],
+        row["profiled_us"],
         row["speedup"],
+        row["strongest_baseline"],
+        row["strongest_ratio"],
         row["sol_ratio"],
         row["workload_uuid"],
         row["origin"],

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.records import TILE_LANGUAGES, Definition
+from tilegym_db.errors import RecordError
+from tilegym_db.records import TILE_LANGUAGES, Definition, axes_key
+from tilegym_db.records.roofline import share_of_stated_light
 from tilegym_db.store.connection import open_store
-from tilegym_db.store.loop import traced_digests
+from tilegym_db.store.loop import timed_passes, traced_digests
 from tilegym_db.store.patterns import pattern_findings
 
 MAX_SHARED_TOKENS = 0.8
@@ -28,11 +31,13 @@ def architecture_findings(catalog: Catalog, names: Sequence[str] = ()) -> list[s
     findings: list[str] = []
     with open_store(read_only=True, catalog=catalog) as store:
         traced = traced_digests(store)
+        timed = timed_passes(store)
         for definition in chosen:
             solutions = catalog.solutions_for(definition.name)
             count = len(catalog.workloads_for(definition.name))
             findings += definition_findings(definition, solutions, count, traced.get(definition.name, set()))
             findings += copies(solutions)
+            findings += above_light(definition, timed.get(definition.digest, ()))
         if not names:
             findings += pattern_findings(catalog, store)
     return findings
@@ -72,6 +77,31 @@ def definition_findings(
             found.append(f"{item.name}: its name does not begin with its definition, {name}.")
         if not spec.target_hardware:
             found.append(f"{item.name}: it declares no target hardware.")
+    return found
+
+
+def above_light(definition: Definition, timed: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the verified passes that are faster than the speed of light at the stated peaks of their GPU. Pure.
+
+    The cost of the Definition then counts more than the call did, or the time is wrong.
+
+    Args:
+        definition: the operator.
+        timed: solution, gpu, axes, dtypes and latency_us of verified passes of this Definition.
+    """
+    found = []
+    for row in timed:
+        try:
+            light = share_of_stated_light(definition, row["axes"], row["dtypes"], row["gpu"], row["latency_us"])
+        except (
+            RecordError
+        ):  # a Definition of the same digest allows its own shapes; one that was traced elsewhere may not
+            continue
+        if light is not None and light[1] > 1:
+            found.append(
+                f"{row['solution']}: {row['latency_us']:.4g} us at {axes_key(row['axes'])} on {row['gpu']} are {light[1]:.2f} of "
+                f"the speed of light. The cost of {definition.name} counts more than this call did, or the time is wrong."
+            )
     return found
 
 

@@ -220,9 +220,9 @@ def _run(
         known = read_peaks(store, machine.gpu, gpu_name=machine.gpu_name, driver=machine.driver, own=True)
         failed = failed_screen(store, machine.gpu) if policy is PROMOTION and not options.force else {}
         spread = [name for name, definition in setup.catalog.definitions.items() if draws_spread(definition)]
-        tuned, likely_fastest = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
+        tuned, all_likely = tuned_configs(store, machine.gpu), likely_fastest_of(store, machine.gpu, spread)
         whole = {setup.catalog.definition(name).digest for name in spread}
-    likely_fastest = current_best_alone(likely_fastest, whole, options.names, setup.catalog)
+    likely_fastest = current_best_alone(all_likely, whole, options.names, setup.catalog)
     excluded = {key: _screen_failure(status) for key, status in failed.items()}
     refused = limits or {} if policy is PROMOTION else {}
     plan = setup.plan(options, done, excluded, tuned, likely_fastest, refused)

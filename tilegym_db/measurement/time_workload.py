@@ -19,7 +19,7 @@ from tilegym_db.measurement.run_setup import RunContext, fuzz_cases_of
 from tilegym_db.measurement.runner import BufferPool, Runner, Waits, max_waiting_share, why_too_busy
 from tilegym_db.measurement.timing import ClockWatch, TimedCandidate, TimingBudget, time_interleaved
 from tilegym_db.records import Definition, Solution, Trace, Workload
-from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light
+from tilegym_db.records.roofline import GpuPeaks, below_floor, sol_ratio, speed_of_light, stated_peaks
 from tilegym_db.records.trace import UNTIMED_TIERS, Audit, Performance
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
@@ -321,7 +321,8 @@ def check_time(
 ) -> Performance | Failure:
     """Return the performance with ``sol_us`` and ``sol_ratio``, or a rejection if no implementation could be that fast.
 
-    A Definition without a cost has no speed of light; its performance is returned unchanged.
+    The share is of the stated peaks of the GPU model, so that figures of all machines are of one scale. A GPU without stated
+    peaks has those of its calibration. A Definition without a cost has no speed of light; its performance is returned unchanged.
 
     Args:
         performance: as the interleaved timing measured it.
@@ -334,7 +335,7 @@ def check_time(
         definition,
         definition.bind_axes(workload.axes),
         definition.bind_dtypes(workload.dtypes),
-        peaks,
+        stated_peaks(peaks.gpu) or peaks,
         math_mode=solution.spec.math,
     )
     if light is None:

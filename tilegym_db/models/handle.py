@@ -164,11 +164,14 @@ class Handle:
 
     # -- installation -------------------------------------------------------------------------------------------------
 
-    def add(self, group: Sequence[tuple[ModuleGroup, str]], catalog: Catalog) -> None:
-        """Install the parts of one forward, each with the reason for stock code, empty if kernels may serve it."""
+    def add(self, group: Sequence[tuple[ModuleGroup, str]], catalog: Catalog, *, check: bool = False) -> None:
+        """Install the parts of one forward, each with the reason for stock code, empty if kernels may serve it.
+
+        If ``check`` is true, a kernel is checked at the first call of a size that was not measured.
+        """
         calls = []
         for found, reason in group:
-            site = self._describe(found, reason, catalog)
+            site = self._describe(found, reason, catalog, check)
             if site is not None:
                 calls.append(PartCall(found, site))
         if not calls:
@@ -187,7 +190,7 @@ class Handle:
             self._changed.append((module, ours))  # first, so that an interrupt on the next line is undone too
             change_class(module, ours)
 
-    def _describe(self, found: ModuleGroup, reason: str, catalog: Catalog) -> CallSite | None:
+    def _describe(self, found: ModuleGroup, reason: str, catalog: Catalog, check: bool) -> CallSite | None:
         """Add a call site to the report; return the site, or None if it stays stock."""
         if not reason and is_patched(found.modules[0]):
             reason = SHARED
@@ -199,10 +202,10 @@ class Handle:
         if reason:
             self._sites.append((described, None))
             return None
-        site = make_site(catalog.definition(found.definition), catalog, None if own is None else own.call)
+        site = make_site(catalog.definition(found.definition), catalog, None if own is None else own.call, check=check)
         self._sites.append((described, site))
         if found.before is not None:
-            site.before = make_site(found.before.definition, catalog)
+            site.before = make_site(found.before.definition, catalog, check=check)
             self._sites.append((replace(described, definition=found.before.definition.name, own_code={}), site.before))
         return site
 

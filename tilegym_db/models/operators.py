@@ -159,13 +159,16 @@ _operators: dict[str, dict[str, Callable[..., Any]]] = {}
 _defining = threading.Lock()
 
 
-def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] | None = None) -> CallSite:
+def make_site(
+    definition: Definition, catalog: Catalog, own: Callable[..., Any] | None = None, *, check: bool = False
+) -> CallSite:
     """Return a call site of a Definition, for eager and for compiled code.
 
     Args:
         definition: the Definition of the calls.
         catalog: its kernels may serve the calls, and its stock solution serves the others.
         own: ``own(*inputs) -> output``, the model's own code, in place of that stock solution.
+        check: check a kernel at the first call of a size that was not measured.
     """
     serving = definition.serving or Serving()
     stock = stock_of(catalog.solutions_for(definition.name))
@@ -173,7 +176,7 @@ def make_site(definition: Definition, catalog: Catalog, own: Callable[..., Any] 
     allocate, returning = allocate_of(definition), stock_function(definition, catalog)
     if own is not None:
         launcher, returning = functools.partial(_write, own), own
-    dispatcher = call_site(definition, catalog, stock=launcher)
+    dispatcher = call_site(definition, catalog, stock=launcher, check=check)
     serve = dispatcher.serving(allocate, serving.growing)
     site = CallSite(serve, dispatcher, training=training_of(definition, catalog), stock=returning)
     # An operator that overwrites an input is for eager code only: compilers fuse an addition without help.

@@ -31,6 +31,9 @@ from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
+CHECK_FIRST = "first"
+"""The value of ``check`` that has kernels checked at first calls."""
+
 
 @dataclass(frozen=True)
 class PatchOptions:
@@ -44,6 +47,7 @@ class PatchOptions:
     catalog: Catalog | None = None
     trust: bool = False
     graphs: bool = True
+    check: str | None = None
 
 
 def patch(
@@ -57,6 +61,7 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
     graphs: bool = True,
+    check: str | None = None,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -83,12 +88,15 @@ def patch(
         catalog: the records; by default the shipped ones and the user's overlay.
         trust: also use published traces that neither came with the package nor were published by this installation.
         graphs: run the decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
+        check: ``first`` checks the kernel of the nearest measured size at the first call of a size that was not measured. It
+            runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
+            default the measurement of the nearest size decides.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
             unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check)
     handle = patch_what_fits(model, options)
     if not handle.report().sites:
         raise UsageError(
@@ -103,6 +111,11 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
     """Patch a model as :func:`patch` does, but accept one that has nothing to patch."""
     options = options or PatchOptions()
     _check_model(model)
+    if options.check not in (None, CHECK_FIRST):
+        raise UsageError(
+            f"check is 'first' or None, not {options.check!r}. 'first' checks a kernel at the first call of each size.",
+            code="check_unknown",
+        )
     if options.dry_run and (options.verify or options.quantise):
         option = "verify" if options.verify else "quantise"
         raise UsageError(
@@ -146,7 +159,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
         for group in _sharing_a_forward(found):
             reasons = [(part, _why_not(part, options, served)) for part in group]
             with _without_autocast():
-                handle.add(reasons, records)
+                handle.add(reasons, records, check=options.check == CHECK_FIRST)
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)

@@ -1,7 +1,8 @@
-"""Roofline of a call: its speed of light, the floor below which a time is impossible, and the calibrated peaks of a GPU.
+"""Roofline of a call: its speed of light, the floor below which a time is impossible, and the peaks of a GPU.
 
-The *speed of light* is a reference: the Definition's compulsory work over rates that were measured on this GPU. A kernel
-can be slightly faster, for example if its output stays in the L2. The *floor* rejects times, so it uses only hard limits:
+The *speed of light* is a reference: the Definition's compulsory work over the rates that are stated for this GPU model, or were
+measured on a GPU without stated rates. A call whose output stays in the L2 can be slightly faster. The *floor* rejects times, so
+it uses only hard limits:
 
 - The memory bus at its highest clock, for the bytes that must cross it during the call. Before a cold call the L2 was
   flushed, so every input comes from memory. Writes end in the L2, and lines that are still dirty when the call returns
@@ -22,7 +23,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -65,7 +66,7 @@ _CALIBRATED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SpeedOfLight:
-    """The compulsory work of one call, and its time in microseconds at the calibrated peaks.
+    """The compulsory work of one call, and its time in microseconds at some peaks.
 
     ``read_bytes`` and ``written_bytes`` add up to ``bytes``; ``operand`` is the dtype that products read, or None.
     """
@@ -89,17 +90,17 @@ def speed_of_light(
     definition: Definition,
     axes: Mapping[str, int],
     dtypes: Mapping[str, str],
-    peaks: GpuPeaks,
+    peaks: GpuPeaks | StatedPeaks,
     *,
     math_mode: Literal["ieee", "tf32"] = "ieee",
 ) -> SpeedOfLight | None:
-    """Return the minimum time of a call if only the calibrated peaks limit it.
+    """Return the minimum time of a call if only the peaks limit it.
 
     Args:
         definition: states the compulsory flops and bytes.
         axes: every axis, including const ones (``definition.bind_axes``).
         dtypes: every dtype variable (``definition.bind_dtypes``).
-        peaks: of the GPU that the call runs on.
+        peaks: of the GPU that the call runs on, stated or calibrated.
         math_mode: ``spec.math`` of the Solution; float32 products run on tensor cores only with ``tf32``.
 
     Returns:
@@ -127,8 +128,35 @@ def speed_of_light(
 
 
 def sol_ratio(sol: SpeedOfLight, latency_us: float) -> float:
-    """Return the share of the speed of light that a call reached; above 1 if it beat the calibration's kernels."""
+    """Return the share of the speed of light that a call reached; above 1 if the cost counts more than the call did."""
     return sol.us / latency_us
+
+
+def share_of_stated_light(
+    definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str], gpu: str, latency_us: float
+) -> tuple[float, float] | None:
+    """Return (speed of light in microseconds, share of it) by the stated peaks of a GPU; None if they are not known.
+
+    It is also None if the time depends on the kind of float32 products, which a trace does not state.
+
+    Args:
+        definition: states the compulsory flops and bytes.
+        axes: those of a trace.
+        dtypes: those of a trace.
+        gpu: slug.
+        latency_us: time of the call.
+
+    Raises:
+        RecordError: the Definition does not allow these axes or dtypes.
+    """
+    peaks = stated_peaks(gpu)
+    if peaks is None:
+        return None
+    bound = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
+    light, fast = (speed_of_light(definition, *bound, peaks, math_mode=mode) for mode in ("ieee", "tf32"))
+    if light is None or fast is None or light.us != fast.us:
+        return None
+    return light.us, sol_ratio(light, latency_us)
 
 
 def below_floor(latency_us: float, sol: SpeedOfLight, peaks: GpuPeaks, *, cold_l2: bool, timer: str) -> str | None:
@@ -183,7 +211,7 @@ def _bytes_of(definition: Definition, name: str, axes: Mapping[str, int], dtypes
     return math.prod(definition.shape_of(name, axes)) * STORED_BYTES[definition.dtype_of(name, dtypes)]
 
 
-def _memory_s(size: float, written: float, peaks: GpuPeaks) -> float:
+def _memory_s(size: float, written: float, peaks: GpuPeaks | StatedPeaks) -> float:
     """Return the seconds for the traffic; a bus that switches between reads and writes is slower than one that only reads.
 
     Between pure reading and a copy, the time per byte is linear in the share of writes. A call that writes more than a copy
@@ -201,7 +229,7 @@ def _operand(definition: Definition, dtypes: Mapping[str, str]) -> str | None:
     return next((name for name in _WIDTHS if name in used), None)
 
 
-def _product_rate(operand: str | None, peaks: GpuPeaks, math_mode: str) -> float | None:
+def _product_rate(operand: str | None, peaks: GpuPeaks | StatedPeaks, math_mode: str) -> float | None:
     """Return the calibrated flop/s of the fastest product for such operands; None if none was measured."""
     if operand == "float32" and math_mode == "ieee":
         measured = peaks.flops.get("float32")
@@ -233,8 +261,58 @@ def _min_launch_us(peaks: GpuPeaks) -> float:
     return middle * (1 - min(peaks.launch_us.spread, 0.5))
 
 
+# ---- stated peaks ---------------------------------------------------------------------------------
+# One set of rates for each GPU model, so that the shares of all machines and runs are of one scale. The rates are those of the
+# data sheet. No calibration exceeds them: the largest copies reach 90% of the memory rate, the largest products 85%.
+
+
+class Rate(NamedTuple):
+    """A rate per second that a data sheet states."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class StatedPeaks:
+    """The peaks of a GPU model by its data sheet. Rates are per second and dense, without sparsity."""
+
+    sm: str
+    copy_bytes_per_s: Rate
+    flops: Mapping[str, Rate]
+
+    @property
+    def read_bytes_per_s(self) -> Rate:
+        """The memory rate, which a data sheet states once for reads and writes."""
+        return self.copy_bytes_per_s
+
+
+def _stated(
+    sm: str, bytes_per_s: float, float16: float, tf32: float, float32: float, float8: float = 0.0
+) -> StatedPeaks:
+    """Return peaks from the rates of a data sheet, in TB/s and TFLOP/s."""
+    rates = {"bfloat16": float16, "float16": float16, "tf32": tf32, "float32": float32, "float8_e4m3fn": float8}
+    flops = {name: Rate(rate * 1e12) for name, rate in rates.items() if rate}
+    return StatedPeaks(sm, Rate(bytes_per_s * 1e12), flops)
+
+
+STATED_PEAKS: dict[str, StatedPeaks] = {
+    "a100-sxm": _stated("sm_80", 2.039, 312, 156, 19.5),
+    "a100-pcie": _stated("sm_80", 1.935, 312, 156, 19.5),
+    "h100-sxm": _stated("sm_90", 3.35, 989.4, 494.7, 66.9, 1978.9),
+    "h100-nvl": _stated("sm_90", 3.9, 835.5, 417.5, 60, 1670.5),
+    "h100-pcie": _stated("sm_90", 2.0, 756, 378, 51.2, 1513),
+    "h200": _stated("sm_90", 4.8, 989.4, 494.7, 66.9, 1978.9),
+}
+"""GPU slug -> its peaks. A slice or a variant has none: it is calibrated."""
+
+
+def stated_peaks(gpu: str) -> StatedPeaks | None:
+    """Return the stated peaks of a GPU slug; None for a GPU that is calibrated."""
+    return STATED_PEAKS.get(gpu)
+
+
 # ---- calibrated peaks -----------------------------------------------------------------------------
-# The measured rates give the speed of light. The driver's figures give the floor.
+# The measured rates give the speed of light of a GPU without stated ones. The driver's figures give the floor.
 
 PRODUCT_DTYPES: tuple[str, ...] = ("bfloat16", "float16", "tf32", "float32", "float8_e4m3fn")
 """Kinds of matrix product that are calibrated, by the dtype of their operands; ``tf32`` reads float32."""

@@ -327,6 +327,8 @@
       ["config", row.config_key || "the source's own defaults"], ["GPU", `${row.gpu_name}, driver ${row.driver}, ${row.clock_mhz ?? "?"} MHz`], ["software", row.libs],
       ["time", `${figure(row.latency_us, 7)} us [${figure(row.ci_low_us, 7)}, ${figure(row.ci_high_us, 7)}], ${row.samples} samples, timer ${row.timer}`],
       ["against stock", row.speedup === null ? "not compared" : `${figure(row.speedup)}x, at least ${figure(row.speedup_ci_low)}x`],
+      ["kernel time", row.profiled_us === null ? "not known" : `${figure(row.profiled_us)} us by the clock of the kernels, without launches`],
+      ["strongest baseline", row.strongest_baseline === null ? "not known" : `${row.strongest_baseline}, ${times(row.strongest_ratio)} of this time`],
       ["speed of light", row.sol_us === null ? "not known" : `${percent(row.sol_ratio)}; ${figure(row.sol_us)} us`],
       ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
       ["fuzzing", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],

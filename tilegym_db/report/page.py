@@ -17,6 +17,7 @@ import jinja2
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.records.roofline import share_of_stated_light
 from tilegym_db.store.queries import report_rows as queries
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "definition", "op_type", "gpu", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "solution", "language", "role",
-    "config_key", "latency_us", "ci_low_us", "ci_high_us", "samples", "speedup", "speedup_ci_low", "sol_us", "sol_ratio",
-    "flops", "bytes", "is_fastest", "is_fastest_in_language", "trace_id", "timestamp", "origin", "gpu_name", "driver",
+    "config_key", "latency_us", "ci_low_us", "ci_high_us", "samples", "profiled_us", "speedup", "speedup_ci_low",
+    "strongest_baseline", "strongest_ratio", "sol_us", "sol_ratio", "flops", "bytes",
+    "is_fastest", "is_fastest_in_language", "trace_id", "timestamp", "origin", "gpu_name", "driver",
     "libs", "tier", "sandbox_level", "cases", "envelope_cases", "envelope_digest", "rel_fro", "max_abs", "timer",
     "clock_mhz", "command",
 )  # fmt: skip
@@ -184,7 +186,10 @@ def reproduce_command(row: Mapping[str, Any]) -> str:
 
 
 def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``flops`` and ``bytes`` of a call to the rows, by the Definition's cost; None if it states no cost."""
+    """Add ``flops`` and ``bytes`` of a call to the rows, by the Definition's cost; None if it states no cost.
+
+    Shares of light become those of the stated peaks of the GPU, whatever run measured the row.
+    """
     records = {row["name"]: Definition.from_json(row["record"], f"definition {row['name']}") for row in definitions}
     known: dict[tuple[str, str, str], tuple[float, float] | None] = {}
     for row in rows:
@@ -197,9 +202,21 @@ def _with_work(rows: Sequence[dict[str, Any]], definitions: Sequence[dict[str, A
         told = {"flops": work and work[0], "bytes": work and work[1], "command": reproduce_command(row)}
         # Distinguishes cases of one shape on the page: numbers, and files that hold inputs.
         files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in row["blobs"].items())
+        told |= _on_one_scale(records[row["definition"]], row)
         told["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)
         with_work.append({**row, **told})
     return with_work
+
+
+def _on_one_scale(definition: Definition, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``sol_us`` and ``sol_ratio`` by the stated peaks of a row's GPU; empty if they are not known."""
+    if row["sol_us"] is None:
+        return {}
+    try:
+        found = share_of_stated_light(definition, row["axes"], row["dtypes"], row["gpu"], row["latency_us"])
+    except RecordError:  # an older version took this shape
+        return {}
+    return {} if found is None else {"sol_us": round(found[0], 4), "sol_ratio": round(found[1], 4)}
 
 
 def _work(definition: Definition, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[float, float] | None:

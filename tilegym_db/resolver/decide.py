@@ -139,6 +139,35 @@ def not_in_compiled_code(decision: Decision) -> str | None:
     return f"{winner} with {winner.latency_us:.2f} us is not faster than compiled stock code with {generated_us:.2f} us"
 
 
+def decide_first_call(
+    request: Request, table: ResolverTable | None, solutions: Mapping[str, SolutionFiles]
+) -> Decision | None:
+    """Return the kernel to check at the first call of a request that was not measured; None if it was, or without such a kernel.
+
+    It is the fastest kernel at the nearest measured point, and verified for the request. Its time at the request is not known,
+    so it must not serve unchecked.
+    """
+    if table is None or request.mode != "inference":
+        return None
+    entries = comparable_entries(request, table)
+    if isinstance(entries, str):
+        return None
+    definition, asked = request.definition, request.call.axes
+    ordered = sorted(entries, key=lambda entry: log_distance(definition, asked, entry.call.axes))
+    if log_distance(definition, asked, ordered[0].call.axes) == 0:
+        return None
+    for entry in ordered[:MAX_TRIED_POINTS]:
+        eligible, rejected = _sort_out(MeasuredPoint(entry, False), request, table, solutions, is_checked=True)
+        if eligible:
+            point = MeasuredPoint(entry, False)
+            return _conclude(point, table, solutions, eligible, rejected, request.serving)
+    return None
+
+
+MAX_TRIED_POINTS = 3
+"""Nearest measured points that are searched for a kernel to check at a first call."""
+
+
 def judge_each_serving(
     point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
 ) -> dict[str | None, Decision]:
@@ -153,9 +182,17 @@ def judge_each_serving(
 
 
 def _sort_out(
-    point: MeasuredPoint, request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+    point: MeasuredPoint,
+    request: Request,
+    table: ResolverTable,
+    solutions: Mapping[str, SolutionFiles],
+    *,
+    is_checked: bool = False,
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Return the candidates of a point that may serve the request, and the others with the reason."""
+    """Return the candidates of a point that may serve the request, and the others with the reason.
+
+    If ``is_checked`` is true, the time of a kernel is measured before it serves, and only its indices must be known to reach.
+    """
     eligible: list[Candidate] = []
     rejected: list[Rejection] = []
     stock = first_done([candidate for candidate in point.entry.candidates if candidate.provides == "stock"])
@@ -163,7 +200,12 @@ def _sort_out(
     for candidate in point.entry.candidates:
         files = solutions.get(candidate.solution)
         refusal = why_not_served(candidate, files, request, is_exact=point.exact, scalar_ranges=ranges, stock=stock)
-        reason = refusal.reason if refusal is not None else _why_not_near(candidate, files, point, request, table)
+        if refusal is not None:
+            reason: str | None = refusal.reason
+        elif is_checked:
+            reason = _why_beyond(candidate, request, table)
+        else:
+            reason = _why_not_near(candidate, files, point, request, table)
         if reason is None:
             eligible.append(candidate)
         else:
@@ -222,6 +264,11 @@ def _why_not_between(
         reason = _why_more_costs_more(candidate, entry, half, between.factor)
         if reason is not None:
             return reason
+    return _why_beyond(candidate, request, table)
+
+
+def _why_beyond(candidate: Candidate, request: Request, table: ResolverTable) -> str | None:
+    """Return why the index arithmetic of a kernel is not known to reach a call; None if it is."""
     measured = [
         entry.call.axes
         for entry in table.believed_entries(request.definition, request.call.dtypes)
@@ -428,25 +475,9 @@ class MeasuredPoint(NamedTuple):
 
 def find_point(request: Request, table: ResolverTable, rule: Rule = RULE) -> MeasuredPoint | str:
     """Return the measured point to judge the request by, or the reason if there is no such point."""
-    definition = request.definition
-    entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
-    if not entries:
-        return _why_no_entries(request, table)
-    entries = [entry for entry in entries if entry.definition_digest == definition.digest]
-    if not entries:
-        return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
-    selecting = {
-        name: request.call.scalars.get(name) for name in selecting_scalars(definition) if name in request.call.scalars
-    }
-    entries = [entry for entry in entries if equal_scalars(entry, selecting) == len(selecting)]
-    if not entries:
-        return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
-    entries = [entry for entry in entries if layouts_match(entry, request.call.layouts, definition)]
-    if not entries:
-        spelled = (
-            ", ".join(f"{name} {layout}" for name, layout in sorted(request.call.layouts.items())) or "all contiguous"
-        )
-        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
+    definition, entries = request.definition, comparable_entries(request, table)
+    if isinstance(entries, str):
+        return entries
     sizes = {name: request.call.axes[name] for name in definition.var_axes}  # const axes are the same everywhere
     exact = [entry for entry in entries if all(entry.call.axes[name] == size for name, size in sizes.items())]
     if exact:
@@ -480,6 +511,30 @@ def _find_near(
         found.padding,
     )
     return MeasuredPoint(entries[order[0]], False, between=between)
+
+
+def comparable_entries(request: Request, table: ResolverTable) -> Sequence[Entry] | str:
+    """Return the measured points of the dtypes, layouts and selecting scalars of a request, or the reason if there are none."""
+    definition = request.definition
+    entries: Sequence[Entry] = table.believed_entries(definition, request.call.dtypes)
+    if not entries:
+        return _why_no_entries(request, table)
+    entries = [entry for entry in entries if entry.definition_digest == definition.digest]
+    if not entries:
+        return f"{definition.name} was measured on {table.gpu} under another meaning than version {definition.version}"
+    selecting = {
+        name: request.call.scalars.get(name) for name in selecting_scalars(definition) if name in request.call.scalars
+    }
+    entries = [entry for entry in entries if equal_scalars(entry, selecting) == len(selecting)]
+    if not entries:
+        return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
+    entries = [entry for entry in entries if layouts_match(entry, request.call.layouts, definition)]
+    if not entries:
+        spelled = (
+            ", ".join(f"{name} {layout}" for name, layout in sorted(request.call.layouts.items())) or "all contiguous"
+        )
+        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
+    return entries
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:

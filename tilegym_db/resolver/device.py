@@ -67,6 +67,21 @@ def is_capturing() -> bool:
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done all work."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def made_like(shadows: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return uninitialised tensors on a device with the sizes, strides and dtypes of tensors without memory."""
+    import torch
+
+    return tuple(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device) for one in shadows)
+
+
 def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return ``launch`` with ``device`` current. With one GPU in the process it is always current, so this costs nothing."""
     if device.type != "cuda":

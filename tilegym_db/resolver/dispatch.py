@@ -25,6 +25,7 @@ from tilegym_db.records.call import Call, bind_call
 from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
+from tilegym_db.resolver.first_call import check_first_call
 from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
 
@@ -32,11 +33,17 @@ if TYPE_CHECKING:
     import torch
 
 
+PREVIEW = "preview"
+"""First part of the key of a call that is only asked about."""
+
 MAX_KEYS = 4096
 """Number of keys that a call site remembers. Then it forgets the oldest, because a server has a new token count at every step."""
 
 Choose = Callable[[Call, "torch.device", str | None], Decision]
 """(call, device, name of the solution that served this call site last) -> Decision."""
+
+Propose = Callable[[Call, "torch.device"], Decision | None]
+"""(call, device) -> the kernel to check at the first call of a size that was not measured, or None."""
 
 
 class Dispatcher:
@@ -55,6 +62,7 @@ class Dispatcher:
         stock: Launcher | None = None,
         is_capturing: Callable[[], bool] = device.is_capturing,
         max_keys: int = MAX_KEYS,
+        propose: Propose | None = None,
     ) -> None:
         """Create a call site with an empty cache.
 
@@ -64,10 +72,12 @@ class Dispatcher:
             stock: destination-passing stock code, for ``__call__``.
             is_capturing: returns True while a CUDA graph is being captured on the current stream.
             max_keys: the number of keys to remember.
+            propose: names the kernel to check at a first call that was not measured; None if no call is checked.
         """
         self.definition = definition
         self.choose = choose
         self._stock = stock
+        self._propose = propose
         self.is_capturing = is_capturing
         self.max_keys = max_keys
         self._keys: dict[Any, Bound] = {}
@@ -143,7 +153,7 @@ class Dispatcher:
 
     def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
         """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call."""
-        bound = self._bind(("preview", len(self._quarantined)), inputs, allocate)
+        bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate)
         return Preview(bound.launch, bound.solution, bound.reason)
 
     def refuse(self, kernel: str, reason: str) -> None:
@@ -239,10 +249,47 @@ class Dispatcher:
             return bound
         promised = None if allocate is None else given[len(self.definition.inputs) :]
         bound = self._load(key, where, call, decision, promised)
+        if decision.evidence.source != "exact" and growing is None and key[0] != PREVIEW:
+            bound = self._checked(key, where, call, args, promised) or bound
         if growing is not None:
             bound.low, bound.high = alike_span(
                 growing[0], call, decision, self.definition, lambda other: self.choose(other, where, self._serving)
             )
+        return bound
+
+    def _checked(
+        self,
+        key: Any,
+        where: torch.device,
+        call: Call,
+        args: tuple[Any, ...],
+        promised: Sequence[torch.Tensor] | None,
+    ) -> Bound | None:
+        """Check the kernel of the nearest measured point on this very call; return None if there is nothing to check.
+
+        This happens once for a key. Later calls find its binding.
+        """
+        proposed = None if self._propose is None or self._stock is None else self._propose(call, where)
+        if proposed is None or self._stock is None or str(proposed.evidence.candidate) in self._refused:
+            return None
+        bound = self._load(key, where, call, proposed, promised)
+        if bound.launch is None:
+            return bound
+        count = len(self.definition.inputs)
+        inputs = args[:count]
+        outputs = device.made_like(promised, where) if promised is not None else args[count:]
+        found = check_first_call(
+            self.definition,
+            call.dtypes,
+            load_launcher_of(self.definition, proposed, where),
+            self._stock,
+            inputs,
+            tuple(outputs),
+            lambda: device.synchronise(where),
+        )
+        if found.reason:
+            return Bound(None, f"{proposed.evidence.candidate}, {found.text}", axes=call.axes)
+        bound.reason = found.text
         return bound
 
     def _load(
@@ -298,6 +345,15 @@ class Dispatcher:
         failure = self._quarantined[key] = KernelFailure(self.definition.name, solution, dict(axes), text)
         warnings.warn(f"tilegym-db: {failure.summary}; stock code runs instead", RuntimeWarning, stacklevel=5)
         return failure
+
+
+def load_launcher_of(definition: Definition, decision: Decision, where: torch.device) -> Launcher:
+    """Return the kernel of a decision with its config, on a device; loading it again costs nothing."""
+    candidate = decision.evidence.candidate
+    assert decision.solution is not None
+    assert candidate is not None
+    launch = load_launcher(definition, decision.solution, decision.config, candidate.solution_digest)
+    return device.on_device(launch, where)
 
 
 # ---- bound calls ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tilegym_db.resolver.decide import (
     MeasuredPoint,
     Rejection,
     decide,
+    decide_first_call,
     equal_scalars,
     find_point,
     judge,
@@ -41,7 +42,7 @@ from tilegym_db.resolver.request import compile_target, make_request
 if TYPE_CHECKING:
     import torch
 
-    from tilegym_db.resolver.dispatch import Choose, Dispatcher, DispatchReport
+    from tilegym_db.resolver.dispatch import Choose, Dispatcher, DispatchReport, Propose
     from tilegym_db.resolver.loader import Launcher
 
 
@@ -212,6 +213,7 @@ def call_site(
     stock: Launcher | None = None,
     backward: Definition | None = None,
     only: str | None = None,
+    check: bool = False,
 ) -> Dispatcher:
     """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
@@ -222,11 +224,28 @@ def call_site(
         stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
         backward: the Definition of the gradients that training needs; by default that of all gradients.
         only: the one solution that may serve the site, by the usual rules; None allows all.
+        check: check the kernel of the nearest measured point at the first call of a size that was not measured.
     """
     from tilegym_db.resolver.dispatch import Dispatcher
 
     gradients_by = backward or _backward(definition, catalog, mode)
-    return Dispatcher(definition, _chooser(definition, catalog, mode, gradients_by, only), stock=stock)
+    propose = _proposer(definition, catalog, only) if check and mode == "inference" else None
+    chooser = _chooser(definition, catalog, mode, gradients_by, only)
+    return Dispatcher(definition, chooser, stock=stock, propose=propose)
+
+
+def _proposer(definition: Definition, catalog: Catalog, only: str | None) -> Propose:
+    known = {files.name: files for files in catalog.solutions_for(definition.name)}
+    solutions = {name: files for name, files in known.items() if only in (None, name)}
+    unavailable = unavailable_languages(solutions.values())
+
+    def propose(call: Call, device: torch.device) -> Decision | None:
+        gpu, target = device_gpu(device)
+        table = load_table(gpu, trust=catalog.trust_foreign)
+        request = make_request(definition, call, gpu=gpu, sm=target, unavailable=unavailable)
+        return decide_first_call(request, table, solutions)
+
+    return propose
 
 
 def _chooser(

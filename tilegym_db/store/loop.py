@@ -203,6 +203,11 @@ MODEL_RUNS = """
     FROM model_runs WHERE model = $model AND list_contains($gpus::VARCHAR[], gpu) AND is_counted(origin, trusted)
     ORDER BY timestamp DESC
 """
+TIMED_PASSES = """
+    SELECT definition, definition_digest, solution, gpu, axes, dtypes, latency_us FROM verified
+    WHERE latency_us > 0 ORDER BY definition, gpu, solution, axes_key
+"""
+
 TRACED_DIGESTS = "SELECT DISTINCT definition, definition_digest FROM trace_records WHERE is_counted(origin, trusted)"
 CITED_CASES = """
     SELECT gpu || '/' || solution || '/' || axes_key AS case_name,
@@ -261,6 +266,14 @@ def traced_digests(store: Store) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for row in store.rows(TRACED_DIGESTS):
         found.setdefault(row["definition"], set()).add(row["definition_digest"])
+    return found
+
+
+def timed_passes(store: Store) -> dict[str, list[dict[str, Any]]]:
+    """Return digest of a Definition -> its verified passes with a time: solution, GPU, axes, dtypes, latency_us."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in store.rows(TIMED_PASSES):
+        found.setdefault(row["definition_digest"], []).append(row)
     return found
 
 

@@ -54,7 +54,9 @@ FROM workload_records w JOIN definition_records d ON d.name = w.definition AND d
 
 -- One row per trace, with the nested metrics as columns. `speedup` is stock time over this time; where a trace was
 -- compared with several stock implementations, the least favourable ratio counts. `incumbent` was the fastest verified
--- before, and took part in the same rounds; `incumbent_ratio` is its time over this time. `origin` is 'shipped', 'local' or
+-- before, and took part in the same rounds; `incumbent_ratio` is its time over this time. `strongest_baseline` is the
+-- fastest baseline of the same rounds, and `strongest_ratio` its time over this time. `latency_us` holds a launch by the
+-- events of the driver; `profiled_us` is the kernels' own clock (CUPTI), without it. `origin` is 'shipped', 'local' or
 -- 'foreign' (not measured by this installation; counts only where `trusted`); `doubt` is why a pass cannot be true.
 CREATE OR REPLACE VIEW marked_traces AS
 SELECT
@@ -79,6 +81,11 @@ SELECT
     list_filter(performance.comparisons, lambda c: c.provides = 'incumbent')[1].ratio AS incumbent_ratio,
     list_filter(performance.comparisons, lambda c: c.provides = 'incumbent')[1].ci_low AS incumbent_ci_low,
     performance.comparisons AS comparisons,
+    list_sort(list_transform(
+        list_filter(performance.comparisons, lambda c: c.provides <> 'incumbent'),
+        lambda c: {'ratio': c.ratio, 'name': c."with"}))[1].name AS strongest_baseline,
+    list_min(list_transform(
+        list_filter(performance.comparisons, lambda c: c.provides <> 'incumbent'), lambda c: c.ratio)) AS strongest_ratio,
     performance.sol_us AS sol_us,
     performance.sol_ratio AS sol_ratio,
     performance.clock_mhz AS clock_mhz,

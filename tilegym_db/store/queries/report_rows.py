@@ -18,7 +18,8 @@ _SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs
 EVIDENCE = f"""
     SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key, blobs, blobs_key,
         solution, language, role, config, config_key, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
-        sol_us, sol_ratio, trace_id, timestamp, origin, gpu_name, driver, libs, tier, sandbox_level, cases, envelope_cases,
+        sol_us, sol_ratio, strongest_baseline, strongest_ratio, profiled_us, trace_id, timestamp,
+        origin, gpu_name, driver, libs, tier, sandbox_level, cases, envelope_cases,
         envelope_digest, workload_uuid, rel_fro, max_abs, timer, clock_mhz, solution_digest,
         row_number() OVER (PARTITION BY {_SHAPE} ORDER BY latency_us, trace_id) = 1 AS is_fastest,
         row_number() OVER (PARTITION BY {_SHAPE}, language ORDER BY latency_us, trace_id) = 1 AS is_fastest_in_language
