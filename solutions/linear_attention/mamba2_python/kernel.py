@@ -76,5 +76,5 @@ def run_update(
     new = state * decay[..., None, None] + write * x[..., None]
     state.copy_(new)
     read = Cmat.repeat_interleave(group, dim=1).reshape(batch * heads, -1, 1)
-    total = torch.bmm(new.to(read.dtype).view(batch * heads, size, -1), read).view(x.shape)
+    total = torch.bmm(new.to(read.dtype).reshape(batch * heads, size, -1), read).view(x.shape)
     return total + x * D[:, None]
