@@ -194,7 +194,10 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
     if definition.serving is not None and definition.serving.part == "state_space":
         columns = [name for name in ("x", "Bmat", "Cmat") if name in tensors]
-        return [{}, *({**dict.fromkeys(columns, layout), "dt": "row_contiguous"} for layout in ("row_contiguous", "strided"))]
+        return [
+            {},
+            *({**dict.fromkeys(columns, layout), "dt": "row_contiguous"} for layout in ("row_contiguous", "strided")),
+        ]
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [

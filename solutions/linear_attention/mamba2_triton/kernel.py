@@ -1,4 +1,4 @@
-"""The state-space layer of Mamba-2, Triton: one token in place, or chunks of tokens between which the state stays in registers."""
+"""The state-space layer of Mamba-2, Triton: one token in place, or chunks of tokens with the state in registers between them."""
 
 import torch
 import triton
@@ -282,7 +282,7 @@ def _scan_chunks(
         # 2. What tokens read of the state.
         high, low = _split(state)
         out = _add_product(high, low, tl.trans(read), tl.zeros([BLOCK_P, CHUNK], dtype=tl.float32))
-        # 3. What they read of the tokens before them in the chunk, in rows of tokens that write; their own value is on the diagonal.
+        # 3. What they read of the chunk itself, in rows of tokens that write. Their own value is on the diagonal.
         if write.dtype == tl.bfloat16:
             pairs = tl.dot(write, tl.trans(read))
         else:
@@ -346,7 +346,7 @@ def run_chunk(
     rows = B * H * triton.cdiv(P, block_p)
     each = triton.cdiv(chunks, max(1, min(triton.cdiv(PROGRAMS, rows), MOST_SEGMENTS, chunks // 2)))
     segments = triton.cdiv(chunks, each)
-    is_padded = P % block_p != 0 or N != block_n
+    is_padded = P % block_p != 0 or block_n != N
     # Two parts of wider inputs need the memory, and so do wide states.
     stages = num_stages if x.dtype == torch.bfloat16 and block_n <= 128 else 1
     warps = max(1, block_p // 16) * (2 if block_n > 128 else 1)

@@ -115,9 +115,7 @@ def _scan(function: Callable[..., Any], *inputs: Any, keeps: bool = True) -> Any
     *tensors, weights, biases, state, smallest = inputs
     options = {SKIP: weights, BIAS: biases, INITIAL: state, KEEPS: keeps, SOFTPLUS: True}
     with torch.no_grad():
-        return function(
-            *(one.clone() for one in tensors), **{CHUNK: CHUNKS, LIMITS: (smallest, math.inf)}, **options
-        )
+        return function(*(one.clone() for one in tensors), **{CHUNK: CHUNKS, LIMITS: (smallest, math.inf)}, **options)
 
 
 def _spread(
