@@ -1,4 +1,4 @@
-"""The state-space layer of Mamba-2 in cuTile: one token in place, or chunks of tokens with the state in registers between them."""
+"""The state-space layer of Mamba-2, cuTile: one token in place, or chunks of tokens with the state in registers between them."""
 
 from typing import Annotated
 
