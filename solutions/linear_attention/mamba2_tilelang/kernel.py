@@ -1,4 +1,4 @@
-"""The state-space layer of Mamba-2, TileLang: one token in place, or chunks of tokens with the state in registers between them."""
+"""The state-space layer of Mamba-2, TileLang: one token in place, or chunks of tokens with the state in registers."""
 
 import functools
 
@@ -133,7 +133,7 @@ def run_update(
     Mapping: a CTA owns some rows of the state of one head, which it reads and writes once.
     rows = None: 4096 numbers of the state, or 1024 if an H200 would have fewer CTAs than places for them.
     """
-    B, H, P, N = state.shape
+    P, N = state.shape[2:]
     if state.numel() == 0:
         return
     columns = max(16, 1 << (N - 1).bit_length())
