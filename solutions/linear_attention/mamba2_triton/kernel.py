@@ -326,14 +326,15 @@ def run_chunk(
     BLOCK_P=None,
     PROGRAMS=264,
     num_stages=2,
+    num_warps=None,
 ):
     """Compute S = exp(step A) S + step x Bmat and out = S Cmat + D x for T tokens one after the other.
 
     Shapes: x, out [B, T, H, P], dt [B, T, H], Bmat, Cmat [B, T, G, N], A, D, dt_bias [H], states [B, H, P, N]; unit last
     strides. Sums, decays and the state are in float32.
     Mapping: steps and sums of their decays first. Then a program owns BLOCK_P rows of a head's state and goes through the
-    chunks of a segment, with a warp per 16 rows. Segments are as many as give PROGRAMS programs, and at most eight.
-    BLOCK_P = None: 64.
+    chunks of a segment. Segments are as many as give PROGRAMS programs, and at most eight.
+    BLOCK_P = None: 64. num_warps = None: one per 16 rows, or two if N > 128.
     """
     B, T, H, P = x.shape
     N = Bmat.shape[3]
@@ -349,7 +350,7 @@ def run_chunk(
     is_padded = P % block_p != 0 or block_n != N
     # Two parts of wider inputs need the memory, and so do wide states.
     stages = num_stages if x.dtype == torch.bfloat16 and block_n <= 128 else 1
-    warps = max(1, block_p // 16) * (2 if block_n > 128 else 1)
+    warps = num_warps or max(1, block_p // 16) * (2 if block_n > 128 else 1)
     steps = torch.empty(B * H * chunks * size, dtype=torch.float32, device=x.device)
     sums = torch.empty(B * H * chunks * size, dtype=torch.float32, device=x.device)
     parts = B * H * (segments - 1)
