@@ -224,7 +224,7 @@ def served(name: str) -> tuple[Callable[..., Any], CallSite, list[Any]]:
 
     def update(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, bias: Any) -> Any:
         seen.append((x, state))
-        return function(*state_space._spread(state, x, dt, A, B, C, D, bias, x.shape[-1]), dt_softplus=True)
+        return function(*state_space._spread(state, x, dt, A, B, C, D, bias), dt_softplus=True)
 
     is_scan = name == state_space.SCAN
     site = CallSite(scan if is_scan else update)

@@ -92,11 +92,11 @@ def probe_function(function: Callable[..., Any], definition: Definition, device:
     draw = Draw(device)
     inputs: dict[str, Any] = {name: draw(*definition.shape_of(name, SIZES)) for name in definition.tensor_inputs}
     if updates(definition):
-        state, values, _, rates = definition.tensor_inputs[:4]
+        state, _, _, rates = definition.tensor_inputs[:4]
         inputs[state], inputs[rates] = inputs[state].float(), -inputs[rates].float().abs()
         given = {name: value.clone() for name, value in inputs.items()}
         with torch.no_grad():
-            out = function(*_spread(*given.values(), size=inputs[values].shape[-1]), **{SOFTPLUS: True})
+            out = function(*_spread(*given.values()), **{SOFTPLUS: True})
         return inputs, (out, given[state])
     *tensors, smallest = definition.inputs
     rates, state = tensors[2], tensors[-1]
@@ -127,10 +127,9 @@ def _spread(
     read: torch.Tensor,
     weights: torch.Tensor,
     biases: torch.Tensor,
-    size: int,
 ) -> list[torch.Tensor]:
     """Return the inputs of one token as models pass them: spread over the values of a head, and rates over its state too."""
-    width = state.shape[-1]
+    *_, size, width = state.shape
     steps, weights, biases = (one[..., None].expand(*one.shape, size) for one in (dt, weights, biases))
     return [state, x, steps, rates[:, None, None].expand(-1, size, width), write, read, weights, biases]
 
@@ -228,9 +227,8 @@ def update(stock: Callable[..., Any], site: CallSite, arguments: Arguments) -> C
         if reason:
             site.bypass(reason)
             return None
-        out = site.ask(
-            False, state, x, dt[..., 0], rates[:, 0, 0], write, read, weights[..., 0], biases[..., 0]
-        )  # fmt: skip
+        of_heads = (given[name][..., 0] for name in (SKIP, BIAS))
+        out = site.ask(False, state, x, dt[..., 0], rates[:, 0, 0], write, read, *of_heads)
         return out if out is None or gate is None else out * torch.nn.functional.silu(gate)
 
     @functools.wraps(stock)
