@@ -183,7 +183,7 @@ def _add_chunk(state, x, write, step, total, last):
 @triton.jit
 def _write_segments(
     x_ptr, B_ptr, step_ptr, sum_ptr, states_ptr, left_ptr,
-    x_b, x_t, x_h, B_b, B_t, B_g,
+    x_b, x_t, x_h, x_p, B_b, B_t, B_g, B_n,
     T, H, group, P, chunks, each, segments, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -198,8 +198,8 @@ def _write_segments(
     token = (first * CHUNK).to(tl.int64)
     x_ptr += batch * x_b + head * x_h + token * x_t
     B_ptr += batch * B_b + head // group * B_g + token * B_t
-    x_offsets = rows[:, None] * x_t + cols[None, :]
-    B_offsets = rows[:, None] * B_t + depth[None, :]
+    x_offsets = rows[:, None] * x_t + cols[None, :] * x_p
+    B_offsets = rows[:, None] * B_t + depth[None, :] * B_n
     place = pair.to(tl.int64) * (chunks * CHUNK) + token
     step_ptr += place
     sum_ptr += place
@@ -230,7 +230,8 @@ def _write_segments(
 @triton.jit
 def _scan_chunks(
     x_ptr, B_ptr, C_ptr, D_ptr, step_ptr, sum_ptr, initial_ptr, states_ptr, left_ptr, out_ptr, final_ptr,
-    x_b, x_t, x_h, B_b, B_t, B_g, C_b, C_t, C_g, initial_b, initial_h, initial_p, out_b, out_t, out_h, final_b, final_h, final_p,
+    x_b, x_t, x_h, x_p, B_b, B_t, B_g, B_n, C_b, C_t, C_g, C_n,
+    initial_b, initial_h, initial_p, out_b, out_t, out_h, final_b, final_h, final_p,
     T, H, group, P, chunks, each, segments, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -248,9 +249,9 @@ def _scan_chunks(
     B_ptr += batch * B_b + head // group * B_g + token * B_t
     C_ptr += batch * C_b + head // group * C_g + token * C_t
     out_ptr += batch * out_b + head * out_h + token * out_t
-    x_offsets = rows[:, None] * x_t + cols[None, :]
-    B_offsets = rows[:, None] * B_t + depth[None, :]
-    C_offsets = rows[:, None] * C_t + depth[None, :]
+    x_offsets = rows[:, None] * x_t + cols[None, :] * x_p
+    B_offsets = rows[:, None] * B_t + depth[None, :] * B_n
+    C_offsets = rows[:, None] * C_t + depth[None, :] * C_n
     out_offsets = rows[:, None] * out_t + cols[None, :]
     place = pair.to(tl.int64) * (chunks * CHUNK) + token
     step_ptr += place
@@ -330,8 +331,8 @@ def run_chunk(
 ):
     """Compute S = exp(step A) S + step x Bmat and out = S Cmat + D x for T tokens one after the other.
 
-    Shapes: x, out [B, T, H, P], dt [B, T, H], Bmat, Cmat [B, T, G, N], A, D, dt_bias [H], states [B, H, P, N]; unit last
-    strides. Sums, decays and the state are in float32.
+    Shapes: x [B, T, H, P] and Bmat, Cmat [B, T, G, N] of any strides; out [B, T, H, P], dt [B, T, H], A, D, dt_bias [H] and
+    states [B, H, P, N] with unit last strides. Sums, decays and the state are in float32.
     Mapping: steps and sums of their decays first. Then a program owns BLOCK_P rows of a head's state and goes through the
     chunks of a segment. Segments are as many as give PROGRAMS programs, and at most eight.
     BLOCK_P = None: 64. num_warps = None: one per 16 rows, or two if N > 128.
@@ -362,13 +363,13 @@ def run_chunk(
     if segments > 1:
         _write_segments[(rows, segments - 1)](
             x, Bmat, steps, sums, states, left,
-            *x.stride()[:3], *Bmat.stride()[:3],
+            *x.stride(), *Bmat.stride(),
             T, H, group, P, chunks, each, segments, N, block_p, block_n, not is_padded, stages,
             num_warps=warps,
         )  # fmt: skip
     _scan_chunks[(rows, segments)](
         x, Bmat, Cmat, D, steps, sums, initial_state, states, left, out, final_state,
-        *x.stride()[:3], *Bmat.stride()[:3], *Cmat.stride()[:3], *initial_state.stride()[:3],
+        *x.stride(), *Bmat.stride(), *Cmat.stride(), *initial_state.stride()[:3],
         *out.stride()[:3], *final_state.stride()[:3],
         T, H, group, P, chunks, each, segments, N, block_p, block_n, not is_padded and T % size == 0, stages,
         num_warps=warps,
