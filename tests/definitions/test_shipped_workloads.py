@@ -23,6 +23,8 @@ STAGES_OF = {
     "causal_conv1d_update": {"decode"},
     "gated_delta_rule_chunk": {"prefill"},
     "gated_delta_rule_recurrent": {"decode"},
+    "mamba2_chunk_scan": {"prefill"},
+    "mamba2_state_update": {"decode"},
 }
 """What models call at one stage, although its name does not say so."""
 SMALL = {"causal_conv1d_update", "gdn_gates"}

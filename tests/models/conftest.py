@@ -192,6 +192,12 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         return [{}, {"x": "strided"}, {"out": "strided"}, {"x": "strided", "out": "strided"}]
     if definition.serving is not None and definition.serving.part == "delta_rule":  # columns of one tensor
         return [{}, *(dict.fromkeys(("q", "k", "v"), layout) for layout in ("row_contiguous", "strided"))]
+    if definition.serving is not None and definition.serving.part == "state_space":
+        columns = [name for name in ("x", "Bmat", "Cmat") if name in tensors]
+        return [
+            {},
+            *({**dict.fromkeys(columns, layout), "dt": "row_contiguous"} for layout in ("row_contiguous", "strided")),
+        ]
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
     return [
