@@ -131,7 +131,8 @@ def test_biases_trained_alone_get_their_gradients(training_kernels: Catalog) -> 
     stock = gradients(model)
     with patched(model, catalog=training_kernels):
         found = gradients(model)
-    assert found.keys() == stock.keys() and len(stock) == 2
+    assert found.keys() == stock.keys()
+    assert len(stock) == 2
     for parameter, want in stock.items():
         torch.testing.assert_close(found[parameter], want, rtol=1e-4, atol=1e-6)
 

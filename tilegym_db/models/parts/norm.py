@@ -87,10 +87,10 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", {})
     if isinstance(matches, str):
         return matches
-    held = parameters_of(found.modules[0])
-    matches = [match for match in matches if {match.attribute(name) for name in weights_of(match.definition)} == held]
+    module = found.modules[0]
+    matches = [match for match in matches if not _missing_weights(module, match)]
     if not matches:
-        return f"no definition of this code takes just its parameters ({', '.join(sorted(held))})"
+        return f"no definition of this code takes just its parameters ({', '.join(sorted(parameters_of(module)))})"
     inputs = {tuple(match.definition.inputs) for match in matches}
     alternatives = [definition for definition in known.definitions("norm") if tuple(definition.inputs) in inputs]
     return MatchCandidates(matches, alternatives)
@@ -113,6 +113,12 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 def weights_of(definition: Definition) -> tuple[str, ...]:
     """Return the inputs of a norm that are tensors of its module: all tensors after the activation."""
     return definition.tensor_inputs[1:]
+
+
+def _missing_weights(module: Module, match: DefinitionMatch) -> list[str]:
+    """Return the weights of a Definition that a module declares and does not have, such as the bias of a norm without one."""
+    names = [match.attribute(name) for name in weights_of(match.definition)]
+    return [name for name in names if name in module._parameters and module._parameters[name] is None]
 
 
 def attributes_of(match: DefinitionMatch, activations: int = 1) -> list[str]:
