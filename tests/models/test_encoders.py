@@ -146,7 +146,8 @@ class Own(torch.nn.Module):
         self.up, self.activation, self.down = torch.nn.Linear(16, 32), activation, torch.nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.down(self.activation(self.up(self.first(x)))))
+        found: torch.Tensor = self.second(self.down(self.activation(self.up(self.first(x)))))
+        return found
 
 
 def own(activation: torch.nn.Module | None = None) -> tuple[Any, torch.Tensor]:
