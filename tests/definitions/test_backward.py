@@ -18,7 +18,9 @@ from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, run_lifted
 
-BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x", "swiglu_backward", "rope_neox_backward"]
+BACKWARDS = [
+    "rms_norm_backward", "rms_norm_backward_x", "layer_norm_backward", "swiglu_backward", "rope_neox_backward",
+]  # fmt: skip
 WITH_SAVED_TENSORS = ["softmax_backward", "cross_entropy_backward"]  # tests/verification/test_saved_tensors.py
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",

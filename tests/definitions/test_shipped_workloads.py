@@ -18,6 +18,8 @@ MODELS = {
 }  # what no other model does so
 STAGES = {"prefill", "decode"}
 STAGES_OF = {
+    "layer_norm_no_bias": {"prefill"},
+    "quick_gelu": {"prefill"},
     "causal_conv1d": {"prefill"},
     "causal_conv1d_bias": {"prefill"},
     "causal_conv1d_update": {"decode"},

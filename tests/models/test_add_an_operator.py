@@ -343,8 +343,9 @@ def test_no_operator_is_named_in_the_code_that_serves_them() -> None:
     for path in sorted([*(package / "models").rglob("*.py"), *(package / "resolver").rglob("*.py")]):
         constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         named = {value for value in constants if isinstance(value, str)} - {
-            "softmax"
-        }  # PyTorch's function is called so too
+            "softmax",
+            "layer_norm",
+        }  # PyTorch's functions
         if names & named:
             found[path.name] = sorted(names & named)
     assert found == {}

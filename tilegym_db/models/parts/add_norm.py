@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilegym_db.models.call_site import (
+    AUTOCAST,
     HAS_HOOKS,
     HELD,
     IN_TRAINING,
@@ -119,7 +120,8 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
     attributes = norm_part.attributes_of(found.match, OPERANDS)
-    fused = add_norm_function(site, attributes, unpatched_class(norm))
+    weights = [found.match.attribute(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
+    fused = add_norm_function(site, attributes, unpatched_class(norm), weights)
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
     site.shadows.append(forget)
     return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
@@ -139,7 +141,9 @@ def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Ca
     return forward
 
 
-def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: type) -> Callable[..., Any]:
+def add_norm_function(
+    site: CallSite, attributes: Sequence[str], norm_class: type, weights: Sequence[str] = ("weight",)
+) -> Callable[..., Any]:
     """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
 
     ``residual`` is only read. ``hidden`` may become the sum: the layer's code drops it there, and
@@ -149,8 +153,10 @@ def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: typ
         site: the call site of the fused Definition.
         attributes: the norm's attributes for the inputs after the two operands, in order; the weight is the first.
         norm_class: the class of the norms that were probed, without a patch.
+        weights: the attributes that are tensors, which may need a gradient.
     """
-    names = tuple(attributes)
+    names, tensors = tuple(attributes), tuple(weights)
+    is_cast = norm_part.is_cast(norm_class)
 
     def fused(norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         matrices = rows(residual), rows(hidden)
@@ -167,8 +173,10 @@ def add_norm_function(site: CallSite, attributes: Sequence[str], norm_class: typ
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
             site.bypass(HAS_HOOKS)
-        elif not site.falls_back(norm.training, hidden, residual, norm.weight):
-            if type(residual) is not torch.Tensor or not is_owned(box):
+        elif not site.falls_back(norm.training, hidden, residual, *[getattr(norm, name) for name in tensors]):
+            if is_cast and torch.is_autocast_enabled(hidden.device.type):
+                site.bypass(AUTOCAST)
+            elif type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:
                 out = fused(norm, residual, hidden)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import NOT_ROWS, CallSite, Operator, are_rows, rows
+from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, Operator, are_rows, rows
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -30,8 +30,11 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
+from tilegym_db.records import Definition
 
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__)
+CAST_CALL = torch.nn.functional.layer_norm.__name__
+"""The norm that autocast computes, and returns, in float32."""
 GATE = "gate"
 """The second argument of a norm with a gate."""
 
@@ -47,7 +50,8 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
     for module in model.modules():
         weight: Any = weight_of(module)
         if not module._modules and weight is not None and (is_plain(module) or is_stated(module)):
-            modules.append(ModuleOfPart(module, detail=(weight.shape, weight.dtype, weight.device)))
+            detail = (weight.shape, weight.dtype, weight.device)
+            modules.append(ModuleOfPart(module, key=parameters_of(module), detail=detail))
     return grouped("norm", modules)
 
 
@@ -55,6 +59,11 @@ def weight_of(module: Module) -> torch.Tensor | None:
     """Return the weight of a module if it is a vector."""
     weight = module._parameters.get("weight")
     return weight if weight is not None and weight.dim() == 1 else None
+
+
+def parameters_of(module: Module) -> frozenset[str]:
+    """Return the names of the parameters that a module has: torch.nn.LayerNorm has a bias or None in its place."""
+    return frozenset(name for name, value in module._parameters.items() if value is not None)
 
 
 def takes_gate(cls: type[Module]) -> bool:
@@ -78,6 +87,10 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", {})
     if isinstance(matches, str):
         return matches
+    module = found.modules[0]
+    matches = [match for match in matches if not _missing_weights(module, match)]
+    if not matches:
+        return f"no definition of this code takes just its parameters ({', '.join(sorted(parameters_of(module)))})"
     inputs = {tuple(match.definition.inputs) for match in matches}
     alternatives = [definition for definition in known.definitions("norm") if tuple(definition.inputs) in inputs]
     return MatchCandidates(matches, alternatives)
@@ -95,6 +108,17 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     with torch.no_grad():
         out = type(module).forward(twin, x)
     return {next(iter(match.definition.inputs)): x, **inputs}, (out,)
+
+
+def weights_of(definition: Definition) -> tuple[str, ...]:
+    """Return the inputs of a norm that are tensors of its module: all tensors after the activation."""
+    return definition.tensor_inputs[1:]
+
+
+def _missing_weights(module: Module, match: DefinitionMatch) -> list[str]:
+    """Return the weights of a Definition that a module declares and does not have, such as the bias of a norm without one."""
+    names = [match.attribute(name) for name in weights_of(match.definition)]
+    return [name for name in names if name in module._parameters and module._parameters[name] is None]
 
 
 def attributes_of(match: DefinitionMatch, activations: int = 1) -> list[str]:
@@ -121,17 +145,32 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a norm over the last axis: x [..., N] -> [..., N]."""
     ((found, site),) = calls
     assert found.match is not None, "only confirmed groups are patched"
-    definition = found.match.definition
-    parameters = [
-        found.match.attribute(name) for name in definition.tensor_inputs if name != next(iter(definition.inputs))
-    ]
-    return norm_forward(stock, site, attributes_of(found.match), parameters)
+    parameters = [found.match.attribute(name) for name in weights_of(found.match.definition)]
+    return norm_forward(stock, site, attributes_of(found.match), parameters, is_cast=is_cast(found.module_class))
+
+
+def is_cast(cls: type[Module]) -> bool:
+    """Return True if autocast changes the dtype that the forward of a norm returns."""
+    return CAST_CALL in names_in_code(cls.forward)
 
 
 def norm_forward(
-    stock: Callable[..., Any], site: CallSite, attributes: Sequence[str], weights: Sequence[str]
+    stock: Callable[..., Any],
+    site: CallSite,
+    attributes: Sequence[str],
+    weights: Sequence[str],
+    *,
+    is_cast: bool = False,
 ) -> Callable[..., Any]:
-    """Return the forward of a norm; ``attributes`` are the inputs after x, in order, and ``weights`` those that are tensors."""
+    """Return the forward of a norm.
+
+    Args:
+        stock: the forward of the class.
+        site: the call site of the Definition.
+        attributes: the attributes of the module for the inputs after x, in order.
+        weights: those of them that are tensors.
+        is_cast: True if autocast changes the dtype that stock code returns, so that such calls are left to it.
+    """
     names = tuple(attributes)
     tensors = tuple(names.index(name) for name in weights)
 
@@ -141,9 +180,12 @@ def norm_forward(
         given = [kept[which] for which in tensors]
         if _is_compiling():
             operator = site.traced(self.training, x, *given)
-            if operator is None:
+            if operator is None or (is_cast and torch.is_autocast_enabled(x.device.type)):
                 return None
         elif site.falls_back(self.training, x, *given):
+            return None
+        elif is_cast and torch.is_autocast_enabled(x.device.type):
+            site.bypass(AUTOCAST)
             return None
         if x.dim() == 4 and not x.is_contiguous():
             # Heads before tokens in the shape, but behind them in memory: the rows are the same, and their order is irrelevant.
