@@ -488,6 +488,9 @@ LIBRARY = "_lib"
 RECORD_NAME = "solution.json"
 """Name of a Solution's record file in its own folder."""
 
+CHECKED_RECORDS = Path("workloads") / "checked-records.json"
+"""The list of shipped records, below the shipped root. ``published.checked`` says what it proves."""
+
 DEFINITION_BROKEN = "its definition is broken"
 
 _log = logging.getLogger("tilegym_db.catalog")
