@@ -29,7 +29,9 @@ def test_fuzz_cases_are_checked_by_their_size(operator, monkeypatch):
             fuzz_workers = 1
 
     checking = Verification(Handle(), processors=session.Processors(1))
-    monkeypatch.setattr(Verification, "_check_pair", lambda self, handle, queue, number, pair: seen.append(pair[0].case))
+    monkeypatch.setattr(
+        Verification, "_check_pair", lambda self, handle, queue, number, pair: seen.append(pair[0].case)
+    )
     monkeypatch.setattr(Verification, "_start_helpers", lambda *_: None)
     sizes = [{"M": 64, "N": 8}, {"M": 1, "N": 1}, {"M": 2, "N": 300}]
     cases = [Case(Call("row_scale", axes, {"T": "float32"}, {}, {"factor": 1.0})) for axes in sizes]
