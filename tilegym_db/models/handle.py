@@ -24,7 +24,7 @@ from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport
 from tilegym_db.models.rewrite import rewritten_by
-from tilegym_db.models.undescribed import Undescribed
+from tilegym_db.models.undescribed import Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
@@ -68,6 +68,7 @@ class Handle:
         self._quantised: QuantisationReport | None = None
         self._note = ""
         self.undescribed: tuple[Undescribed, ...] = ()
+        self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
 
@@ -111,7 +112,9 @@ class Handle:
             self.profile(profile)
         sites = tuple(self._reported(*pair) for pair in self._sites)
         decoding = None if self._decoding is None else self._decoding.report()
-        return PatchReport(sites, self._gpu_time, self._quantised, self._note, self.undescribed, decoding)
+        served = dict.fromkeys(site.module_class for site in sites if site.definition and not site.reason)
+        added = () if self.newcomers is None else self.newcomers.of_classes(served)
+        return PatchReport(sites, self._gpu_time, self._quantised, self._note, (*added, *self.undescribed), decoding)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:

@@ -25,7 +25,7 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.undescribed import NO_DEFINITION, undescribed
+from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
@@ -142,6 +142,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
     served = PublishedTables(records)
     handle = Handle()
     handle.undescribed = undescribed(model, found)
+    handle.newcomers = Newcomers(model)
     try:
         for group in _sharing_a_forward(found):
             reasons = [(part, _why_not(part, options, served)) for part in group]
