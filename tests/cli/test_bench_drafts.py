@@ -38,7 +38,7 @@ def test_file_is_screened_and_the_next_command_adds_it(cli, row_scale, home, ker
     assert "already measured" in again.out
 
 
-def test_edited_file_of_an_added_solution_is_measured_under_another_name(cli, row_scale, home, kernel):
+def test_edited_file_of_an_added_solution_has_another_name(cli, row_scale, home, kernel):
     cli("add-solution", kernel, "-d", "row_scale", "-l", "python")
     kernel.write_text("# edited\n" + RIGHT)
     result = cli("bench", kernel, "-d", "row_scale", "--gpu", "cpu", "--quick")
