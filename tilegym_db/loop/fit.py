@@ -28,7 +28,7 @@ from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
-from tilegym_db.paths import home
+from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
@@ -118,6 +118,7 @@ def fit_config(
         HardwareError: the requested GPU is not in this machine. Or workers cannot be confined, and the package ships none of
             the kernels, so that nothing could be published.
     """
+    _refuse_if_disabled()
     options, asked = options or FitOptions(), _of_this_host(devices)
     machine = select_machine(asked.gpu)
     for run in options.runs:
@@ -133,6 +134,14 @@ def fit_config(
         for run in options.runs:
             _time(path, config, run, report, round_done)
     return report
+
+
+def _refuse_if_disabled() -> None:
+    if is_disabled():
+        raise UsageError(
+            f"{DISABLE_VARIABLE} is set, so no kernel that is measured here could be served. Unset it, and fit again.",
+            code="serving_disabled",
+        )
 
 
 def fit(
@@ -169,6 +178,7 @@ def fit(
             f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}.",
             code="tokens_invalid",
         )
+    _refuse_if_disabled()
     asked = _of_this_host(devices)
     kinds = {parameter.device.type for parameter in model.parameters()}
     if len(kinds) != 1:

@@ -57,8 +57,8 @@ class Handle:
     The patch itself lives in the classes of the modules: it goes away with the model.
     """
 
-    def __init__(self) -> None:
-        """Create an empty patch; :func:`~tilegym_db.models.patch.patch` fills it."""
+    def __init__(self, note: str = "") -> None:
+        """Create an empty patch, with a note for its report; :func:`~tilegym_db.models.patch.patch` fills it."""
         self._changed: list[tuple[Module, type[Module]]] = []
         self._sites: list[tuple[CallSiteReport, CallSite | None]] = []
         self._given_up: dict[CallSite, str] = {}
@@ -66,7 +66,7 @@ class Handle:
         self._workloads: dict[str, Workload] = {}
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
-        self._note = ""
+        self._note = note
         self.undescribed: tuple[Undescribed, ...] = ()
         self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None

@@ -26,6 +26,7 @@ from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
+from tilegym_db.paths import DISABLED, is_disabled
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
@@ -63,7 +64,7 @@ def patch(
     No class, module or function of transformers changes, so other models in the process stay as they are. Code that is not
     recognised, not verified or not faster runs as before; ``handle.report()`` gives the reason. A call site that no published
     table can serve, on the model's device and in its dtype, is not patched. A call site whose calls never get a kernel is
-    removed again.
+    removed again. If the environment variable ``TILEGYM_DB_DISABLE`` is 1, nothing is searched or changed.
 
     A call in training (a module in training mode, a tensor that needs a gradient) is served if a kernel for the backward is
     verified as well, and otherwise runs the model's own code.
@@ -90,7 +91,7 @@ def patch(
     """
     options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs)
     handle = patch_what_fits(model, options)
-    if not handle.report().sites:
+    if not handle.report().sites and not is_disabled():
         raise UsageError(
             f"this {type(model).__name__} has no part that can be served ({', '.join(sorted(PARTS))}). "
             "Pass the whole model, or a module that contains such parts.",
@@ -103,6 +104,8 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
     """Patch a model as :func:`patch` does, but accept one that has nothing to patch."""
     options = options or PatchOptions()
     _check_model(model)
+    if is_disabled():
+        return Handle(note=f"{DISABLED}; nothing was patched")
     if options.dry_run and (options.verify or options.quantise):
         option = "verify" if options.verify else "quantise"
         raise UsageError(
@@ -335,11 +338,17 @@ class PublishedTables:
         unavailable = unavailable_languages(solutions.values())
         held = self._placement_of(found)
         dtypes = None if _are_all_stated(found) else held.dtypes
-        reasons = {}
+        reasons, trust = {}, self._catalog.trust_foreign
         for device in held.devices:
             gpu, sm = device_gpu(device)
             reasons[gpu] = why_never_served(
-                definition, load_table(gpu), solutions, gpu=gpu, sm=sm, dtypes=dtypes, unavailable=unavailable
+                definition,
+                load_table(gpu, trust=trust),
+                solutions,
+                gpu=gpu,
+                sm=sm,
+                dtypes=dtypes,
+                unavailable=unavailable,
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 

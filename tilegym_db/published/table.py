@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.errors import RecordError
-from tilegym_db.paths import home, shipped_root
+from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
 from tilegym_db.published.entries import (
     Candidate,
     DtypesKey,
@@ -176,7 +176,9 @@ def _is_vouched_for(folder: Path) -> bool:
 
 
 def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
-    """Return the published table of a GPU, or None if it has none. The table is cached until the snapshot changes.
+    """Return the published table of a GPU, or None if it has none, or ``TILEGYM_DB_DISABLE`` is set.
+
+    The table is cached until the snapshot changes. :func:`why_no_table` has the reason for None.
 
     Args:
         gpu: a slug or a family.
@@ -185,6 +187,8 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
     Raises:
         RecordError: a file differs from its lock, or was written by a newer version.
     """
+    if is_disabled():
+        return None
     folder = table_folder(gpu, trust=trust)
     shared = _shared_tables(gpu if folder is None else folder.name, trust)
     stamps = () if folder is None else (_stamp(folder / LOCK_NAME),)
@@ -192,6 +196,11 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
         return None if folder is None else _cached_table(folder, trust, stamps)
     places = tuple(table.snapshot.folder for table in shared)
     return _cached_with_shared(folder, trust, (*stamps, *(_stamp(path / LOCK_NAME) for path in places)), places)
+
+
+def why_no_table(gpu: str) -> str:
+    """Return the reason for which :func:`load_table` returned None."""
+    return DISABLED if is_disabled() else f"nothing is published for {gpu}"
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:

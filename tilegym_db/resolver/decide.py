@@ -69,6 +69,7 @@ def decide(
     table: ResolverTable | None,
     solutions: Mapping[str, SolutionFiles],
     backward: Decision | None = None,
+    missing: str = "",
 ) -> Decision:
     """Pick the fastest verified solution for a request, or none.
 
@@ -78,6 +79,7 @@ def decide(
         solutions: the catalog's solutions of the Definition, by name.
         backward: the decision about its backward, for a request in training. Without a kernel for the backward, stock code
             runs forward too, because autograd needs what stock code saves.
+        missing: the reason for no table; by default that nothing is published.
     """
     if request.mode == "training" and request.definition.backward_of is None:
         if backward is None:
@@ -85,7 +87,7 @@ def decide(
         if backward.solution is None:
             return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
-        return _stock(request, None, solutions, f"nothing is published for {request.gpu}")
+        return _stock(request, None, solutions, missing or f"nothing is published for {request.gpu}")
     point = find_point(request, table)
     if isinstance(point, str):
         return _stock(request, table, solutions, point)

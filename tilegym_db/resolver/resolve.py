@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.servable import why_outside_scalars
-from tilegym_db.published.table import ResolverTable, load_table
+from tilegym_db.published.table import ResolverTable, load_table, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
 from tilegym_db.records.call import Call, Mode, Request, bind_call
@@ -172,9 +172,8 @@ def _record(definition: str | Definition, catalog: Catalog) -> Definition:
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
     """Decide by the published table of the request's GPU; return the decision and the solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
-    return decide(
-        request, load_table(request.gpu, trust=catalog.trust_foreign), solutions, _decide_backward(request, catalog)
-    ), solutions
+    table, backward = load_table(request.gpu, trust=catalog.trust_foreign), _decide_backward(request, catalog)
+    return decide(request, table, solutions, backward, why_no_table(request.gpu)), solutions
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
@@ -254,7 +253,7 @@ def _chooser(
         request = make_request(
             definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
         )
-        return decide(request, tables[gpu], solutions, after)
+        return decide(request, tables[gpu], solutions, after, why_no_table(gpu))
 
     def after_it(call: Call, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:
@@ -553,7 +552,7 @@ def why_never_served(
         unavailable: language -> why it cannot run in this process.
     """
     if table is None:
-        return f"nothing is published for {gpu}"
+        return why_no_table(gpu)
     measured = table.dtypes_of(definition.name)
     usable = [one for one in measured if dtypes is None or not one or set(dtypes) & set(one.values())]
     if measured and not usable:
