@@ -7,12 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
@@ -26,6 +27,7 @@ from tilegym_db.models.report import CallSiteReport, PatchReport
 from tilegym_db.models.rewrite import rewritten_by
 from tilegym_db.models.undescribed import Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
+from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
 from tilegym_db.resolver.hot_path import allocate_of
@@ -138,6 +140,36 @@ class Handle:
     def workloads(self) -> tuple[Workload, ...]:
         """The kinds of calls that were captured to verify the patch, as Workloads tagged with their stage."""
         return tuple(self._workloads.values())
+
+    def write_lock(self, path: str | Path) -> Path:
+        """Write the kernels that have served calls so far as a lock, for ``patch(model, lock=path)`` in a deployment.
+
+        Run the model on typical calls first. The file names each kernel with the digests of its operator and source, its config
+        and its GPU. An existing file is replaced.
+
+        Raises:
+            UsageError: no kernel has served a call.
+            StoreError: the file cannot be written.
+        """
+        check_kind(path, (str, Path), "a lock is written to the path of a file")
+        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
+        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
+        kernels = set()
+        for dispatcher in dispatchers:
+            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
+            kernels |= {
+                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
+                for kernel, (candidate, gpu) in dispatcher.loaded.items()
+                if kernel in served
+            }
+        if not kernels:
+            raise UsageError(
+                "no kernel has served a call, so there is nothing to lock. Run the patched model first; handle.report() says "
+                "why a call site has no kernel.",
+                code="nothing_to_lock",
+            )
+        write_lock_file(Path(path), kernels)
+        return Path(path)
 
     def unpatch(self) -> None:
         """Restore the class and the weights of every module. Calling it twice is safe; the report stays readable.

@@ -18,6 +18,7 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
+from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
 from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
@@ -27,7 +28,8 @@ from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
-from tilegym_db.published.table import load_table
+from tilegym_db.published.serving_lock import ServingLock
+from tilegym_db.published.table import table_for
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
@@ -45,6 +47,7 @@ class PatchOptions:
     catalog: Catalog | None = None
     trust: bool = False
     graphs: bool = True
+    lock: str | Path | None = None
 
 
 def patch(
@@ -58,6 +61,7 @@ def patch(
     catalog: Catalog | None = None,
     trust: bool = False,
     graphs: bool = True,
+    lock: str | Path | None = None,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -84,12 +88,15 @@ def patch(
         catalog: the records; by default the shipped ones and the user's overlay.
         trust: also use published traces that neither came with the package nor were published by this installation.
         graphs: run the decoding steps of ``generate`` in CUDA graphs where that is understood (:class:`Decoding`).
+        lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
-            unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
+            unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused;
+            a kernel of ``lock`` is missing, has changed or cannot run here.
+        RecordError: ``lock`` is no lock.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, lock)
     handle = patch_what_fits(model, options)
     if not handle.report().sites and not is_disabled():
         raise UsageError(
@@ -122,6 +129,12 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
         raise UsageError(
             f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list", code="definition_unknown"
         )
+    if options.lock is not None:
+        check_kind(options.lock, (str, Path), "lock is the path of a file")
+        kept = ServingLock.read(Path(options.lock))
+        records = records.locked(kept)
+        devices = _placement_of(set(model.parameters())).devices
+        refuse_broken_lock(kept, records, {device_gpu(device)[0] for device in devices})
     options = replace(options, ops=ops)
     if options.quantise is not None:
         return quantise_and_patch(
@@ -202,6 +215,8 @@ def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables)
         return found.reason
     if options.ops is not None and found.definition not in options.ops:
         return "not among the ops asked for"
+    if served.lock is not None and found.definition not in served.lock.definitions:
+        return f"the lock {served.lock.source} has no kernel of it"
     if options.dry_run:
         return "dry run"
     return "" if options.verify else served.why_never_served(found)
@@ -326,6 +341,12 @@ class PublishedTables:
         self._catalog = catalog
         self._held: dict[tuple[int, ...], _Placement] = {}
 
+    @property
+    def lock(self) -> ServingLock | None:
+        """The only kernels that may serve, if the catalog has such a lock."""
+        lock: ServingLock | None = self._catalog.lock
+        return lock
+
     def why_never_served(self, found: ModuleGroup) -> str:
         """Return the reason if no call of a group can ever be served; empty if one can."""
         if found.reason or found.match is None:
@@ -338,12 +359,12 @@ class PublishedTables:
         unavailable = unavailable_languages(solutions.values())
         held = self._placement_of(found)
         dtypes = None if _are_all_stated(found) else held.dtypes
-        reasons, trust = {}, self._catalog.trust_foreign
+        reasons = {}
         for device in held.devices:
             gpu, sm = device_gpu(device)
             reasons[gpu] = why_never_served(
                 definition,
-                load_table(gpu, trust=trust),
+                table_for(self._catalog, gpu),
                 solutions,
                 gpu=gpu,
                 sm=sm,

@@ -31,6 +31,8 @@ from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
 if TYPE_CHECKING:
     import torch
 
+    from tilegym_db.published.entries import Candidate
+
 
 MAX_KEYS = 4096
 """Number of keys that a call site remembers. Then it forgets the oldest, because a server has a new token count at every step."""
@@ -74,6 +76,8 @@ class Dispatcher:
         self._spans: list[Spans] = []
         self._quarantined: dict[Any, KernelFailure] = {}
         self._refused: dict[str, str] = {}
+        self.loaded: dict[str, tuple[Candidate, str]] = {}
+        """Solution and config -> the candidate and the GPU slug of its table, of each kernel that was bound to a call."""
         self._serving: str | None = None
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
@@ -268,6 +272,7 @@ class Dispatcher:
             failure = self._quarantine(key, str(candidate), call.axes, error)
             return Bound(None, failure.summary, axes=call.axes)
         self._serving = candidate.solution
+        self.loaded[str(candidate)] = candidate, decision.evidence.gpu
         launch = device.on_device(launch, where)
         bound = Bound(launch, decision.evidence.reason, str(candidate), call.axes)
         if self.definition.in_place:

@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.servable import why_outside_scalars
-from tilegym_db.published.table import ResolverTable, load_table, why_no_table
+from tilegym_db.published.table import ResolverTable, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
 from tilegym_db.records.call import Call, Mode, Request, bind_call
@@ -172,7 +172,7 @@ def _record(definition: str | Definition, catalog: Catalog) -> Definition:
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
     """Decide by the published table of the request's GPU; return the decision and the solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
-    table, backward = load_table(request.gpu, trust=catalog.trust_foreign), _decide_backward(request, catalog)
+    table, backward = table_for(catalog, request.gpu), _decide_backward(request, catalog)
     return decide(request, table, solutions, backward, why_no_table(request.gpu)), solutions
 
 
@@ -241,7 +241,7 @@ def _chooser(
     def choose(call: Call, device: torch.device, serving: str | None) -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
-            table = tables[gpu] = load_table(gpu, trust=catalog.trust_foreign)
+            table = tables[gpu] = table_for(catalog, gpu)
             if table is not None:
                 indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
         after = after_it(call, device)
