@@ -97,7 +97,7 @@ class SharedPlace:
         from pyarrow import fs
 
         where = f"{self.root}/{folder}"
-        self._refuse_silence("list")
+        self.refuse_silence("list")
         try:
             listed = self.files.get_file_info(fs.FileSelector(where, recursive=True))
         except FileNotFoundError:
@@ -113,7 +113,7 @@ class SharedPlace:
         Raises:
             StoreError: it cannot be read.
         """
-        self._refuse_silence("read")
+        self.refuse_silence("read")
         try:
             with self.files.open_input_stream(f"{self.root}/{name}", compression=None) as stream:
                 return bytes(stream.read(limit))
@@ -131,7 +131,7 @@ class SharedPlace:
         from pyarrow import fs
 
         path = f"{self.root}/{name}"
-        self._refuse_silence("read")
+        self.refuse_silence("read")
         if self._asked("read", lambda: self.files.get_file_info(path)).type == fs.FileType.File:
             return False
         self._asked("write to", lambda: self._write(path, save))
@@ -156,7 +156,7 @@ class SharedPlace:
             if os.path.exists(beside):
                 os.unlink(beside)
 
-    def _refuse_silence(self, what: str) -> None:
+    def refuse_silence(self, what: str) -> None:
         """Ask a service of ``AWS_ENDPOINT_URL`` for anything once, and raise :class:`StoreError` if no byte comes back.
 
         Every other failure is left to the file system, which repeats and explains it.
