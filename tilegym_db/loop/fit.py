@@ -33,6 +33,7 @@ from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.model_run import ModelRun, Speedups
+from tilegym_db.store.answer import html_table
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.model_runs import save_model_run, stored_model_runs
 from tilegym_db.store.publish import publish
@@ -58,7 +59,7 @@ class FitOptions:
         ]
 
 
-@dataclass
+@dataclass(repr=False)
 class FitReport:
     """The result of a fit.
 
@@ -79,6 +80,16 @@ class FitReport:
     speedup: Speedups | None = None
     failed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the model, the device, and the share of its time in classes that kernels serve."""
+        said = f"{len(self.calls)} kinds of calls, {self.served_share:.0%} of the time in classes that kernels serve"
+        return f"<FitReport {self.model} on {self.machine.gpu}: {said}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the module classes, with their shares of the model's time and what serves them."""
+        rows = [(one.part, f"{one.share:.1%}", "yes" if one.served else "no") for one in self.parts]
+        return html_table(("part", "share of time", "served by kernels"), rows, repr(self))
 
     @property
     def parts(self) -> list[ModelPart]:

@@ -512,7 +512,7 @@ def _mean(ratios: Sequence[float]) -> float | None:
 # The report that the caller of a bench run gets.
 
 
-@dataclass
+@dataclass(repr=False)
 class BenchReport:
     """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier measurements are kept."""
 
@@ -569,6 +569,11 @@ class BenchReport:
         command = "" if trace.failure is None else trace.failure.command
         draft = self.drafts.get(trace.solution)
         return command if draft is None else command.replace(f" {trace.solution} ", f" {draft.words} ", 1)
+
+    def __repr__(self) -> str:
+        """Return the run, the device and the number of traces per status."""
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(self.counts.items())) or "nothing new"
+        return f"<BenchReport {self.run_id} on {self.machine.gpu}: {counts}>"
 
     def _repr_html_(self) -> str:
         """Return a table with one row per Solution, as the command prints it; the caption names the device and the tiers."""

@@ -74,6 +74,13 @@ class Handle:
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
 
+    def __repr__(self) -> str:
+        """Return what was patched; ``report()`` has the calls."""
+        return f"<Handle: {len(self._changed)} modules patched, {len(self.sites)} call sites that kernels may serve>"
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
         self._decoding = Decoding.of(model)

@@ -70,6 +70,9 @@ def patch(
     table can serve, on the model's device and in its dtype, is not patched. A call site whose calls never get a kernel is
     removed again. If the environment variable ``TILEGYM_DB_DISABLE`` is 1, nothing is searched or changed.
 
+    A second patch of the same model undoes the first one, if its handle is still there. A part of a patched model cannot be
+    patched beside it.
+
     A call in training (a module in training mode, a tensor that needs a gradient) is served if a kernel for the backward is
     verified as well, and otherwise runs the model's own code.
 
@@ -97,6 +100,7 @@ def patch(
         RecordError: ``lock`` is no lock.
     """
     options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, lock)
+    _undo_earlier(model)
     handle = patch_what_fits(model, options)
     if not handle.report().sites and not is_disabled():
         raise UsageError(
@@ -104,7 +108,21 @@ def patch(
             "Pass the whole model, or a module that contains such parts.",
             code="nothing_to_patch",
         )
+    if isinstance(model, torch.nn.Module):
+        _handles[model] = weakref.ref(handle)
     return handle
+
+
+_handles: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+"""Model -> the handle of its newest :func:`patch`, as long as both are alive."""
+
+
+def _undo_earlier(model: Any) -> None:
+    """Undo the earlier patch of the same model, so that a cell of a notebook can run again."""
+    earlier = _handles.pop(model, None) if isinstance(model, torch.nn.Module) else None
+    handle = None if earlier is None else earlier()
+    if handle is not None:
+        handle.unpatch()
 
 
 def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None) -> Handle:
@@ -228,6 +246,7 @@ def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
 
     ``options`` are the arguments of :func:`patch`.
     """
+    _check_model(model)  # an earlier patch would be gone after the block
     handle = patch(model, **options)
     try:
         yield handle

@@ -25,6 +25,7 @@ from tilegym_db.resolver.decide import (
     Evidence,
     MeasuredPoint,
     Rejection,
+    candidates_table,
     decide,
     equal_scalars,
     find_point,
@@ -33,6 +34,7 @@ from tilegym_db.resolver.decide import (
     layouts_match,
     no_kernel,
     selecting_scalars,
+    spelled_decision,
 )
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
 from tilegym_db.resolver.request import compile_target, make_request
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from tilegym_db.resolver.loader import Launcher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Resolved:
     """The answer to one request, which is also a callable.
 
@@ -59,6 +61,13 @@ class Resolved:
     evidence: Evidence
     rejected: tuple[Rejection, ...]
     dispatcher: Dispatcher
+
+    def __repr__(self) -> str:
+        """Return the call, what serves it and why, in one line."""
+        return f"<{spelled_decision(self.request, str(self.evidence.candidate or self.solution.name), self.evidence)}>"
+
+    def _repr_html_(self) -> str:
+        return candidates_table(self.request, self.evidence, self.rejected, self.solution.name)
 
     @property
     def is_stock(self) -> bool:
