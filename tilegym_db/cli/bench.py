@@ -159,11 +159,11 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
         note(remark)
     for reason in report.unfinished:
         note(f"not measured: {reason}")
-    trace = report.smallest_failure
-    if trace is not None and trace.failure is not None:
-        sizes = spelled_map(trace.failure.axes)
-        note(f"smallest failing case: {trace.solution} at {sizes}, {trace.failure.gate}. To see it again:")
-        note(report.command_again(trace))
+    smallest = report.smallest_failure
+    if smallest is not None and smallest.failure is not None:
+        sizes = spelled_map(smallest.failure.axes)
+        note(f"smallest failing case: {smallest.solution} at {sizes}, {smallest.failure.gate}. To see it again:")
+        note(report.command_again(smallest))
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     failed = any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts)

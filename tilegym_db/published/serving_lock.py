@@ -7,7 +7,7 @@ then never changes what runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -152,7 +152,7 @@ def _kept(table: ResolverTable, definition: str, allowed: set[tuple[str, str, st
 
 
 def _kept_entries(
-    table: ResolverTable, definition: str, dtypes: dict[str, str], allowed: set[tuple[str, str, str]]
+    table: ResolverTable, definition: str, dtypes: Mapping[str, str], allowed: set[tuple[str, str, str]]
 ) -> tuple[Entry, ...]:
     return tuple(
         replace(

@@ -63,7 +63,10 @@ class TuneReport:
 
     def _repr_html_(self) -> str:
         """Return a table with the config of each solution and workload."""
-        rows = [(one.solution, axes_key(one.axes), one.config, one.gain, one.tried, one.reason) for one in self.results]
+        rows = [
+            (one.solution, axes_key(dict(one.axes)), one.config, one.gain, one.tried, one.reason)
+            for one in self.results
+        ]
         return html_table(("solution", "axes", "config", "vs defaults", "tried", "why"), rows, repr(self))
 
     @property
