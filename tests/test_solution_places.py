@@ -301,7 +301,7 @@ def test_family_file_is_read_only_with_a_name(write_family: Write) -> None:
 
 def test_family_name_is_taken_for_a_new_solution(write_family: Write, solution_record: Callable[..., Any]) -> None:
     file = write_family()
-    record = Solution.from_dict(solution_record(name="scale"))
+    record = Solution.from_dict(solution_record(name="scale", author="another"))
     with raises(ConflictError, "solution_exists", str(file.parent)):
         Catalog.default().add_solution(record, {"kernel.py": KERNEL.encode()})
 

@@ -197,9 +197,8 @@ def test_writer_that_races_itself_lands_or_is_refused_by_reason(name: str, place
         if ending.kind == "done":
             assert landed(place, name, key)
     same = [ending for key, ending in zip(keys, endings, strict=True) if key == "same_1"]
-    if name in ("add_definition", "add_solution"):
-        assert sorted(ending.kind for ending in same) == ["done", "refused", "refused"]
-        assert all("already exists" in ending.said for ending in same if ending.kind == "refused")
+    if name in ("add_definition", "add_solution"):  # adding the same bytes again is no error
+        assert [ending.kind for ending in same] == ["done", "done", "done"]
         assert [ending.kind for ending in endings[3:]] == ["done", "done"]
     # A version that is not newer than one that landed is refused: where the newest came first, all of the others are.
     assert any(ending.kind == "done" for ending in (endings if name == "add_version" else same))
@@ -231,6 +230,5 @@ def test_eight_processes_that_add_workloads_lose_no_line(place: Place):
 
 def test_four_processes_adding_one_name_leave_one_whole_solution(place: Place):
     endings = writing.run([("add_solution", "draft_0")] * 4, place)
-    assert sorted(ending.kind for ending in endings) == ["done", "refused", "refused", "refused"]
-    assert all("already exists" in ending.said for ending in endings if ending.kind == "refused")
+    assert [ending.kind for ending in endings] == ["done"] * 4
     assert landed(place, "add_solution", "draft_0")

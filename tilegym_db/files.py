@@ -236,6 +236,70 @@ def write_folder(
             shutil.rmtree(staged, ignore_errors=True)
 
 
+def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace a folder by one with other files. Readers see the old folder or the new one, if the file system can exchange names.
+
+    Args:
+        folder: must exist. Everything in it is removed.
+        files: relative path -> content.
+
+    Raises:
+        StoreError: the folder cannot be written; the old one stays.
+    """
+    staged = _staged_name(folder.parent)
+    try:
+        os.mkdir(staged)
+        _fill_folder(Path(staged), files, are_many=len(files) >= _FEW)
+        _exchange(staged, str(folder))
+        sync_folder(folder.parent)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"cannot write {folder}: {reason_of(error)}. Nothing was changed.", code="write_failed"
+        ) from None
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)  # the new folder before the exchange, the old one after it
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder in one step: readers see all of it or nothing.
+
+    Raises:
+        StoreError: the folder cannot be removed; it stays.
+    """
+    staged = _staged_name(folder.parent)
+    try:
+        os.rename(folder, staged)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise StoreError(
+            f"cannot remove {folder}: {reason_of(error)}. Nothing was changed.", code="write_failed"
+        ) from None
+    shutil.rmtree(staged, ignore_errors=True)
+
+
+_AT_WORKING_FOLDER = -100
+_RENAME_EXCHANGE = 2
+
+
+def _exchange(first: str, second: str) -> None:
+    """Exchange the names of two folders, in one step if the system can."""
+    import ctypes  # only this function needs it
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = (os.fsencode(first), os.fsencode(second))
+    if rename is not None:
+        place = ctypes.c_int(_AT_WORKING_FOLDER)
+        if rename(place, names[0], place, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number))
+    before = f"{first}.before"  # a process that is killed here leaves both versions under other names
+    os.rename(second, before)
+    os.rename(first, second)
+    os.rename(before, first)
+
+
 def _fill_folder(folder: Path, contents: Mapping[str, bytes | Path], *, are_many: bool) -> None:
     """Write and copy files into a folder, and wait until the files and their names are on disk."""
     inner, written = {folder}, []

@@ -1,4 +1,4 @@
-"""Paths of the shipped catalog and the user's home folder of this package, and temporary scratch folders."""
+"""Paths of the shipped catalog and of the home folder, scratch folders, and the switch that turns serving off."""
 
 from __future__ import annotations
 
@@ -69,6 +69,15 @@ def _dangling(path: Path) -> str:
         if place.is_symlink():
             return "" if place.exists() else f"{place} is a link to {os.readlink(place)!r}, which does not exist"
     return ""
+
+
+DISABLE_VARIABLE = "TILEGYM_DB_DISABLE"
+DISABLED = f"{DISABLE_VARIABLE} is set, so stock code runs"
+
+
+def is_disabled() -> bool:
+    """Return True if ``$TILEGYM_DB_DISABLE`` is set to anything but ``0``, ``false``, ``no``, ``off`` or an empty text."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 _chosen: list[Path] = []

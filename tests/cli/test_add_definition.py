@@ -86,12 +86,12 @@ def test_a_valid_definition_lands_in_its_place_and_in_the_lock(cli, checkout, wr
     assert "tilegym-db check row_scale" in result.err
     lock = json.loads((checkout / "definitions" / "definitions.lock.json").read_text())
     assert list(lock["row_scale"]) == ["1.0.0"]
-    assert cli("add-definition", path).code == 1
+    assert cli("add-definition", path).code == 0
 
 
-def test_the_same_definition_twice_is_a_conflict(cli, row_scale, write_json, definition_record):
-    result = cli("add-definition", write_json(definition_record()))
-    assert result.code == 1
+def test_same_version_with_other_words_is_a_conflict(cli, row_scale, write_json, definition_record):
+    result = cli("add-definition", write_json(definition_record(description="Other words.")))
+    assert (result.code, result.cause) == (1, "definition_exists")
     assert "'row_scale' 1.0.0" in result.err
 
 

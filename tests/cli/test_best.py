@@ -224,3 +224,16 @@ def test_typed_files_have_the_types_of_the_view(command, view, cli, measured, tm
     one, other = (parquet.read_table(file) for file in files)
     assert one.schema.equals(other.schema)
     assert one.num_rows == other.num_rows > 0
+
+
+def test_long_table_ends_with_a_word_on_the_other_rows(cli, row_scale, home, journal_traces, monkeypatch):
+    from tilegym_db.cli import best
+
+    monkeypatch.setattr(best, "MAX_TABLE_ROWS", 1)
+    for number, size in enumerate((4, 5, 6)):
+        journal_traces(*[5.0] * (number + 1), axes={"M": size, "N": 8})
+    shown = cli("best")
+    assert "only the first 1 rows" in shown.err
+    assert len(shown.out.splitlines()) == 3
+    assert len(cli("best", "--csv").out.splitlines()) == 4
+    assert len(cli("best", "--limit", "3").out.splitlines()) == 5

@@ -66,3 +66,24 @@ def test_a_value_that_parquet_has_no_type_for_is_refused(value, cli, row_scale, 
     result = cli("sql", f"SELECT {value} AS a", "--parquet", "-o", file)
     assert (result.code, result.cause) == (2, "column_not_writable")
     assert not file.exists()
+
+
+def test_schema_lists_columns_with_their_meaning(cli, row_scale, home):
+    listed = cli("sql", "--schema", "leaderboard", "--json").json()
+    assert {row["view"] for row in listed} == {"leaderboard"}
+    assert {"column_name": "wins", "column_type": "BIGINT"}.items() <= listed[9].items()
+    assert all(row["comment"] for row in listed)
+    assert len({row["view"] for row in cli("sql", "--schema", "--json").json()}) > 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ((), "statement_missing"),
+        (("--schema", "leaderbord"), "view_unknown"),
+        (("--schema", "--trust"), "options_clash"),
+    ],
+)
+def test_schema_of_nothing_is_wrong_usage(arguments, cause, cli, row_scale, home):
+    result = cli("sql", *arguments)
+    assert (result.code, result.cause) == (2, cause)

@@ -22,6 +22,7 @@ PAGES = (
     "docs/how-to/serve-a-model.md",
     "docs/how-to/interchange.md",
     "docs/how-to/measure.md",
+    "docs/how-to/other-machines.md",
     "docs/how-to/report.md",
     "docs/how-to/write-kernels-with-an-agent.md",
     "docs/measurement.md",

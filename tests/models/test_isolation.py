@@ -232,3 +232,24 @@ def test_an_exception_while_building_leaves_models_stock(kernels: Catalog, build
         fail_after_building()
     assert PreTrainedModel.__init__ is init
     assert model_state(built[0]) == model_state(build())
+
+
+def test_second_patch_of_a_model_undoes_the_first(kernels: Catalog, build: Any, prompt: Any, logits: Any) -> None:
+    model = build()
+    stock, classes = logits(model, prompt()), [type(module) for module in model.modules()]
+    for _ in range(3):  # a cell that is run again
+        handle = patch(model, catalog=kernels)
+        assert torch.equal(logits(model, prompt()), stock)
+        assert handle.report().hits()["rms_norm"] == 3
+        assert len(repr(handle)) < 200
+        assert "<table>" in handle._repr_html_()
+    handle.unpatch()
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_block_does_not_undo_an_earlier_patch(kernels: Catalog, build: Any) -> None:
+    model = build()
+    handle = patch(model, catalog=kernels)
+    with raises(UsageError, "model_patched_already", "unpatch()"), patched(model, catalog=kernels):
+        pass
+    assert handle.report().sites

@@ -721,3 +721,27 @@ def test_a_language_is_imported_by_its_own_solutions_only() -> None:
 def test_nothing_in_the_shipped_solutions_is_refused(name: str) -> None:
     shipped = Catalog((shipped_root(),)).solution(name)
     assert hard(scan_sources(shipped.record, shipped.sources)) == []
+
+
+# -- misspelt names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("tl.laod(x)", "triton.language.load"),
+        ("tl.aragne(0, 8)", "triton.language.arange"),
+        ("tl.maximun(x, x)", "triton.language.maximum"),
+        ("triton.next_powr_of_2(8)", "triton.next_power_of_2"),
+    ],
+)
+def test_misspelt_member_names_the_one_that_was_meant(written: str, meant: str) -> None:
+    text = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef kernel(x):\n    {written}\n"
+    text += "\n\ndef run(x, out):\n    kernel[(1,)](x)\n"
+    (finding,) = hard(scan(text, "triton"))
+    assert f"did you mean {meant}?" in finding
+
+
+def test_refused_member_without_a_like_one_has_no_suggestion() -> None:
+    (finding,) = hard(scan("import functools\n\n\ndef run(x, out):\n    functools.RLock\n"))
+    assert "did you mean" not in finding

@@ -343,14 +343,13 @@ def test_a_wrong_key_is_refused_and_not_repeated(s3, server):
     assert "wJalrXUtnFEMI" not in str(error.value)
 
 
-@pytest.mark.slow
 def test_a_service_that_never_answers_is_given_up_soon(s3, monkeypatch):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
-        with raises(StoreError, "place_refused", "list"):
+        with raises(StoreError, "place_refused", "list", "has not answered for 4 s"):
             SharedDataSet(s3).files()
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 8
 
 
 def test_a_listing_that_is_cut_off_changes_nothing(s3, server, monkeypatch, catalog, tmp_path):

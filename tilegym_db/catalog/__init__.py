@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.record_files import Broken
+from tilegym_db.errors import NotFoundError, did_you_mean
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.lazy import loader
 from tilegym_db.paths import home, shipped_root
@@ -82,16 +83,41 @@ class Catalog(CatalogReader):
 
         return writers.add_definition(self, record, self.write_root)
 
-    def add_solution(self, record: Solution, sources: Mapping[str, bytes]) -> Path:
-        """Write a new Solution folder in one step: it appears whole or not at all. Existing files are never changed.
+    def add_solution(self, record: Solution, sources: Mapping[str, bytes], *, replace: bool = False) -> Path:
+        """Write a new Solution folder in one step, and return it: it appears whole or not at all.
+
+        A Solution that the catalog has with the same record and bytes is left as it is. With ``replace``, one of the user's
+        with other content is replaced; its traces then belong to a source that is not in the catalog.
 
         Raises:
-            ConflictError: a Solution, folder or file of that name exists.
+            ConflictError: a Solution of that name exists with other content, or is shipped; or a folder or file is in the way.
             StoreError: the folder cannot be written, or another process holds the catalog's lock.
         """
         from tilegym_db.catalog import writers
 
-        return writers.add_solution(self, record, sources, self.write_root)
+        return writers.add_solution(self, record, sources, self.write_root, replace=replace)
+
+    def remove(self, name: str) -> tuple[Path, ...]:
+        """Remove a Solution or a Definition of the user's, and return the folder or files that are gone. Traces stay.
+
+        A Definition goes with its Workloads and its versions in the lock. Make a new catalog to see the change.
+
+        Raises:
+            ConflictError: the record is shipped, is one of a family's file, or is a Definition that other records use.
+            NotFoundError: there is no such record.
+            StoreError: a file cannot be removed, or another process holds the catalog's lock.
+        """
+        from tilegym_db.catalog import writers
+
+        known = {*self.definition_paths, *self.solution_paths}
+        if name not in known:
+            raise NotFoundError(
+                f"'{name}' is not a definition or a solution.{did_you_mean(name, known)} Try: tilegym-db list",
+                code="name_unknown",
+            )
+        if name in self.definition_paths:
+            return writers.remove_definition(self, name, self.write_root)
+        return writers.remove_solution(self, name, self.write_root)
 
     def add_workloads(
         self, workloads: Iterable[Workload], root: Path | None = None, blobs_from: Path | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
@@ -38,15 +38,22 @@ class CatalogReader:
     """Whether a warning on stderr names each broken record; commands that list broken records turn it off."""
     trust_foreign: bool = False
     """Whether foreign traces count (``--trust``): neither shipped with the package nor measured by this installation."""
+    lock: Any = field(default=None, kw_only=True)
+    """The :class:`~tilegym_db.published.serving_lock.ServingLock` of the only kernels that may serve; None allows all."""
 
     def reread(self, root: Path) -> Self:
         """Return a new reader of the same roots and ``root``, as they are on disk now."""
-        return type(self)(self.roots if root in self.roots else (*self.roots, root), self.warns, self.trust_foreign)
+        roots = self.roots if root in self.roots else (*self.roots, root)
+        return type(self)(roots, self.warns, self.trust_foreign, lock=self.lock)
 
     def trusting(self, foreign: bool = True) -> Self:
         """Return a reader of the same roots; with ``foreign``, foreign traces count too."""
         same = not foreign or self.trust_foreign
-        return self if same else type(self)(self.roots, self.warns, trust_foreign=True)
+        return self if same else type(self)(self.roots, self.warns, trust_foreign=True, lock=self.lock)
+
+    def locked(self, lock: Any) -> Self:
+        """Return a reader of the same roots; only the kernels of ``lock`` may serve."""
+        return type(self)(self.roots, self.warns, self.trust_foreign, lock=lock) if lock is not None else self
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

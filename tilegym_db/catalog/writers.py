@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from tilegym_db.catalog.blobs import add_blobs
 from tilegym_db.catalog.reader import CatalogReader
-from tilegym_db.catalog.record_files import RECORD_NAME, WORKLOAD_BYTES, check_entry_point, file_of, source_file
+from tilegym_db.catalog.record_files import (
+    CHECKED_RECORDS,
+    RECORD_NAME,
+    WORKLOAD_BYTES,
+    SolutionFiles,
+    check_entry_point,
+    definition_at,
+    file_of,
+    in_family,
+    source_file,
+)
 from tilegym_db.errors import ConflictError, RecordError, check_kind
-from tilegym_db.files import read_bytes, write_atomically, write_folder, writing
+from tilegym_db.files import read_bytes, remove_folder, replace_folder, write_atomically, write_folder, writing
 from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import parse_object, problems_of
 from tilegym_db.records.dtypes import Scalar
@@ -64,9 +74,12 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
             code="definition_broken",
         ) from None
     if existing.digest == record.digest:
-        if is_locked:  # if not, a process was killed between the two writes, and this call completes them
+        # If it is not locked, a process was killed between the two writes, and this call completes them.
+        if is_locked and existing != record:
             raise ConflictError(
-                f"definition '{record.name}' {existing.version} already exists at {path}.", code="definition_exists"
+                f"definition '{record.name}' {existing.version} exists at {path} with other words and the same meaning. "
+                "Raise 'version' to replace them.",
+                code="definition_exists",
             )
         return
     if existing.op_type != record.op_type:
@@ -83,13 +96,18 @@ def _check_successor(now: CatalogReader, record: Definition, path: Path, root: P
         )
 
 
-def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str, bytes], root: Path) -> Path:
+def add_solution(
+    catalog: CatalogReader, record: Solution, sources: Mapping[str, bytes], root: Path, *, replace: bool = False
+) -> Path:
     """Write the folder of a Solution; see :meth:`Catalog.add_solution`."""
     check_kind(record, Solution, "add_solution takes a Solution")
     check_kind(sources, Mapping, "the sources of a solution are a mapping of paths to bytes")
     for name, content in sources.items():
         check_kind(content, bytes, f"the source '{name}' is bytes")
-    _folder_for(catalog, record, root)  # before any file is created, including the lock file
+    same = _same_solution(catalog, record, sources)
+    if same is not None:
+        return same
+    _folder_for(catalog, record, root, replace=replace)  # before any file is created, including the lock file
     lacking = [source.path for source in record.sources if source.path not in sources]
     if lacking:
         raise RecordError(
@@ -99,11 +117,30 @@ def add_solution(catalog: CatalogReader, record: Solution, sources: Mapping[str,
     check_entry_point(record, sources, Path(record.name))
     check_fits(record, sources, catalog.definition(record.definition), record.name)
     with writing(root):
-        folder = _folder_for(catalog.reread(root), record, root)
+        now = catalog.reread(root)
+        same = _same_solution(now, record, sources)
+        if same is not None:  # another process added it since
+            return same
+        folder = _folder_for(now, record, root, replace=replace)
         content = (record.to_json(indent=2) + "\n").encode()
         own = {name: source for name, source in sources.items() if not _is_shared(folder / RECORD_NAME, name, source)}
-        write_folder(folder, {**own, RECORD_NAME: content})
+        if replace and folder.is_dir():
+            replace_folder(folder, {**own, RECORD_NAME: content})
+        else:
+            write_folder(folder, {**own, RECORD_NAME: content})
     return folder
+
+
+def _same_solution(now: CatalogReader, record: Solution, sources: Mapping[str, bytes]) -> Path | None:
+    """Return the folder of a Solution that the catalog has already, with the same record and the same bytes; else None."""
+    place = now.solution_paths.get(record.name)
+    if place is None or not file_of(place).is_file():
+        return None
+    try:
+        known = SolutionFiles.read(place)
+    except RecordError:
+        return None
+    return known.folder if (known.record, dict(known.sources)) == (record, dict(sources)) else None
 
 
 def _is_shared(record_path: Path, name: str, content: bytes) -> bool:
@@ -112,16 +149,26 @@ def _is_shared(record_path: Path, name: str, content: bytes) -> bool:
     return path != record_path.parent / name and path.read_bytes() == content
 
 
-def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
-    """Return the folder of a new Solution; raise :class:`ConflictError` if its name is taken."""
+def _folder_for(now: CatalogReader, record: Solution, root: Path, *, replace: bool) -> Path:
+    """Return the folder of a new Solution; raise :class:`ConflictError` if its name is taken and may not be replaced."""
     definition = now.definition(record.definition)
     folder = root / "solutions" / definition.op_type / record.definition / record.name
     existing = now.solution_paths.get(record.name)
     if existing is not None and os.path.lexists(file_of(existing)):
-        raise ConflictError(
-            f"solution '{record.name}' already exists at {existing.parent}. Choose another with --name.",
-            code="solution_exists",
-        )
+        if not replace:
+            raise ConflictError(
+                f"solution '{record.name}' already exists at {existing.parent}, with other content. "
+                "Replace it with --replace, or choose another name with --name.",
+                code="solution_exists",
+            )
+        _check_own(record.name, existing, root)
+        if existing != folder / RECORD_NAME:
+            raise ConflictError(
+                f"solution '{record.name}' exists at {file_of(existing)}, and --replace would write {folder}. "
+                "Edit that file, or choose another name with --name.",
+                code="solution_elsewhere",
+            )
+        return folder
     if existing is not None or os.path.lexists(folder):
         taken = existing.parent if existing is not None else folder
         raise ConflictError(
@@ -130,6 +177,64 @@ def _folder_for(now: CatalogReader, record: Solution, root: Path) -> Path:
             code="folder_occupied",
         )
     return folder
+
+
+def remove_solution(catalog: CatalogReader, name: str, root: Path) -> tuple[Path, ...]:
+    """Remove the folder of a Solution; see :meth:`Catalog.remove`."""
+    with writing(root):
+        place = catalog.reread(root).solution_paths.get(name, catalog.solution_paths[name])
+        _check_own(name, place, root)
+        if in_family(place):
+            raise ConflictError(
+                f"solution '{name}' is one of a family in {file_of(place)}. Edit that file to remove it.",
+                code="solution_of_family",
+            )
+        remove_folder(place.parent)
+    return (place.parent,)
+
+
+def remove_definition(catalog: CatalogReader, name: str, root: Path) -> tuple[Path, ...]:
+    """Remove the files of a Definition; see :meth:`Catalog.remove`."""
+    with writing(root):
+        now = catalog.reread(root)
+        path = now.definition_paths.get(name, catalog.definition_paths[name])
+        _check_own(name, path, root)
+        of_it = sorted(other for other, place in now.solution_paths.items() if definition_at(place) == name)
+        of_it += [other for other, record in now.definitions.items() if record.backward_of == name]
+        if of_it:
+            shown = ", ".join(of_it[:3]) + (f" and {len(of_it) - 3} more" if len(of_it) > 3 else "")
+            raise ConflictError(
+                f"definition '{name}' is used by {shown}. Remove those first: tilegym-db remove {of_it[0]}",
+                code="definition_used",
+            )
+        sizes = root / "workloads" / path.parent.name / f"{name}.jsonl"
+        removed = [file for file in (sizes, path) if os.path.lexists(file)]
+        for file in removed:
+            file.unlink()
+        locked = read_lock(root)
+        if locked.pop(name, None) is not None:
+            write_lock(root, locked)
+    return tuple(removed)
+
+
+def _check_own(name: str, place: Path, root: Path) -> None:
+    """Raise :class:`ConflictError` unless a record lies in the root that is written to and is no shipped one."""
+    file = file_of(place)
+    if not file.is_relative_to(root) or place.relative_to(root).as_posix() in _listed(root):
+        raise ConflictError(
+            f"'{name}' is shipped, in {file}, and is neither replaced nor removed. Add yours under another name (--name).",
+            code="record_shipped",
+        )
+
+
+def _listed(root: Path) -> Collection[str]:
+    """Return the paths of the shipped records of a root; empty for a folder that only a user writes to."""
+    path = root / CHECKED_RECORDS
+    if not path.is_file():
+        return ()
+    content = parse_object(read_bytes(path, "list of checked records"), "list of checked records", path)
+    files = content.get("files") if isinstance(content, dict) else None
+    return files if isinstance(files, dict) else ()
 
 
 def add_workloads(

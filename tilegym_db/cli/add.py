@@ -1,4 +1,4 @@
-"""``tilegym-db add-definition``, ``add-solution`` and ``add-workload``: add records to the catalog."""
+"""``tilegym-db add-definition``, ``add-solution``, ``add-workload`` and ``remove``: add and remove records of the catalog."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilegym_db.cli.kit.options import Implements, complete_language, regular_file, solution_place
+from tilegym_db.cli.kit.options import Implements, complete_language, complete_name, regular_file, solution_place
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
 
@@ -70,24 +70,33 @@ def add_solution_command(
     ] = None,
     author: Annotated[str | None, typer.Option(help="Author; default: the login name.")] = None,
     description: Annotated[str, typer.Option(help="How it works, in one line.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace your solution of that name.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Validate a solution and copy it into the catalog in one step, completely or not at all."""
     from tilegym_db.verification.add import add_solution
 
     added = add_solution(
-        path, definition=definition, language=language, name=name, author=author, description=description
+        path,
+        definition=definition,
+        language=language,
+        name=name,
+        author=author,
+        description=description,
+        replace=replace,
     )
     record = added.solution
     assert record is not None
     folder, noted = str(added.paths[0]), len(added.scan_notes)
     if as_json:
-        print_json({"solution": record.name, "definition": record.definition, "path": folder, "scan_notes": noted})
+        outcome = {"outcome": added.outcome, "path": folder, "scan_notes": noted}
+        print_json({"solution": record.name, "definition": record.definition, **outcome})
     else:
         print_line(folder)
     after = f"tilegym-db bench {record.name}"
     first = "" if record.spec.language == "python" else f"tilegym-db compile {record.name}, then: "
-    note(f"added solution '{record.name}' for {record.definition}. Next: {first}{after}")
+    said = "the catalog has this already:" if added.outcome == "known" else added.outcome
+    note(f"{said} solution '{record.name}' for {record.definition}. Next: {first}{after}")
     if noted:
         note(f"the static scan has {noted} notes, which are not errors. To read them: tilegym-db check --verbose")
 
@@ -125,3 +134,28 @@ def add_workload_command(
     existing = f", {known} exist already" if known else ""
     names = " ".join(sorted({workload.definition for workload in (*added.workloads, *added.known_workloads)}))
     note(f"added {len(added.workloads)} workloads{existing}. Next: tilegym-db bench {names}")
+
+
+# ---- Remove -------------------------------------------------------------------------------------------
+
+
+def remove_command(
+    name: Annotated[str, typer.Argument(help="One of your solutions or definitions.", autocompletion=complete_name)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Remove one of your solutions, or a definition with its workloads. Shipped records and all traces stay."""
+    from tilegym_db.verification.remove import remove
+
+    removed = remove(name)
+    paths = [str(path) for path in removed.paths]
+    if as_json:
+        print_json({"kind": removed.kind, "name": name, "paths": paths, "traces": removed.traces})
+    else:
+        for path in paths:
+            print_line(path)
+    note(f"removed {removed.kind} '{name}'.")
+    if removed.traces:
+        counts = ", ".join(f"{count} on {gpu}" for gpu, count in removed.traces.items())
+        note(
+            f"its traces stay in the store and are no longer ranked or served: {counts}. Publish anew if they were published."
+        )

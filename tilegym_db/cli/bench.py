@@ -18,14 +18,16 @@ from tilegym_db.cli.kit.options import (
     Executor,
     Force,
     Gpus,
+    Implements,
     Language,
     MachineGpu,
     Names,
     Quick,
     WorkloadGlob,
+    complete_name,
     finite_seconds,
 )
-from tilegym_db.cli.kit.output import note, print_json, print_table
+from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
 
 if TYPE_CHECKING:
     from tilegym_db.cli.kit.bench_progress import Progress
@@ -44,9 +46,11 @@ TraceLines = Annotated[bool, typer.Option("--json", help="Print the traces as JS
 
 @contextmanager
 def progress_of(
-    names: list[str] | None, gpu: str, gpus: str | None, executor: str | None, *, as_json: bool
+    names: list[str] | None, gpu: str, gpus: str | None, executor: str | None, *, as_json: bool, drafts: bool = False
 ) -> Iterator[tuple[Devices, Progress]]:
     """Refuse absent GPUs and unknown names before the slow imports, then show progress on stderr during the block.
+
+    With ``drafts``, a name may be the path of a Solution.
 
     Yields the devices that the options name, and the progress.
     """
@@ -54,7 +58,7 @@ def progress_of(
     from tilegym_db.measurement.machine import devices_of_options
 
     devices = devices_of_options(gpu, gpus, executor)
-    refuse_unknown_names(names or ())
+    refuse_unknown_names(names or (), drafts=drafts)
     from tilegym_db.cli.kit.bench_progress import Progress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
@@ -65,7 +69,14 @@ def progress_of(
 
 
 def bench_command(
-    names: Names = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Definitions, solutions, or paths of solutions that are not in the catalog; none means all.",
+            autocompletion=complete_name,
+        ),
+    ] = None,
+    definition: Implements = None,
     language: LanguageWithOthers = None,
     gpu: MachineGpu = "auto",
     gpus: Gpus = None,
@@ -80,13 +91,15 @@ def bench_command(
     """Build, verify and time solutions; every result becomes a trace in the database.
 
     This is the screen. What passes is a candidate, and counts as verified once 'verify' passes it. Interrupt it at any time:
-    results are kept, and the next run continues.
+    results are kept, and the next run continues. The path of a kernel measures it before it is added; --definition names the
+    operator of a .py file.
     """
-    with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
+    with progress_of(names, gpu, gpus, executor, as_json=as_json, drafts=True) as (devices, progress):
         from tilegym_db.measurement.benchmark import bench
 
         report = bench(
             tuple(names or ()),
+            definition=definition,
             devices=devices,
             language=language,
             workload=workload,
@@ -146,6 +159,11 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
         note(remark)
     for reason in report.unfinished:
         note(f"not measured: {reason}")
+    smallest = report.smallest_failure
+    if smallest is not None and smallest.failure is not None:
+        sizes = spelled_map(smallest.failure.axes)
+        note(f"smallest failing case: {smallest.solution} at {sizes}, {smallest.failure.gate}. To see it again:")
+        note(report.command_again(smallest))
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     failed = any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts)
@@ -183,6 +201,10 @@ def print_summary(report: BenchReport) -> None:
     if last and not any(trace.status == "PASSED" for trace in last):
         failed = next((trace for trace in last if trace.status != "UNSUPPORTED"), last[0])
         console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
+        return
+    if report.drafts:
+        command = next(iter(report.drafts.values())).add_command
+        console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False, soft_wrap=True)
         return
     screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
     after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
@@ -268,7 +290,6 @@ def print_report(report: TuneReport) -> None:
 
 
 def _cells(result: TuneResult) -> tuple[Any, ...]:
-    from tilegym_db.cli.kit.output import spelled_map
     from tilegym_db.records.solution import spell_config
 
     return (

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS = 1 << 31
+MAX_TABLE_ROWS = 2000
+"""Rows of a table without ``--limit``; a larger one takes seconds to lay out, and is read by programs only."""
 
 
 @with_form
@@ -74,8 +76,9 @@ def best_command(
         rank_solutions(form, name, op_type, chosen, trust=trust, spark=spark)
         return
     with open_reader(trust=trust) as store:
-        rows = best_rows(store, definition=name, op_type=op_type, gpu=chosen, axes=sizes, language=spoken, limit=limit)
-        measured, schema = measured_gpus(store), schema_of(form, store, "best")
+        most = MAX_TABLE_ROWS + 1 if form.is_table and limit is None else limit
+        rows = best_rows(store, name, op_type, chosen, axes=sizes, language=spoken, limit=most, for_table=form.is_table)
+        measured, schema = [] if rows else measured_gpus(store), schema_of(form, store, "best")
         drawn = name is not None and form.is_table and spark_wanted(spark)
         sized = size_rows(store, name, gpu=chosen, all_dtypes=True) if drawn else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
@@ -84,7 +87,10 @@ def best_command(
     if not form.is_table:
         write_records(form, rows, schema=schema)
         return
-    print_table(BEST_COLUMNS, [best_cells(row) for row in rows], wide=form.wide, least=BEST_DROPPED_FIRST)
+    shown = rows if limit is not None else rows[:MAX_TABLE_ROWS]
+    print_table(BEST_COLUMNS, [best_cells(row) for row in shown], wide=form.wide, least=BEST_DROPPED_FIRST)
+    if len(shown) < len(rows):
+        note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
     note("speedup: against the model's own code. Why this one: tilegym-db explain NAME")
     if unverified:
@@ -226,7 +232,7 @@ def rank_solutions(
         rows = leaderboard_rows(store, definition=name, op_type=op_type, gpu=chosen)
         sized = size_rows(store, name, op_type, chosen) if form.is_table and spark_wanted(spark) else []
         unverified = unverified_note(store, definition=name, op_type=op_type, gpu=chosen)
-        measured, schema = measured_gpus(store), schema_of(form, store, "leaderboard")
+        measured, schema = [] if rows else measured_gpus(store), schema_of(form, store, "leaderboard")
     if not rows:
         raise none_verified(name, op_type, f" on {chosen}" if chosen else "", measured, unverified, chosen)
     if not form.is_table:

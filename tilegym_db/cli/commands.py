@@ -28,6 +28,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "add-definition": "Validate a definition, run its reference once on small inputs, and copy it into the catalog.",
         "add-solution": "Validate a solution and copy it into the catalog in one step.",
         "add-workload": "Validate workloads and append them to the catalog; all of them or none.",
+        "remove": "Remove one of your solutions or definitions; shipped records and all traces stay.",
         "check": "Check records, the lock, references, self-tests and sources.",
         "compile": "Compile every matching solution for a target, without a GPU.",
     },
@@ -58,7 +59,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 """Commands with one-line summaries, by panel of the help, in the order of the help."""
 
 MODULES = {
-    **dict.fromkeys(("add-definition", "add-solution", "add-workload"), "add"),
+    **dict.fromkeys(("add-definition", "add-solution", "add-workload", "remove"), "add"),
     **dict.fromkeys(("bench", "verify", "tune", "regress"), "bench"),
     **dict.fromkeys(("best", "compare"), "best"),
     **dict.fromkeys(("task", "mcp"), "task"),

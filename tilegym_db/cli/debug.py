@@ -13,12 +13,14 @@ from tilegym_db.cli.kit.formats import AsJson
 from tilegym_db.cli.kit.options import (
     Axes,
     Dtypes,
+    Implements,
     Language,
     MachineGpu,
     Names,
     Scalars,
     SolutionToRun,
     Tunables,
+    complete_name,
     needing_program,
     parse_axes,
     parse_pairs,
@@ -180,7 +182,11 @@ def print_kernels(kernels: Sequence[KernelProfile]) -> None:
 
 @app.command("reproduce")
 def reproduce_command(
-    name: SolutionToRun,
+    name: Annotated[
+        str,
+        typer.Argument(help="The solution, or the path of one.", metavar="SOLUTION", autocompletion=complete_name),
+    ],
+    implements: Implements = None,
     axes: Axes = None,
     dtype: Dtypes = None,
     scalar: Scalars = None,
@@ -202,27 +208,28 @@ def reproduce_command(
 
     refuse_absent_gpu(gpu)
     from tilegym_db.loop.submission_catalog import with_candidates
+    from tilegym_db.measurement.drafts import catalog_with
 
-    catalog = with_candidates()
-    definition = catalog.definition(catalog.solution(name).record.definition)
     sizes, values = parse_axes(axes), parse_scalars(scalar)
     places = parse_pairs("--layout", layout)
-    _check_values(definition, sizes, values, places)
-    from tilegym_db.measurement.reproduce import reproduce  # loads PyTorch, which takes seconds
+    with catalog_with(name, with_candidates(), implements) as (name, catalog):
+        definition = catalog.definition(catalog.solution(name).record.definition)
+        _check_values(definition, sizes, values, places)
+        from tilegym_db.measurement.reproduce import reproduce  # loads PyTorch, which takes seconds
 
-    result = reproduce(
-        name,
-        axes=sizes,
-        dtypes=parse_pairs("--dtype", dtype),
-        scalars=values,
-        layouts=places,
-        config=parse_tunables(config),
-        contents=distribution,
-        seed=seed,
-        offset=offset,
-        gpu=gpu,
-        catalog=catalog,
-    )
+        result = reproduce(
+            name,
+            axes=sizes,
+            dtypes=parse_pairs("--dtype", dtype),
+            scalars=values,
+            layouts=places,
+            config=parse_tunables(config),
+            contents=distribution,
+            seed=seed,
+            offset=offset,
+            gpu=gpu,
+            catalog=catalog,
+        )
     _print(describe(result), as_json)
     if result.failure is not None:
         raise typer.Exit(1)

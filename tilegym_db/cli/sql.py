@@ -10,16 +10,22 @@ import typer
 from tilegym_db.cli.kit.formats import TABLE, Form, with_form
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
 from tilegym_db.cli.kit.output import note, print_table
-from tilegym_db.errors import QueryError
+from tilegym_db.errors import QueryError, UsageError
 from tilegym_db.store.asking import public_views
 
 
 @with_form
 def command(
     statement: Annotated[
-        str,
-        typer.Argument(help="One SELECT; '-' reads it from standard input.", autocompletion=complete_statement),
-    ],
+        str | None,
+        typer.Argument(
+            help="One SELECT; '-' reads it from standard input. With --schema, a view.",
+            autocompletion=complete_statement,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="List the columns of a view, or of all views, with their meaning.")
+    ] = False,
     form: Form = TABLE,
     source: Annotated[
         str | None,
@@ -32,11 +38,23 @@ def command(
 ) -> None:
     """Run one read-only SQL statement over the database."""
     from tilegym_db.cli.kit.formats import write_arrow, write_rows
-    from tilegym_db.store.sql import run_user_query
+    from tilegym_db.store.sql import run_schema_query, run_user_query
 
     binary = form.kind in ("parquet", "arrow")
-    text = read_statement() if statement == "-" else statement
-    if source is None:
+    if schema and (source is not None or timeout is not None or trust):
+        raise UsageError(
+            "--schema describes this database and runs nothing; leave --from, --timeout and --trust out.",
+            code="options_clash",
+        )
+    if statement is None and not schema:
+        raise UsageError(
+            'sql takes one SELECT statement. Try: tilegym-db sql "SELECT * FROM best LIMIT 5", or: tilegym-db sql --schema',
+            code="statement_missing",
+        )
+    text = read_statement() if statement == "-" else statement or ""
+    if schema:
+        result = run_schema_query(text or None, as_arrow=binary)
+    elif source is None:
         from tilegym_db.catalog import Catalog
 
         catalog = Catalog.default(trust_foreign=True) if trust else None
@@ -58,7 +76,7 @@ def command(
 
 command.__doc__ = f"""{command.__doc__}
 
-Views: {", ".join(public_views())}. Their columns: tilegym-db sql "DESCRIBE best"
+Views: {", ".join(public_views())}. Their columns: tilegym-db sql --schema best
 
 Example: tilegym-db sql "SELECT definition, solution, latency_us FROM best WHERE gpu = 'h200' ORDER BY ALL"
 """

@@ -28,11 +28,12 @@ from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
-from tilegym_db.paths import home
+from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.model_run import ModelRun, Speedups
+from tilegym_db.store.answer import html_table
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.model_runs import save_model_run, stored_model_runs
 from tilegym_db.store.publish import publish
@@ -58,7 +59,7 @@ class FitOptions:
         ]
 
 
-@dataclass
+@dataclass(repr=False)
 class FitReport:
     """The result of a fit.
 
@@ -79,6 +80,16 @@ class FitReport:
     speedup: Speedups | None = None
     failed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the model, the device, and the share of its time in classes that kernels serve."""
+        said = f"{len(self.calls)} kinds of calls, {self.served_share:.0%} of the time in classes that kernels serve"
+        return f"<FitReport {self.model} on {self.machine.gpu}: {said}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the module classes, with their shares of the model's time and what serves them."""
+        rows = [(one.part, f"{one.share:.1%}", "yes" if one.served else "no") for one in self.parts]
+        return html_table(("part", "share of time", "served by kernels"), rows, repr(self))
 
     @property
     def parts(self) -> list[ModelPart]:
@@ -118,6 +129,7 @@ def fit_config(
         HardwareError: the requested GPU is not in this machine. Or workers cannot be confined, and the package ships none of
             the kernels, so that nothing could be published.
     """
+    _refuse_if_disabled()
     options, asked = options or FitOptions(), _of_this_host(devices)
     machine = select_machine(asked.gpu)
     for run in options.runs:
@@ -133,6 +145,14 @@ def fit_config(
         for run in options.runs:
             _time(path, config, run, report, round_done)
     return report
+
+
+def _refuse_if_disabled() -> None:
+    if is_disabled():
+        raise UsageError(
+            f"{DISABLE_VARIABLE} is set, so no kernel that is measured here could be served. Unset it, and fit again.",
+            code="serving_disabled",
+        )
 
 
 def fit(
@@ -169,6 +189,7 @@ def fit(
             f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}.",
             code="tokens_invalid",
         )
+    _refuse_if_disabled()
     asked = _of_this_host(devices)
     kinds = {parameter.device.type for parameter in model.parameters()}
     if len(kinds) != 1:

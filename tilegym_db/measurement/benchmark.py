@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilegym_db.catalog import Catalog
+from tilegym_db.catalog.record_files import is_place
 from tilegym_db.catalog.writers import add_solution
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here
 from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
 from tilegym_db.measurement.devices.messages import Peaks, Session
 from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
+from tilegym_db.measurement.drafts import catalog_with_drafts
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
 from tilegym_db.measurement.plan import BenchReport, Options, Plan, current_best_alone, names_of, refuse_omitting
@@ -50,7 +52,7 @@ from tilegym_db.verification.worker_handle import INTERPRETER, PROMOTION, SCREEN
 
 
 def bench(
-    names: str | Iterable[str] | Callable[..., Any] = (),
+    names: str | Path | Iterable[str | Path] | Callable[..., Any] = (),
     *,
     definition: str | None = None,
     dtypes: Mapping[str, Sequence[str]] | None = None,
@@ -73,9 +75,10 @@ def bench(
     ``tilegym-db add-solution``.
 
     Args:
-        names: Definitions or Solutions; empty means all. Or a function that is called like the Definition's reference, with or
-            without its outputs as last arguments.
-        definition: the operator that a function implements; for a function only.
+        names: Definitions or Solutions; empty means all. A Solution that is not in the catalog is given by its path: a folder, a
+            record or a ``.py`` file. Or a function that is called like the Definition's reference, with or without its outputs
+            as last arguments.
+        definition: the operator that a function or a ``.py`` file implements.
         dtypes: dtype variable -> the dtypes that a function supports; by default all of the Definition.
         layouts: tensor -> the layout that a function needs, if not ``contiguous``.
         devices: ``auto`` (the GPU of this machine if it has one, else its CPU), ``cpu``, or the slug or family of the GPU in
@@ -86,7 +89,7 @@ def bench(
             must match.
         quick: few workloads and few samples.
         force: also measure pairs that already have a trace.
-        verify: then verify what passed, as :func:`verify` does; the report contains its traces. Not for a function.
+        verify: then verify what passed, as :func:`verify` does; the report contains its traces. Not for a function or path.
         allow_unsandboxed: verify every source even if this machine cannot confine a worker; such traces are marked and
             never published. Without it, such a machine verifies only sources that the package ships, for its own user.
         catalog: the records; the shipped ones and the user's overlay by default.
@@ -112,13 +115,25 @@ def bench(
 
     if callable(names):
         return _bench_function(names, definition, dtypes, layouts, catalog, run, verify=verify)
+    records = catalog or Catalog.default()
+    check_kind(names, (Iterable, Path), "names are those of solutions or definitions, or paths: one, or several")
+    asked_for: tuple[str | Path, ...] = (names,) if isinstance(names, str | Path) else tuple(names)
+    places = [name for name in asked_for if is_place(name, records)]
+    if places and verify:
+        raise UsageError(f"{places[0]}: {ONLY_SCREENED}", code="draft_not_verified")
     for argument, value in (("definition", definition), ("dtypes", dtypes), ("layouts", layouts)):
-        if value is not None:
+        if value is not None and not (places and argument == "definition"):
             raise UsageError(
                 f"{argument}= is only for a function; name an operator as the first argument: bench('...').",
                 code="definition_without_function",
             )
-    return run(names_of(names), catalog)
+    if not places:
+        return run(tuple(map(str, asked_for)), catalog)
+    with catalog_with_drafts(places, records, definition) as (drafts, extended):
+        plain = [str(name) for name in asked_for if name not in places]
+        report = run((*plain, *(draft.name for draft in drafts)), extended)
+    report.drafts = {draft.name: draft for draft in drafts}
+    return report
 
 
 def verify(
@@ -382,9 +397,7 @@ def cross_check(traces: Iterable[Trace], peaks: GpuPeaks) -> TwoClocks:
 # Screen a function as a temporary Solution.
 
 FILE = "kernel.py"
-ONLY_SCREENED = (
-    "a function can only be screened; verification needs a named Solution. Try: tilegym-db add-solution FILE"
-)
+ONLY_SCREENED = "what is not in the catalog can only be screened. Add it first: tilegym-db add-solution FILE"
 
 
 def _bench_function(

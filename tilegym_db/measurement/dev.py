@@ -23,7 +23,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.catalog.record_files import library_file, record_path, write_solution
 from tilegym_db.catalog.writers import check_call
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError
-from tilegym_db.files import decode, read_bytes
+from tilegym_db.measurement.drafts import language_in
 from tilegym_db.measurement.machine import Machine, leaving_processors, select_machine, timing_lock
 from tilegym_db.measurement.runner import BufferPool, Runner, pool_bytes
 from tilegym_db.measurement.time_workload import CLOCK_INTERVAL_S
@@ -37,7 +37,6 @@ from tilegym_db.records.workload import SafetensorsInput
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.sandbox.scan import Finding, hard_findings, scan_sources
 from tilegym_db.sandbox.worker import prepare_workers
-from tilegym_db.scaffold.function_source import language_of
 from tilegym_db.verification.add import Sources, read_draft
 from tilegym_db.verification.admission import require_returning_reference, trial_scalars
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
@@ -234,7 +233,7 @@ class DevSession:
         options = self.options
         language = options.language
         if language is None and options.path.suffix == ".py" and options.path.is_file():
-            language = _language_in(options.path)
+            language = language_in(options.path)
         return read_draft(
             options.path, self.catalog, definition=options.definition, language=language, entry=options.entry
         )
@@ -405,14 +404,6 @@ def _problem(step: Step, failure: Failure) -> Problem:
 
 
 # ---- source ---------------------------------------------------------------------------------------
-
-
-def _language_in(file: Path) -> str:
-    """Return the language of a source by its imports; ``python`` if it does not parse, which its reader reports."""
-    try:
-        return language_of(decode(read_bytes(file, "source"), file))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # RecordError is a ValueError
-        return "python"
 
 
 def _with_own_paths(report: DevReport, folder: Path, own: Path) -> DevReport:

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
+from tilegym_db.measurement.drafts import Draft
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
 from tilegym_db.records.loop import Award
@@ -534,7 +535,7 @@ def _mean(ratios: Sequence[float]) -> float | None:
 # The report that the caller of a bench run gets.
 
 
-@dataclass
+@dataclass(repr=False)
 class BenchReport:
     """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier measurements are kept."""
 
@@ -547,6 +548,8 @@ class BenchReport:
     """Gaps in its traces, or reasons to doubt them."""
     unfinished: list[str] = field(default_factory=list)
     """Work that was given up because devices were lost, with reasons."""
+    drafts: dict[str, Draft] = field(default_factory=dict)
+    """The measured Solutions that were given by a path, by their names in this run."""
     devices: Counter[str] = field(default_factory=Counter)
     """Number of traces per device, if there are several."""
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -572,6 +575,28 @@ class BenchReport:
     def counts(self) -> Counter[str]:
         """The number of traces per status."""
         return Counter(trace.status for trace in self.traces)
+
+    @property
+    def smallest_failure(self) -> Trace | None:
+        """The trace that failed at the smallest sizes; None if no case failed."""
+        failed = (trace for trace in self.traces if trace.failure is not None and trace.status != "UNSUPPORTED")
+        return min(
+            failed, key=lambda trace: math.prod(trace.failure.axes.values()) if trace.failure else 0, default=None
+        )
+
+    def command_again(self, trace: Trace) -> str:
+        """Return the command that verifies the failing case of a trace again; empty without one.
+
+        A Solution that is not in the catalog is given by its path.
+        """
+        command = "" if trace.failure is None else trace.failure.command
+        draft = self.drafts.get(trace.solution)
+        return command if draft is None else command.replace(f" {trace.solution} ", f" {draft.words} ", 1)
+
+    def __repr__(self) -> str:
+        """Return the run, the device and the number of traces per status."""
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(self.counts.items())) or "nothing new"
+        return f"<BenchReport {self.run_id} on {self.machine.gpu}: {counts}>"
 
     def _repr_html_(self) -> str:
         """Return a table with one row per Solution, as the command prints it; the caption names the device and the tiers."""

@@ -375,7 +375,7 @@ class RegressionRow:
     change: Change | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class RegressionReport:
     """Comparison of the versions of ``against`` with those of today. If ``void`` has reasons, its times cannot be trusted."""
 
@@ -385,6 +385,11 @@ class RegressionReport:
     void: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Losses during the run, if several devices measured."""
+
+    def __repr__(self) -> str:
+        """Return what was compared, and the number of rows and findings."""
+        found = f"{len(self.rows)} rows, {len(self.findings)} findings" + (", void" if self.void else "")
+        return f"<RegressionReport against {self.against} on {self.machine.gpu}: {found}>"
 
     @property
     def findings(self) -> list[RegressionRow]:

@@ -7,12 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError
+from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
@@ -24,8 +25,9 @@ from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
-from tilegym_db.models.undescribed import Undescribed
+from tilegym_db.models.undescribed import Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
+from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
 from tilegym_db.resolver.hot_path import allocate_of
@@ -57,8 +59,8 @@ class Handle:
     The patch itself lives in the classes of the modules: it goes away with the model.
     """
 
-    def __init__(self) -> None:
-        """Create an empty patch; :func:`~tilegym_db.models.patch.patch` fills it."""
+    def __init__(self, note: str = "") -> None:
+        """Create an empty patch, with a note for its report; :func:`~tilegym_db.models.patch.patch` fills it."""
         self._changed: list[tuple[Module, type[Module]]] = []
         self._sites: list[tuple[CallSiteReport, CallSite | None]] = []
         self._given_up: dict[CallSite, str] = {}
@@ -66,10 +68,18 @@ class Handle:
         self._workloads: dict[str, Workload] = {}
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
-        self._note = ""
+        self._note = note
         self.undescribed: tuple[Undescribed, ...] = ()
+        self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
+
+    def __repr__(self) -> str:
+        """Return what was patched; ``report()`` has the calls."""
+        return f"<Handle: {len(self._changed)} modules patched, {len(self.sites)} call sites that kernels may serve>"
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
@@ -112,7 +122,9 @@ class Handle:
         sites = tuple(self._reported(*pair) for pair in self._sites)
         decoding = None if self._decoding is None else self._decoding.report()
         note = self._note or why_fit(site.reason for site in sites)
-        return PatchReport(sites, self._gpu_time, self._quantised, note, self.undescribed, decoding)
+        served = dict.fromkeys(site.module_class for site in sites if site.definition and not site.reason)
+        added = () if self.newcomers is None else self.newcomers.of_classes(served)
+        return PatchReport(sites, self._gpu_time, self._quantised, note, (*added, *self.undescribed), decoding)
 
     def _reported(self, described: CallSiteReport, site: CallSite | None) -> CallSiteReport:
         if site is None or site.dispatcher is None:
@@ -136,6 +148,36 @@ class Handle:
     def workloads(self) -> tuple[Workload, ...]:
         """The kinds of calls that were captured to verify the patch, as Workloads tagged with their stage."""
         return tuple(self._workloads.values())
+
+    def write_lock(self, path: str | Path) -> Path:
+        """Write the kernels that have served calls so far as a lock, for ``patch(model, lock=path)`` in a deployment.
+
+        Run the model on typical calls first. The file names each kernel with the digests of its operator and source, its config
+        and its GPU. An existing file is replaced.
+
+        Raises:
+            UsageError: no kernel has served a call.
+            StoreError: the file cannot be written.
+        """
+        check_kind(path, (str, Path), "a lock is written to the path of a file")
+        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
+        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
+        kernels = set()
+        for dispatcher in dispatchers:
+            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
+            kernels |= {
+                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
+                for kernel, (candidate, gpu) in dispatcher.loaded.items()
+                if kernel in served
+            }
+        if not kernels:
+            raise UsageError(
+                "no kernel has served a call, so there is nothing to lock. Run the patched model first; handle.report() says "
+                "why a call site has no kernel.",
+                code="nothing_to_lock",
+            )
+        write_lock_file(Path(path), kernels)
+        return Path(path)
 
     def unpatch(self) -> None:
         """Restore the class and the weights of every module. Calling it twice is safe; the report stays readable.

@@ -18,6 +18,7 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
+from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
 from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
@@ -25,8 +26,10 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.undescribed import NO_DEFINITION, undescribed
-from tilegym_db.published.table import load_table
+from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
+from tilegym_db.paths import DISABLED, is_disabled
+from tilegym_db.published.serving_lock import ServingLock
+from tilegym_db.published.table import table_for
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
@@ -48,6 +51,7 @@ class PatchOptions:
     trust: bool = False
     graphs: bool = True
     check: str | None = None
+    lock: str | Path | None = None
 
 
 def patch(
@@ -62,13 +66,17 @@ def patch(
     trust: bool = False,
     graphs: bool = True,
     check: str | None = None,
+    lock: str | Path | None = None,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
     No class, module or function of transformers changes, so other models in the process stay as they are. Code that is not
     recognised, not verified or not faster runs as before; ``handle.report()`` gives the reason. A call site that no published
     table can serve, on the model's device and in its dtype, is not patched. A call site whose calls never get a kernel is
-    removed again.
+    removed again. If the environment variable ``TILEGYM_DB_DISABLE`` is 1, nothing is searched or changed.
+
+    A second patch of the same model undoes the first one, if its handle is still there. A part of a patched model cannot be
+    patched beside it.
 
     A call in training (a module in training mode, a tensor that needs a gradient) is served if a kernel for the backward is
     verified as well, and otherwise runs the model's own code.
@@ -91,20 +99,38 @@ def patch(
         check: ``first`` checks the kernel of the nearest measured size at the first call of a size that was not measured. It
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
+        lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
-            unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused.
+            unknown value; ``verify`` cannot run the model (training mode, no vocabulary, a dry run); ``quantise`` is refused;
+            a kernel of ``lock`` is missing, has changed or cannot run here.
+        RecordError: ``lock`` is no lock.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock)
+    _undo_earlier(model)
     handle = patch_what_fits(model, options)
-    if not handle.report().sites:
+    if not handle.report().sites and not is_disabled():
         raise UsageError(
             f"this {type(model).__name__} has no part that can be served ({', '.join(sorted(PARTS))}). "
             "Pass the whole model, or a module that contains such parts.",
             code="nothing_to_patch",
         )
+    if isinstance(model, torch.nn.Module):
+        _handles[model] = weakref.ref(handle)
     return handle
+
+
+_handles: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+"""Model -> the handle of its newest :func:`patch`, as long as both are alive."""
+
+
+def _undo_earlier(model: Any) -> None:
+    """Undo the earlier patch of the same model, so that a cell of a notebook can run again."""
+    earlier = _handles.pop(model, None) if isinstance(model, torch.nn.Module) else None
+    handle = None if earlier is None else earlier()
+    if handle is not None:
+        handle.unpatch()
 
 
 def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None) -> Handle:
@@ -116,6 +142,8 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
             f"check is 'first' or None, not {options.check!r}. 'first' checks a kernel at the first call of each size.",
             code="check_unknown",
         )
+    if is_disabled():
+        return Handle(note=f"{DISABLED}; nothing was patched")
     if options.dry_run and (options.verify or options.quantise):
         option = "verify" if options.verify else "quantise"
         raise UsageError(
@@ -132,6 +160,12 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
         raise UsageError(
             f"ops names {unknown[0]!r}, which is no definition. Try: tilegym-db list", code="definition_unknown"
         )
+    if options.lock is not None:
+        check_kind(options.lock, (str, Path), "lock is the path of a file")
+        kept = ServingLock.read(Path(options.lock))
+        records = records.locked(kept)
+        devices = _placement_of(set(model.parameters())).devices
+        refuse_broken_lock(kept, records, {device_gpu(device)[0] for device in devices})
     options = replace(options, ops=ops)
     if options.quantise is not None:
         return quantise_and_patch(
@@ -155,6 +189,7 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
     served = PublishedTables(records)
     handle = Handle()
     handle.undescribed = undescribed(model, found)
+    handle.newcomers = Newcomers(model)
     try:
         for group in _sharing_a_forward(found):
             reasons = [(part, _why_not(part, options, served)) for part in group]
@@ -211,6 +246,8 @@ def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables)
         return found.reason
     if options.ops is not None and found.definition not in options.ops:
         return "not among the ops asked for"
+    if served.lock is not None and found.definition not in served.lock.definitions:
+        return f"the lock {served.lock.source} has no kernel of it"
     if options.dry_run:
         return "dry run"
     return "" if options.verify else served.why_never_served(found)
@@ -222,6 +259,7 @@ def patched(model: torch.nn.Module, **options: Any) -> Iterator[Handle]:
 
     ``options`` are the arguments of :func:`patch`.
     """
+    _check_model(model)  # an earlier patch would be gone after the block
     handle = patch(model, **options)
     try:
         yield handle
@@ -335,6 +373,12 @@ class PublishedTables:
         self._catalog = catalog
         self._held: dict[tuple[int, ...], _Placement] = {}
 
+    @property
+    def lock(self) -> ServingLock | None:
+        """The only kernels that may serve, if the catalog has such a lock."""
+        lock: ServingLock | None = self._catalog.lock
+        return lock
+
     def why_never_served(self, found: ModuleGroup) -> str:
         """Return the reason if no call of a group can ever be served; empty if one can."""
         if found.reason or found.match is None:
@@ -351,7 +395,13 @@ class PublishedTables:
         for device in held.devices:
             gpu, sm = device_gpu(device)
             reasons[gpu] = why_never_served(
-                definition, load_table(gpu), solutions, gpu=gpu, sm=sm, dtypes=dtypes, unavailable=unavailable
+                definition,
+                table_for(self._catalog, gpu),
+                solutions,
+                gpu=gpu,
+                sm=sm,
+                dtypes=dtypes,
+                unavailable=unavailable,
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 

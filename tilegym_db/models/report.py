@@ -66,7 +66,11 @@ def why_fit(reasons: Iterable[str]) -> str:
     )
 
 
-@dataclass(frozen=True)
+SITE_COLUMNS = ("site", "definition", "call", "calls", "by kernel", "served by", "why")
+"""Headings of the table of call sites."""
+
+
+@dataclass(frozen=True, repr=False)
 class PatchReport:
     """The call sites of a model, patched or not, and the GPU time of a call if one was profiled.
 
@@ -111,6 +115,21 @@ class PatchReport:
         """One line for each kernel that failed its proof or raised, with the reason."""
         return [f"{proof.kernel}: {proof.reason}" for proof in self.failed_proofs] + [str(one) for one in self.failures]
 
+    def __repr__(self) -> str:
+        """Return the number of call sites and of calls; ``str`` has the tables."""
+        served = sum(1 for site in self.sites if site.counts is not None)
+        return f"<PatchReport: {served} of {len(self.sites)} call sites patched, {self.kernel_calls} calls by kernels>"
+
+    def _repr_html_(self) -> str:
+        """Return the table of the call sites."""
+        from tilegym_db.store.answer import html_table  # only a notebook needs it
+
+        rows = [(f"{site.module_class} x{site.modules}", *row) for site in self.sites for row in _rows(site)]
+        rows += [
+            (f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason) for one in self.undescribed
+        ]
+        return html_table(SITE_COLUMNS, rows, self.note or repr(self), len(rows))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content, ready for JSON."""
         profiled = {} if self.gpu_time is None else {"gpu_time": self.gpu_time.to_dict()}
@@ -126,7 +145,7 @@ class PatchReport:
         from rich.table import Table
 
         table = Table(title="call sites")
-        for heading in ("site", "definition", "call", "calls", "by kernel", "served by", "why"):
+        for heading in SITE_COLUMNS:
             table.add_column(heading, justify="right" if heading in ("calls", "by kernel") else "left")
         for site in self.sites:
             for row in _rows(site):

@@ -23,7 +23,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import differentiated
 from tilegym_db.records.definition_rules import GRADIENT
-from tilegym_db.resolver.dispatch import DispatchReport
+from tilegym_db.resolver.dispatch import Dispatcher, DispatchReport
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.resolver.loader import load_verified
 from tilegym_db.resolver.resolve import call_site, stock_launcher
@@ -86,9 +86,14 @@ class Training:
             for way, serve, serve_gradients in own:
                 way.serve, way.serve_gradients = serve, serve_gradients
 
+    @property
+    def dispatchers(self) -> tuple[Dispatcher, ...]:
+        """The dispatchers of forward and backward calls."""
+        return tuple(dispatcher for way in self._ways.values() for dispatcher in (way.forward, way.backward))
+
     def reports(self) -> tuple[DispatchReport, ...]:
         """Return the reports of forward and backward calls, without those that were never called."""
-        found = (dispatcher.report() for way in self._ways.values() for dispatcher in (way.forward, way.backward))
+        found = (dispatcher.report() for dispatcher in self.dispatchers)
         return tuple(self._explained(report) for report in found if report.calls)
 
     def _explained(self, report: DispatchReport) -> DispatchReport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from tilegym_db.models.found import ModuleGroup, names_in_code
 
 NO_DEFINITION = "no definition describes it"
+ADDED = "added to the model after the patch (PEFT copies modules_to_save); unpatch() and patch() again to serve it"
 LIBRARY = "a library call; no definition describes it"
 PRODUCTS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 IDLE = (torch.nn.Identity, torch.nn.Dropout, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
@@ -26,6 +29,25 @@ class Undescribed(NamedTuple):
     module_class: str
     modules: int
     reason: str
+
+
+class Newcomers:
+    """The modules that a model had when it was patched, to find those that other code has added since.
+
+    PEFT copies the modules of ``modules_to_save``, and a copy runs stock code. It keeps the model and its modules weakly.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Remember the modules of a model."""
+        self._model = weakref.ref(model)
+        self._known = weakref.WeakSet(model.modules())
+
+    def of_classes(self, names: Collection[str]) -> tuple[Undescribed, ...]:
+        """Return the modules of classes with these names that the model has now and had not when it was patched."""
+        model = self._model()
+        added = [] if model is None else [module for module in model.modules() if module not in self._known]
+        counts = Counter(type(module).__name__ for module in added)
+        return tuple(Undescribed(name, counts[name], ADDED) for name in names if counts[name])
 
 
 def undescribed(model: torch.nn.Module, found: Iterable[ModuleGroup]) -> tuple[Undescribed, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import family_content, of_family_file, read_record
+from tilegym_db.catalog.record_files import CHECKED_RECORDS, family_content, of_family_file, read_record
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
@@ -36,7 +36,7 @@ _NOTHING: Mapping[str, Any] = {"definitions": {}, "files": {}}
 
 def checked_file() -> Path:
     """Return the path of the list that comes with the package."""
-    return shipped_root() / "workloads" / "checked-records.json"
+    return shipped_root() / CHECKED_RECORDS
 
 
 class Checked:

@@ -23,6 +23,8 @@ SCHEMES = ("s3", "file")
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 5.0
 """Seconds without a connection or a byte before an attempt counts as failed. A slow answer does not."""
 ATTEMPTS = 3
+ANSWER_TIMEOUT_S = 4.0
+"""Seconds for the first byte of a service that has accepted a connection. Attempts and pauses come to 16 s otherwise."""
 
 
 class SharedPlace:
@@ -71,6 +73,7 @@ class SharedPlace:
             ) from None
         except OSError as error:  # pyarrow asks for the region of a bucket
             raise StoreError(f"cannot reach '{hidden(uri)}': {hidden(str(error))}.", code="place_unreachable") from None
+        self._has_answered = False
         self.is_local = isinstance(self.files, fs.LocalFileSystem)
         if isinstance(self.files, fs.S3FileSystem):
             self.files = _not_too_patient(self.files)
@@ -94,6 +97,7 @@ class SharedPlace:
         from pyarrow import fs
 
         where = f"{self.root}/{folder}"
+        self.refuse_silence("list")
         try:
             listed = self.files.get_file_info(fs.FileSelector(where, recursive=True))
         except FileNotFoundError:
@@ -109,6 +113,7 @@ class SharedPlace:
         Raises:
             StoreError: it cannot be read.
         """
+        self.refuse_silence("read")
         try:
             with self.files.open_input_stream(f"{self.root}/{name}", compression=None) as stream:
                 return bytes(stream.read(limit))
@@ -126,6 +131,7 @@ class SharedPlace:
         from pyarrow import fs
 
         path = f"{self.root}/{name}"
+        self.refuse_silence("read")
         if self._asked("read", lambda: self.files.get_file_info(path)).type == fs.FileType.File:
             return False
         self._asked("write to", lambda: self._write(path, save))
@@ -150,6 +156,18 @@ class SharedPlace:
             if os.path.exists(beside):
                 os.unlink(beside)
 
+    def refuse_silence(self, what: str) -> None:
+        """Ask a service of ``AWS_ENDPOINT_URL`` for anything once, and raise :class:`StoreError` if no byte comes back.
+
+        Every other failure is left to the file system, which repeats and explains it.
+        """
+        url = "" if self.is_local or self._has_answered else _endpoint()
+        self._has_answered = True
+        if url and not _answers(url, ANSWER_TIMEOUT_S):
+            self._has_answered = False
+            reason = f"{hidden(url)} accepts connections and has not answered for {ANSWER_TIMEOUT_S:g} s"
+            raise self.refused(what, OSError(reason))
+
     def _asked(self, what: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
@@ -172,6 +190,35 @@ class SharedPlace:
             "AWS_ENDPOINT_URL for another service).",
             code="place_refused",
         )
+
+
+def _endpoint(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address of another service than Amazon's; empty without one."""
+    return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""
+
+
+def _answers(url: str, timeout_s: float) -> bool:
+    """Return False if a service takes a connection and sends nothing; True for any answer and any other failure."""
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    parts = urlsplit(url)
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        return True
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+    is_connected = False
+    try:
+        connection.connect()
+        is_connected = True
+        connection.request("HEAD", "/")
+        connection.getresponse().close()
+    except TimeoutError:
+        return not is_connected  # without a connection, a proxy may be needed
+    except (OSError, HTTPException, ValueError):
+        return True
+    finally:
+        connection.close()
+    return True
 
 
 def _not_too_patient(files: Any) -> Any:

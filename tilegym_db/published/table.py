@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError
-from tilegym_db.paths import home, shipped_root
+from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
 from tilegym_db.published.entries import (
     Candidate,
     DtypesKey,
@@ -39,6 +39,10 @@ from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import config_id
 from tilegym_db.records.trace import is_wrong
+
+if TYPE_CHECKING:
+    from tilegym_db.catalog.reader import CatalogReader
+    from tilegym_db.published.serving_lock import ServingLock
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +186,9 @@ def _is_vouched_for(folder: Path) -> bool:
 
 
 def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
-    """Return the published table of a GPU, or None if it has none. The table is cached until the snapshot changes.
+    """Return the published table of a GPU, or None if it has none, or ``TILEGYM_DB_DISABLE`` is set.
+
+    The table is cached until the snapshot changes. :func:`why_no_table` has the reason for None.
 
     Args:
         gpu: a slug or a family.
@@ -191,6 +197,8 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
     Raises:
         RecordError: a file differs from its lock, or was written by a newer version.
     """
+    if is_disabled():
+        return None
     folder = table_folder(gpu, trust=trust)
     shared = _shared_tables(gpu if folder is None else folder.name, trust)
     stamps = () if folder is None else (_stamp(folder / LOCK_NAME),)
@@ -198,6 +206,25 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
         return None if folder is None else _cached_table(folder, trust, stamps)
     places = tuple(table.snapshot.folder for table in shared)
     return _cached_with_shared(folder, trust, (*stamps, *(_stamp(path / LOCK_NAME) for path in places)), places)
+
+
+def table_for(catalog: CatalogReader, gpu: str) -> ResolverTable | None:
+    """Return the published table of a GPU as a catalog may serve from it: with foreign traces, or with a lock.
+
+    Errors are those of :func:`load_table`.
+    """
+    table = load_table(gpu, trust=catalog.trust_foreign)
+    return table if table is None or catalog.lock is None else _locked(catalog.lock, table)
+
+
+@lru_cache(maxsize=8)
+def _locked(lock: ServingLock, table: ResolverTable) -> ResolverTable:
+    return lock.applied_to(table)
+
+
+def why_no_table(gpu: str) -> str:
+    """Return the reason for which :func:`load_table` returned None."""
+    return DISABLED if is_disabled() else f"nothing is published for {gpu}"
 
 
 def _shared_tables(gpu: str, trust: bool) -> list[SharedTable]:

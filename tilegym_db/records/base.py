@@ -58,6 +58,11 @@ class Record(RecordPart):
 
     kind: ClassVar[str] = "record"
 
+    def __repr__(self) -> str:
+        """Return the kind, and what names the record; ``to_dict()`` has all of it."""
+        values = (getattr(self, key, None) for key in ("name", "version", "trace_id", "definition", "uuid", "status"))
+        return f"<{type(self).__name__} {' '.join(str(value) for value in values if value not in (None, ''))}>"
+
     @classmethod
     def from_json(cls, text: str | bytes, source: str | Path = "<text>") -> Self:
         """Parse and validate one JSON object.

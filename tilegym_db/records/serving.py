@@ -59,7 +59,7 @@ class Serving(RecordPart):
 
     part: Identifier | None = None
     """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink, add_norm,
-    experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear or loss."""
+    experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss."""
     code: tuple[ModelCode, ...] = ()
     """Code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None

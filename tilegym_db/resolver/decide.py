@@ -90,6 +90,7 @@ def decide(
     solutions: Mapping[str, SolutionFiles],
     backward: Decision | None = None,
     rule: Rule = RULE,
+    missing: str = "",
 ) -> Decision:
     """Pick the fastest verified solution for a request, or none.
 
@@ -100,6 +101,7 @@ def decide(
         backward: the decision about its backward, for a request in training. Without a kernel for the backward, stock code
             runs forward too, because autograd needs what stock code saves.
         rule: the rule for a request that was not measured.
+        missing: the reason for no table; by default that nothing is published.
     """
     if request.mode == "training" and request.definition.backward_of is None:
         if backward is None:
@@ -107,7 +109,7 @@ def decide(
         if backward.solution is None:
             return _stock(request, table, solutions, f"{NO_BACKWARD}: {backward.evidence.reason}")
     if table is None:
-        return _stock(request, None, solutions, f"{NOTHING_PUBLISHED} {request.gpu}")
+        return _stock(request, None, solutions, missing or f"{NOTHING_PUBLISHED} {request.gpu}")
     point = find_point(request, table, rule)
     if isinstance(point, str):
         return _stock(request, table, solutions, point)
@@ -652,3 +654,32 @@ def _why_other_work(definition: Definition, asked: Axes, dtypes: Mapping[str, st
 
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:.3g}"
+
+
+# ---- words ----------------------------------------------------------------------------------------
+# A decision as one line and as a table of a notebook.
+
+MEASURED = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
+"""The fields of a candidate that a table shows."""
+
+
+def spelled_decision(request: Request, served: str, evidence: Evidence) -> str:
+    """Return ``rms_norm M=4096,N=4096 bfloat16 on h200: <served>, 2.10x stock (<reason>)``."""
+    chosen, call = evidence.candidate, request.call
+    speedup = f", {chosen.speedup:.2f}x stock" if chosen is not None and chosen.speedup is not None else ""
+    asked = " ".join(filter(None, [axes_key(dict(call.axes)), ",".join(call.dtypes.values())]))
+    return f"{request.definition.name} {asked} on {request.gpu}: {served}{speedup} ({evidence.reason})"
+
+
+def candidates_table(request: Request, evidence: Evidence, rejected: Sequence[Rejection], served: str | None) -> str:
+    """Return an HTML table with one row per candidate: the picked one first, then the others with their reasons."""
+    from tilegym_db.store.answer import html_table  # only a notebook needs it
+
+    chosen = evidence.candidate
+    first = (
+        [getattr(chosen, name) for name in MEASURED] if chosen is not None else [served, *[None] * (len(MEASURED) - 1)]
+    )
+    rows = [("picked", *first, evidence.reason)]
+    rows += [("", *(getattr(candidate, name) for name in MEASURED), reason) for candidate, reason in rejected]
+    caption = spelled_decision(request, str(chosen or served or "no solution"), evidence)
+    return html_table(("", *MEASURED, "why"), rows, caption)

@@ -32,6 +32,8 @@ from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
 if TYPE_CHECKING:
     import torch
 
+    from tilegym_db.published.entries import Candidate
+
 
 PREVIEW = "preview"
 """First part of the key of a call that is only asked about."""
@@ -84,6 +86,8 @@ class Dispatcher:
         self._spans: list[Spans] = []
         self._quarantined: dict[Any, KernelFailure] = {}
         self._refused: dict[str, str] = {}
+        self.loaded: dict[str, tuple[Candidate, str]] = {}
+        """Solution and config -> the candidate and the GPU slug of its table, of each kernel that was bound to a call."""
         self._serving: str | None = None
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
@@ -315,6 +319,7 @@ class Dispatcher:
             failure = self._quarantine(key, str(candidate), call.axes, error)
             return Bound(None, failure.summary, axes=call.axes)
         self._serving = candidate.solution
+        self.loaded[str(candidate)] = candidate, decision.evidence.gpu
         launch = device.on_device(launch, where)
         bound = Bound(launch, decision.evidence.reason, str(candidate), call.axes)
         if self.definition.in_place:

@@ -15,13 +15,19 @@ from tilegym_db.records.call import Request
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, same_gpu
 from tilegym_db.records.solution import Config
-from tilegym_db.resolver.decide import Decision, Evidence, Rejection, not_in_compiled_code
+from tilegym_db.resolver.decide import (
+    MEASURED,
+    Decision,
+    Evidence,
+    Rejection,
+    candidates_table,
+    not_in_compiled_code,
+    spelled_decision,
+)
 from tilegym_db.resolver.resolve import ask, decide_request
 
-_MEASURED = ("solution", "language", "config", "latency_us", "speedup", "speedup_ci_low")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The decision about one call, with the reason for every candidate.
 
@@ -90,11 +96,19 @@ class Explanation:
         """Return one flat record per candidate: the picked one first, then the rejected ones with their reasons."""
         chosen = self.evidence.candidate
         stock = f"stock ({self.stock})" if self.stock else "none: there is no stock solution"
-        picked = {"picked": True, **(_figures(chosen) if chosen else dict.fromkeys(_MEASURED) | {"solution": stock})}
+        picked = {"picked": True, **(_figures(chosen) if chosen else dict.fromkeys(MEASURED) | {"solution": stock})}
         return [
             {**picked, "reason": self.evidence.reason},
             *({"picked": False, **_figures(candidate), "reason": reason} for candidate, reason in self.rejected),
         ]
+
+    def __repr__(self) -> str:
+        """Return the call, what serves it and why, in one line; ``str`` has all candidates."""
+        served = str(self.evidence.candidate or self.stock or "no solution")
+        return f"<Explanation: {spelled_decision(self.request, served, self.evidence)}>"
+
+    def _repr_html_(self) -> str:
+        return candidates_table(self.request, self.evidence, self.rejected, self.stock)
 
     def __str__(self) -> str:
         lines = (
@@ -104,7 +118,7 @@ class Explanation:
 
 
 def _figures(candidate: Candidate) -> dict[str, Any]:
-    return {key: getattr(candidate, key) for key in _MEASURED}
+    return {key: getattr(candidate, key) for key in MEASURED}
 
 
 def explain(

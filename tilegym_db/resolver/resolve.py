@@ -11,7 +11,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind
 from tilegym_db.published.entries import Entry
 from tilegym_db.published.servable import why_outside_scalars
-from tilegym_db.published.table import ResolverTable, load_table, published_gpus
+from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
 from tilegym_db.records.call import Call, Mode, Request, bind_call
@@ -21,11 +21,11 @@ from tilegym_db.records.layouts import LAYOUT_CLASSES
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import (
     CONTIGUOUS,
-    NOTHING_PUBLISHED,
     Decision,
     Evidence,
     MeasuredPoint,
     Rejection,
+    candidates_table,
     decide,
     decide_first_call,
     equal_scalars,
@@ -35,6 +35,7 @@ from tilegym_db.resolver.decide import (
     layouts_match,
     no_kernel,
     selecting_scalars,
+    spelled_decision,
 )
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
 from tilegym_db.resolver.request import compile_target, make_request
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from tilegym_db.resolver.loader import Launcher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Resolved:
     """The answer to one request, which is also a callable.
 
@@ -61,6 +62,13 @@ class Resolved:
     evidence: Evidence
     rejected: tuple[Rejection, ...]
     dispatcher: Dispatcher
+
+    def __repr__(self) -> str:
+        """Return the call, what serves it and why, in one line."""
+        return f"<{spelled_decision(self.request, str(self.evidence.candidate or self.solution.name), self.evidence)}>"
+
+    def _repr_html_(self) -> str:
+        return candidates_table(self.request, self.evidence, self.rejected, self.solution.name)
 
     @property
     def is_stock(self) -> bool:
@@ -174,9 +182,8 @@ def _record(definition: str | Definition, catalog: Catalog) -> Definition:
 def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[str, SolutionFiles]]:
     """Decide by the published table of the request's GPU; return the decision and the solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
-    return decide(
-        request, load_table(request.gpu, trust=catalog.trust_foreign), solutions, _decide_backward(request, catalog)
-    ), solutions
+    table, backward = table_for(catalog, request.gpu), _decide_backward(request, catalog)
+    return decide(request, table, solutions, backward, why_no_table(request.gpu)), solutions
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
@@ -241,7 +248,7 @@ def _proposer(definition: Definition, catalog: Catalog, only: str | None) -> Pro
 
     def propose(call: Call, device: torch.device) -> Decision | None:
         gpu, target = device_gpu(device)
-        table = load_table(gpu, trust=catalog.trust_foreign)
+        table = table_for(catalog, gpu)
         request = make_request(definition, call, gpu=gpu, sm=target, unavailable=unavailable)
         return decide_first_call(request, table, solutions)
 
@@ -262,7 +269,7 @@ def _chooser(
     def choose(call: Call, device: torch.device, serving: str | None) -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
-            table = tables[gpu] = load_table(gpu, trust=catalog.trust_foreign)
+            table = tables[gpu] = table_for(catalog, gpu)
             if table is not None:
                 indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
         after = after_it(call, device)
@@ -274,7 +281,7 @@ def _chooser(
         request = make_request(
             definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
         )
-        return decide(request, tables[gpu], solutions, after)
+        return decide(request, tables[gpu], solutions, after, why_no_table(gpu))
 
     def after_it(call: Call, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:
@@ -573,7 +580,7 @@ def why_never_served(
         unavailable: language -> why it cannot run in this process.
     """
     if table is None:
-        return f"{NOTHING_PUBLISHED} {gpu}"
+        return why_no_table(gpu)
     measured = table.dtypes_of(definition.name)
     usable = [one for one in measured if dtypes is None or not one or set(dtypes) & set(one.values())]
     if measured and not usable:

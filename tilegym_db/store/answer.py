@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-@dataclass(frozen=True)
+SHOWN_NAMES = 6
+"""Maximum number of columns that the text of an answer names."""
+
+
+@dataclass(frozen=True, repr=False)
 class Answer:
     """Columns and rows, usable as a sequence of rows. Arrow, pandas and polars query the open store again and keep its
     types.
@@ -73,6 +77,11 @@ class Answer:
             UsageError: no such column, no numbers in it, or too many lines.
         """
         return line_plot(self.columns, self.rows, x, y, line)
+
+    def __repr__(self) -> str:
+        """Return the size and the first columns; the rows are in ``rows``."""
+        names = ", ".join(self.columns[:SHOWN_NAMES]) + (", ..." if len(self.columns) > SHOWN_NAMES else "")
+        return f"<Answer: {len(self.rows)} rows of {names}>"
 
     def _repr_html_(self) -> str:
         return html_table(self.columns, self.rows)
@@ -231,14 +240,14 @@ SHOWN_ROWS = 20
 """Maximum number of rows in a displayed table, which states how many more there are."""
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return an unstyled HTML table with escaped text and the first rows."""
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", most: int = SHOWN_ROWS) -> str:
+    """Return an unstyled HTML table with escaped text and the first ``most`` rows."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     lines = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row)}</tr>" for row in rows[:SHOWN_ROWS]
+        f"<tr>{''.join(f'<td>{html.escape(_shown(value))}</td>' for value in row)}</tr>" for row in rows[:most]
     )
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    left = len(rows) - SHOWN_ROWS
+    left = len(rows) - most
     more = f"<p>{left} more rows</p>" if left > 0 else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>{more}"
 

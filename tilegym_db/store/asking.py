@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tilegym_db.errors import QueryError, QueryTimeoutError, StoreError
+from tilegym_db.store.columns import with_comments
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -93,7 +94,8 @@ def ask(
 
     Args:
         store: an open store, whose connection limits what the statement can reach.
-        text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``).
+        text: one SELECT (also ``FROM ...``, ``DESCRIBE``, ``SUMMARIZE``, ``SHOW TABLES``, ``PIVOT ... IN``). ``DESCRIBE`` of a
+            view and ``SHOW TABLES`` say what columns and views mean.
         params: values for ``?`` or ``$name``.
         as_arrow: return a ``pyarrow.Table``, which keeps DuckDB's types, instead of rows.
         timeout_s: seconds after which the query is stopped; None for no limit.
@@ -112,10 +114,11 @@ def ask(
     def answer() -> QueryResult:
         check_open(store)
         check_single_read(connection, text)
+        asked = with_comments(text, connection, VIEWS)
         if as_arrow:
-            table = connection.sql(text, params=params or None).to_arrow_table()
+            table = connection.sql(asked, params=params or None).to_arrow_table()
             return QueryResult(tuple(table.column_names), tuple(map(str, table.schema.types)), [], warning, table)
-        cursor = connection.execute(text, params) if params else connection.execute(text)
+        cursor = connection.execute(asked, params) if params else connection.execute(asked)
         columns = tuple(column[0] for column in cursor.description or ())
         types = tuple(str(column[1]) for column in cursor.description or ())
         check_fetchable(columns, types)

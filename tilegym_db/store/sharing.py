@@ -252,6 +252,7 @@ class SharedDataSet:
         if self.place.is_local:
             return self._local_files()
         try:
+            self.place.refuse_silence("list")
             listed = self.place.files.get_file_info(fs.FileSelector(self.place.root, recursive=True))
         except FileNotFoundError:  # the folder; a bucket that does not exist is another error
             return []

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.store.asking import QueryResult, ask
+from tilegym_db.store.asking import VIEWS, QueryResult, ask
+from tilegym_db.store.columns import schema_statement
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
@@ -47,3 +48,16 @@ def run_user_query(
 
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
         return ask(store, text, params, as_arrow=as_arrow, timeout_s=timeout_s)
+
+
+def run_schema_query(
+    view: str | None = None, *, path: Path | None = None, catalog: Catalog | None = None, as_arrow: bool = False
+) -> QueryResult:
+    """Return every column of a view, or of all views: its type and its meaning.
+
+    Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
+    """
+    from tilegym_db.store.connection import open_store
+
+    with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
+        return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)

@@ -185,26 +185,28 @@ SELECT
         row(sandbox_level >= $sandbox_level, timestamp, trace_id)) AS newest
 FROM standing GROUP BY ALL;
 
--- Here and below: `gpu` is joined on, although the id says it all, so that a reader's condition on it reaches the inside.
+-- Here and below: `definition` and `gpu` are joined on, although the id says it all, so that a reader's condition on them reaches
+-- the inside.
 CREATE OR REPLACE VIEW verified AS
-SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN newest_passes n ON n.gpu = t.gpu AND n.newest.trace_id = t.trace_id
+SELECT t.* EXCLUDE (is_newest) FROM marked_traces t
+JOIN newest_passes n ON n.definition = t.definition AND n.gpu = t.gpu AND n.newest.trace_id = t.trace_id
 WHERE t.is_newest;
 
 -- The fastest verified trace of each solution, per GPU and shape. Ties fall to the smaller trace_id, so that two
 -- readers of the same traces always see the same row.
 CREATE OR REPLACE VIEW best_per_solution AS
 SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
-    SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
+    SELECT definition, gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
     GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, solution
-) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
+) b ON b.definition = t.definition AND b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 
 -- The fastest verified trace of any solution, per GPU and shape.
 CREATE OR REPLACE VIEW best AS
 SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
-    SELECT gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
+    SELECT definition, gpu, arg_min(newest.trace_id, row(newest.latency_us, newest.trace_id)) AS trace_id FROM newest_passes
     GROUP BY definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
-) b ON b.gpu = t.gpu AND b.trace_id = t.trace_id
+) b ON b.definition = t.definition AND b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 
 -- What `verify` may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
@@ -224,7 +226,7 @@ JOIN solution_records s ON s.is_current AND s.name = t.solution AND s.digest = t
 ANTI JOIN trace_records p ON p.tier = 'promotion' AND p.solution_digest = t.solution_digest
     AND p.definition_digest = t.definition_digest AND p.gpu = t.gpu AND p.workload_uuid = t.workload_uuid
     AND p.config_key = t.config_key AND p.timestamp >= t.screened_at AND is_counted(p.origin, p.trusted)
-ANTI JOIN verified v ON v.solution_digest = t.solution_digest AND v.definition_digest = t.definition_digest
+ANTI JOIN standing v ON v.solution_digest = t.solution_digest AND v.definition_digest = t.definition_digest
     AND v.gpu = t.gpu AND v.workload_uuid = t.workload_uuid AND v.config_key = t.config_key
 WHERE t.status = 'PASSED' AND gives_all(s.record);
 

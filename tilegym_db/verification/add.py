@@ -7,10 +7,10 @@ sources. So they are in this room, and the catalog itself only writes.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -35,7 +35,7 @@ Sources = Mapping[str, bytes]
 """Path in a Solution's folder -> content."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Added:
     """Records that were added to a catalog, with the files or folders that contain them now."""
 
@@ -49,6 +49,8 @@ class Added:
     """Those that the catalog had already, or that a file states twice."""
     scan_notes: tuple[str, ...] = ()
     """Remarks of the static scan about a Solution, which are no errors."""
+    outcome: Literal["added", "replaced", "known"] = "added"
+    """``known`` if the catalog had a Solution with the same record and bytes; nothing was written then."""
     reference_ran: bool = False
     """True if the reference of a Definition was run once; without PyTorch it is not."""
 
@@ -61,6 +63,7 @@ def add(
     name: str | None = None,
     author: str | None = None,
     description: str = "",
+    replace: bool = False,
     catalog: Catalog | None = None,
 ) -> Added:
     """Add what a file or folder contains: a Definition, a Solution or Workloads.
@@ -75,6 +78,7 @@ def add(
         name: the name of a Solution, in place of the one in its record or of one made from its file.
         author: the author of a ``.py`` file; by default the login name.
         description: one line about a ``.py`` file.
+        replace: let a Solution take the place of the user's own one of that name.
         catalog: the records; the shipped ones and the user's overlay by default. New records are written to
             :attr:`Catalog.write_root`. Make a new catalog to read them.
 
@@ -90,10 +94,11 @@ def add(
     if kind == "solution":
         return add_solution(
             path, definition=definition, language=language, name=name, author=author, description=description,
-            catalog=catalog,
+            replace=replace, catalog=catalog,
         )  # fmt: skip
-    given = {"definition": definition, "language": language, "name": name, "author": author}
-    extra = next((key for key, value in given.items() if value is not None), "description" if description else None)
+    given: dict[str, object] = {"definition": definition, "language": language, "name": name, "author": author}
+    given |= {"description": description or None, "replace": replace or None}
+    extra = next((key for key, value in given.items() if value is not None), None)
     if extra is not None:
         raise UsageError(
             f"{path}: '{extra}' is for a solution, and this path has a {kind}. Leave it out.", code="options_clash"
@@ -167,7 +172,7 @@ def add_definition(path: Path, *, catalog: Catalog | None = None) -> Added:
     if not workloads:
         return Added(record, paths=(target,), reference_ran=has_torch)
     added = _appended(workloads, path, catalog.reread(catalog.write_root))
-    return replace(added, definition=record, paths=(target, *added.paths), reference_ran=has_torch)
+    return dataclasses.replace(added, definition=record, paths=(target, *added.paths), reference_ran=has_torch)
 
 
 # ---- Solutions ------------------------------------------------------------------------------------------
@@ -181,6 +186,7 @@ def add_solution(
     name: str | None = None,
     author: str | None = None,
     description: str = "",
+    replace: bool = False,
     catalog: Catalog | None = None,
 ) -> Added:
     """Add a Solution in one step, after the static scan of its sources.
@@ -188,11 +194,11 @@ def add_solution(
     Args:
         path: a ``.py`` file that defines ``run``, a folder with ``solution.json``, or one Solution of a family: its
             ``.json``, or ``family.json#<solution>``.
-        definition, language, name, author, description, catalog: see :func:`add`.
+        definition, language, name, author, description, replace, catalog: see :func:`add`.
 
     Raises:
         RecordError: the Solution is invalid, does not fit its Definition, or the static scan refuses it.
-        ConflictError: a Solution of that name exists.
+        ConflictError: a Solution of that name exists with other content, and is shipped or ``replace`` is false.
         NotFoundError: the Definition is unknown.
         UsageError: an argument is missing or unknown, or contradicts the record.
     """
@@ -202,8 +208,20 @@ def add_solution(
     )
     notes = _scanned(record, sources, path)
     _require_finished(unfinished(record, sources, catalog.definition(record.definition)), path)
-    folder = catalog.add_solution(record, sources)
-    return Added(solution=record, paths=(folder,), scan_notes=notes)
+    outcome = _outcome(record, sources, catalog)
+    folder = catalog.add_solution(record, sources, replace=replace)
+    return Added(solution=record, paths=(folder,), scan_notes=notes, outcome=outcome)
+
+
+def _outcome(record: Solution, sources: Sources, catalog: Catalog) -> Literal["added", "replaced", "known"]:
+    """Return what adding a Solution will do, if it is not refused."""
+    if record.name not in catalog.solution_paths:
+        return "added"
+    try:
+        known = catalog.solution(record.name)
+    except RecordError:
+        return "replaced"
+    return "known" if (known.record, dict(known.sources)) == (record, dict(sources)) else "replaced"
 
 
 def read_draft(

@@ -5,6 +5,7 @@ Its parts are the own shape, the outcome and queue of fuzz cases, the share of p
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Protocol
 import torch
 
 from tilegym_db.errors import StoreError
-from tilegym_db.records import Workload
+from tilegym_db.records import Definition, Workload
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.call import is_code_selecting
 from tilegym_db.records.case import Case
@@ -157,6 +158,11 @@ class FuzzOutcome:
     """The scalars of each passed case."""
     large: list[Mapping[str, int]] = field(default_factory=list)
     """The axes of each large case that passed."""
+
+
+def _elements(definition: Definition, case: Case) -> int:
+    names = (*definition.tensor_inputs, *definition.outputs)
+    return sum(math.prod(definition.shape_of(name, dict(case.call.axes))) for name in names)
 
 
 def conclude_fuzz(fuzz: FuzzOutcome, proving: Sequence[Pair], failures: Sequence[Failure]) -> FuzzOutcome | Failure:
@@ -420,6 +426,9 @@ class Verification:
                 fuzz.dropped.append(str(case))
                 continue
             proving.append((expected, cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None))
+        proving.sort(
+            key=lambda pair: _elements(definition, pair[0].case)
+        )  # so that the smallest failing case is reported
         if not proving:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")

@@ -12,20 +12,23 @@ if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
 
 
-def refuse_unknown_names(names: Sequence[str], catalog: Catalog | None = None) -> None:
-    """Raise for a name that is not a Definition or a Solution.
+def refuse_unknown_names(names: Sequence[str], catalog: Catalog | None = None, *, drafts: bool = False) -> None:
+    """Raise for a name that is not a Definition or a Solution. With ``drafts``, the path of a Solution is a name too.
 
     Raises:
         NotFoundError: a name is unknown; the message suggests the nearest ones.
         RecordError: the record of a name is broken.
     """
     from tilegym_db.catalog import Catalog
+    from tilegym_db.catalog.record_files import is_place
 
     if not names:
         return
     catalog = catalog or Catalog.default()
     known = {*catalog.definition_paths, *catalog.solution_paths}
     for name in names:
+        if drafts and is_place(name, catalog):
+            continue
         catalog.refuse_broken(name)
         if name not in known:
             if name in OTHER_NAMES:

@@ -22,6 +22,7 @@ from tilegym_db.measurement.tune.search import SearchBudget
 from tilegym_db.measurement.tune.tuner import KnownResults, TuneResult, TuneTask, search
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Definition, Trace, Workload, axes_key
+from tilegym_db.store.answer import html_table
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.tuning import TuningLog, TuningStep
 from tilegym_db.verification.worker_handle import SCREEN
@@ -41,7 +42,7 @@ class TuneObserver:
     at_work: Callable[[str, str], None] = lambda device, what: None
 
 
-@dataclass
+@dataclass(repr=False)
 class TuneReport:
     """The result of a run. ``interrupted`` is true after Ctrl-C; all earlier steps are kept."""
 
@@ -55,6 +56,18 @@ class TuneReport:
     notes: list[str] = field(default_factory=list)
     """Losses during the run, and the work that was done again."""
     unfinished: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the run, the device and the number of results."""
+        return f"<TuneReport {self.run_id} on {self.machine.gpu}: {len(self.results)} results, {len(self.skipped)} left out>"
+
+    def _repr_html_(self) -> str:
+        """Return a table with the config of each solution and workload."""
+        rows = [
+            (one.solution, axes_key(dict(one.axes)), one.config, one.gain, one.tried, one.reason)
+            for one in self.results
+        ]
+        return html_table(("solution", "axes", "config", "vs defaults", "tried", "why"), rows, repr(self))
 
     @property
     def outcomes(self) -> Counter[str]:

@@ -30,6 +30,7 @@ from tilegym_db.sandbox.scan.tables import (
     is_listed,
     is_public_dunder,
     label,
+    nearest,
     path_rule,
 )
 
@@ -110,7 +111,9 @@ class Context:
                 self.report.add(node, noted, f"{verb} {path}")
             return True
         rule = "os-call" if root == "os" else label(path)
-        self.report.add(node, rule, f"{verb} {path.removeprefix('builtins.')}")
+        meant = nearest(path) if rule == "unlisted-member" else None
+        hint = "" if meant is None else f" (did you mean {meant}?)"
+        self.report.add(node, rule, f"{verb} {path.removeprefix('builtins.')}{hint}")
         return False
 
     def check_escape(self, node: ast.expr, path: str) -> None:

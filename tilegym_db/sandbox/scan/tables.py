@@ -11,6 +11,7 @@ A path is spelt as it resolves, whatever it is called in the source: ``t.cuda.St
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import tomllib
@@ -179,6 +180,10 @@ def refusal(path: str) -> str | None:
     return rule if rule in RULES and RULES[rule].severity is Severity.HARD else None
 
 
+_MIN_LIKENESS = 0.75
+"""Of two names, by :mod:`difflib`; two letters in the wrong order keep 0.75 of a name of four."""
+
+
 @cache
 def is_listed(path: str) -> bool:
     """Return True for an allowed module, a member of one, or an attribute of such a member."""
@@ -189,6 +194,14 @@ def is_listed(path: str) -> bool:
     if not module or (name and name not in MEMBERS[module] and not is_public_dunder(name)):
         return False
     return all(name in VALUES or is_public_dunder(name) for name in attributes)
+
+
+@cache
+def nearest(path: str) -> str | None:
+    """Return the listed member of the same module that a path misspells, or None: ``triton.language.load`` for ``...laod``."""
+    module, _, name = path.rpartition(".")
+    close = difflib.get_close_matches(name, sorted(MEMBERS.get(module, ())), n=1, cutoff=_MIN_LIKENESS)
+    return f"{module}.{close[0]}" if close else None
 
 
 @cache

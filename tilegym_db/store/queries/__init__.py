@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilegym_db.store.queries.measured import (
         Promotable,
         count_traces,
+        count_traces_of,
         definition_by_digest,
         done_keys,
         failed_screen,
@@ -52,6 +53,7 @@ __all__ = [
     "Promotable",
     "best_rows",
     "count_traces",
+    "count_traces_of",
     "count_unverified",
     "definition_by_digest",
     "disagreements",
@@ -92,6 +94,7 @@ _SUBJECTS = {
         "solutions_of_run",
         "tuned_configs",
         "count_traces",
+        "count_traces_of",
         "definition_by_digest",
         "find_traces",
         "read_traces",

@@ -181,6 +181,10 @@ FIND_TRACES = """
     WHERE starts_with(t.trace_id, $prefix) ORDER BY t.trace_id LIMIT $most
 """
 
+COUNT_TRACES_OF = """
+    SELECT gpu, count(*) AS traces FROM trace_records WHERE solution = $name OR definition = $name GROUP BY gpu ORDER BY gpu
+"""
+
 COUNT_TRACES = "SELECT count(*) AS traces FROM trace_records"
 
 TRACES_BY_ID = "FROM trace_records WHERE trace_id IN (SELECT unnest($trace_ids::VARCHAR[]))"
@@ -212,6 +216,11 @@ def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any
 def count_traces(store: Store) -> int:
     """Return the number of traces in the store."""
     return int(store.rows(COUNT_TRACES)[0]["traces"])
+
+
+def count_traces_of(store: Store, name: str) -> dict[str, int]:
+    """Return GPU -> number of the traces of a Solution, or of all Solutions of a Definition."""
+    return {row["gpu"]: int(row["traces"]) for row in store.rows(COUNT_TRACES_OF, {"name": name})}
 
 
 def definition_by_digest(store: Store, digest: str) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.records.model_run import ModelRun, claims_of
-from tilegym_db.store.database import parsed
 
 if TYPE_CHECKING:
     from tilegym_db.store.database import Store
@@ -16,10 +15,11 @@ _SHAPE = "definition, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs
 
 # `is_fastest` marks the row of the view `best`: both break ties by trace_id.
 EVIDENCE = f"""
-    SELECT definition, op_type, gpu, axes, axes_key, dtypes, dtypes_key, scalars, scalars_key, layouts_key, blobs, blobs_key,
+    SELECT definition, op_type, gpu, axes_key, dtypes_key, scalars_key, layouts_key, blobs_key,
         solution, language, role, config, config_key, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
-        sol_us, sol_ratio, strongest_baseline, strongest_ratio, profiled_us, trace_id, timestamp,
-        origin, gpu_name, driver, libs, tier, sandbox_level, cases, envelope_cases,
+        sol_us, sol_ratio, strongest_baseline, strongest_ratio, profiled_us, trace_id, timestamp, origin, gpu_name, driver,
+        array_to_string(list_transform(map_entries(libs), lambda e: e.key || ' ' || e.value), ', ') AS libs,
+        tier, sandbox_level, cases, envelope_cases,
         envelope_digest, workload_uuid, rel_fro, max_abs, timer, clock_mhz, solution_digest,
         row_number() OVER (PARTITION BY {_SHAPE} ORDER BY latency_us, trace_id) = 1 AS is_fastest,
         row_number() OVER (PARTITION BY {_SHAPE}, language ORDER BY latency_us, trace_id) = 1 AS is_fastest_in_language
@@ -61,7 +61,8 @@ OPEN = """
 # and shape or not.
 CHANGES = """
     WITH passes AS (
-        SELECT *, lag(ci_high_us) OVER earlier AS ci_high_before, lag(latency_us) OVER earlier AS latency_before
+        SELECT definition, solution, gpu, role, timestamp, trace_id, latency_us, ci_low_us,
+            lag(ci_high_us) OVER earlier AS ci_high_before, lag(latency_us) OVER earlier AS latency_before
         FROM traces WHERE status = 'PASSED' AND tier = 'promotion' AND is_counted(origin, trusted) AND doubt IS NULL
         WINDOW earlier AS (
             PARTITION BY definition, solution, config_key, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key
@@ -169,9 +170,10 @@ NEWEST = "SELECT max(timestamp) AS newest FROM trace_records WHERE is_counted(or
 def evidence_rows(store: Store) -> list[dict[str, Any]]:
     """Return each solution's fastest verified trace per shape and GPU, with its evidence.
 
-    It adds two columns to the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
+    Calls are columns of keys, and ``config`` is JSON text: among tens of thousands of rows most maps repeat. Two columns are not
+    in the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
     """
-    return parsed(store.rows(EVIDENCE))
+    return store.rows(EVIDENCE)
 
 
 def coverage_rows(store: Store) -> list[dict[str, Any]]:
