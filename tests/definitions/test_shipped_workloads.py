@@ -18,6 +18,7 @@ MODELS = {
 }  # what no other model does so
 STAGES = {"prefill", "decode"}
 STAGES_OF = {
+    "cross_entropy": {"training"},
     "causal_conv1d": {"prefill"},
     "causal_conv1d_bias": {"prefill"},
     "causal_conv1d_update": {"decode"},
