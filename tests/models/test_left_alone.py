@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db import Catalog, patch, patched, patched_init
 from tilegym_db.errors import UsageError
 from tilegym_db.models import handle as patch_handle
-from tilegym_db.models.call_site import is_patched
+from tilegym_db.models.call_site import change_class, is_patched, subclass
 from tilegym_db.resolver import device
 
 OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller
@@ -115,6 +115,20 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
     for definition in ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy"):
         assert reasons.pop(definition) == ""
     assert all("calls; it runs the model's own code" in reason for reason in reasons.values())
+    handle.unpatch()
+    assert classes(model) == before
+
+
+def test_a_class_on_top_of_the_patched_one_is_not_forgotten(shop: Any, build: Any, prompt: Any) -> None:
+    """The class that decodes in graphs on a GPU is on top of that of the loss while other call sites leave the model."""
+    forget_compiled_code()
+    model, ids = build(), prompt()
+    before = classes(model)
+    handle = patch(model, catalog=shop.offer(smallest=OUT_OF_RANGE))
+    patched_class = type(model)
+    change_class(model, subclass(patched_class, patched_class.forward))
+    run(model, ids, 2 * patch_handle.PATIENCE)
+    change_class(model, patched_class)
     handle.unpatch()
     assert classes(model) == before
 
