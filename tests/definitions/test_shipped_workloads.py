@@ -20,6 +20,7 @@ STAGES = {"prefill", "decode"}
 STAGES_OF = {
     "layer_norm_no_bias": {"prefill"},
     "quick_gelu": {"prefill"},
+    "cross_entropy": {"training"},
     "causal_conv1d": {"prefill"},
     "causal_conv1d_bias": {"prefill"},
     "causal_conv1d_update": {"decode"},

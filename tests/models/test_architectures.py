@@ -108,9 +108,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def beside_attention(report: Any) -> tuple[dict[str, int], list[Any]]:
-    """Calls by a kernel, and the call sites, of all that does not depend on masks."""
-    hits = {op: calls for op, calls in report.hits().items() if not op.startswith("attention_")}
-    return hits, [site for site in report.sites if site.counts and not site.kind.startswith("attention")]
+    """Calls by a kernel, and the call sites, of all that depends neither on masks nor on labels."""
+    sites = [site for site in report.sites if site.counts and not site.kind.startswith(("attention", "loss"))]
+    hits = report.hits()
+    return {op: hits[op] for site in sites for op in (counts.definition for counts in site.all_counts)}, sites
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:

@@ -113,6 +113,7 @@ def test_discovery_changes_nothing_and_runs_no_hook(kernels: Catalog, build: Any
     handle = patch(model, catalog=kernels, dry_run=True)
     assert {site.reason for site in handle.report().sites} == {"dry run"}
     assert {site.definition for site in handle.report().sites} == {
+        "cross_entropy",
         "rms_norm",
         "fused_add_rms_norm",
         "swiglu",

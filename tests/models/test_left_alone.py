@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db import Catalog, patch, patched, patched_init
 from tilegym_db.errors import UsageError
 from tilegym_db.models import handle as patch_handle
-from tilegym_db.models.call_site import is_patched
+from tilegym_db.models.call_site import change_class, is_patched, subclass
 from tilegym_db.resolver import device
 
 OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller
@@ -61,7 +61,7 @@ def test_a_dtype_that_nothing_was_measured_in_is_left_alone(shop: Any, build: An
     assert not wrapped(precise)
     assert all("was not measured on cpu with float32 (measured: T=bfloat16)" in reason for reason in reasons)
     patch(rounded, catalog=catalog)
-    assert wrapped(rounded) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}
+    assert wrapped(rounded) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM"}
 
 
 def test_modules_stay_unchanged_if_no_kernel_is_faster(shop: Any, build: Any) -> None:
@@ -106,16 +106,30 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
     before, stock = classes(model), logits(model, ids)
     handle = patch(model, catalog=shop.offer(smallest=OUT_OF_RANGE))
     run(model, ids, patch_handle.PATIENCE - 1)
-    assert wrapped(model) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer"}
+    assert wrapped(model) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM"}
     run(model, ids, 2)
     # Five norms, of which two are called by layers that may serve them with the sum before.
     assert torch.equal(logits(model, ids), stock)
     run(model, ids, patch_handle.PATIENCE)
-    assert wrapped(model) <= {"LlamaAttention"}  # single positions were never called
+    assert wrapped(model) <= {"LlamaAttention", "LlamaForCausalLM"}  # single positions and the loss were never called
     reasons = {site.definition: site.reason for site in handle.report().sites}
-    for definition in ("attention_decode", "attention_masked_prefill", "attention_masked_decode"):
+    for definition in ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy"):
         assert reasons.pop(definition) == ""
     assert all("calls; it runs the model's own code" in reason for reason in reasons.values())
+    handle.unpatch()
+    assert classes(model) == before
+
+
+def test_a_class_on_top_of_the_patched_one_is_not_forgotten(shop: Any, build: Any, prompt: Any) -> None:
+    """The class that decodes in graphs on a GPU is on top of that of the loss while other call sites leave the model."""
+    forget_compiled_code()
+    model, ids = build(), prompt()
+    before = classes(model)
+    handle = patch(model, catalog=shop.offer(smallest=OUT_OF_RANGE))
+    patched_class = type(model)
+    change_class(model, subclass(patched_class, patched_class.forward))
+    run(model, ids, 2 * patch_handle.PATIENCE)
+    change_class(model, patched_class)
     handle.unpatch()
     assert classes(model) == before
 

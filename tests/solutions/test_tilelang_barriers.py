@@ -86,6 +86,21 @@ KERNELS = {
         "sink_decode_kernel",
         (64, BF16, 16, 128, 64, 3, True),
     ),
+    "loss, logits": (
+        "fused_linear_cross_entropy_tilelang",
+        "product_kernel",
+        (None, 128256, 4096, BF16, True, True, False, False, 256, 4, 132),
+    ),
+    "loss, gradient of hidden states": (
+        "fused_linear_cross_entropy_tilelang",
+        "product_kernel",
+        (None, 4096, 128256, BF16, True, False, False, False, 256, 4, 132),
+    ),
+    "loss, gradient of the weight": (
+        "fused_linear_cross_entropy_tilelang",
+        "product_kernel",
+        (128256, 4096, 2048, BF16, False, False, True, True, 256, 4, 132),
+    ),
 }
 """Every kernel with a pipeline: the Solution, the factory and its arguments at a size of production."""
 TILELANG = [files for files in CATALOG.solutions.values() if files.record.spec.language == "tilelang"]

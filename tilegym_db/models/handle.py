@@ -321,7 +321,10 @@ def _remove(installed: _Installed, handle: Handle | None) -> None:
         if module is not None and ours is not None and type(module) is ours:
             change_class(module, ours.__mro__[1])
     if handle is not None:
-        handle._changed = [(module, cls) for module, cls in handle._changed if type(module) is cls]
+        # The class that decodes in graphs may stand on top of the one of the loss: that module is still to be restored.
+        handle._changed = [
+            (module, cls) for module, cls in handle._changed if cls is not ours or issubclass(type(module), cls)
+        ]
 
 
 def _restore(module: Module, ours: type[Module]) -> bool:

@@ -6,7 +6,8 @@ If an input is overwritten before the backward, PyTorch raises an error, as for 
 
 The stock solution of the backward Definition computes gradients that no kernel serves after all (unexpected strides, a kernel
 that raised). Gradients that are differentiated again (``create_graph=True``) come from its reference. A reference consists of
-operations that autograd can differentiate, and a stock solution may call others.
+operations that autograd can differentiate, and a stock solution may call others. Saved outputs without a gradient are computed
+again then, by the reference of the forward, if the backward has all of its inputs.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class _DefinitionPair:
         self.serve_gradients: Callable[..., Any] = self.backward.serving(allocate_of(backward))
         self._stock = stock
         self._definition = backward
-        self._is_once_differentiable = _keeps_constants(forward, backward)
+        self._forward = forward
+        self._constants = _kept_constants(forward, backward)
         self._arguments = [
             _Argument("gradient", outputs.index(name.removeprefix(GRADIENT)))
             if name.startswith(GRADIENT)
@@ -158,18 +160,28 @@ class _DefinitionPair:
             found = self.serve_gradients(*given)
         if found is None:
             with torch.autocast(grads[0].device.type, enabled=False):  # as in kernels, the inputs decide the dtypes
-                found = self._code_of_gradients()(*given)
+                found = self._code_of_gradients()(*self._differentiable(given))
         return dict(zip(self.differentiated, found if isinstance(found, tuple) else (found,), strict=True))
+
+    def _differentiable(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of a backward; if gradients are enabled, autograd can differentiate all of them."""
+        if not torch.is_grad_enabled() or not self._constants:
+            return given
+        known = dict(zip(self._definition.inputs, given, strict=True))
+        if not known.keys() >= self._forward.inputs.keys():
+            raise UsageError(
+                f"{self._definition.name} has no second derivative, as it keeps outputs without a gradient. "
+                "Leave out create_graph, or patch without this operator (ops=...).",
+                code="second_derivative_absent",
+            )
+        run = load_function(self._forward.reference, self._forward.name)
+        made = run(*(known[name] for name in self._forward.inputs))
+        outputs = dict(zip(self._forward.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+        return [outputs[name] if name in self._constants else value for name, value in known.items()]
 
     def _code_of_gradients(self) -> Callable[..., Any]:
         """Return code of PyTorch operations; autograd can differentiate it if gradients are enabled."""
         if torch.is_grad_enabled():
-            if self._is_once_differentiable:
-                raise UsageError(
-                    f"{self._definition.name} has no second derivative, as it keeps outputs without a gradient. "
-                    "Leave out create_graph, or patch without this operator (ops=...).",
-                    code="second_derivative_absent",
-                )
             return load_function(self._definition.reference, self._definition.name)
         return load_verified(self._stock, self._stock.digest)
 
@@ -227,6 +239,8 @@ def _can_fall_back(backward: Definition, catalog: Catalog) -> bool:
     return stock is not None and not stock.record.spec.destination_passing_style
 
 
-def _keeps_constants(forward: Definition, backward: Definition) -> bool:
-    """Return True if a backward keeps an output without a gradient: its second derivative would lack a term."""
-    return any(GRADIENT + name not in backward.inputs for name in backward.saved if name in forward.outputs)
+def _kept_constants(forward: Definition, backward: Definition) -> frozenset[str]:
+    """Return the saved outputs without a gradient: if they stay constants, a second derivative lacks a term."""
+    return frozenset(
+        name for name in backward.saved if GRADIENT + name not in backward.inputs and name in forward.outputs
+    )

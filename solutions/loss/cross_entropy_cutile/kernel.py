@@ -47,7 +47,7 @@ def _cross_entropy(
     REPEAT: Int,
     LANES: Int,
 ):
-    """A block has a row, or one of PIECES pieces of a row, each of STEPS tiles of REPEAT * LANES columns."""
+    """Read a row, or one of its PIECES pieces, in STEPS tiles of REPEAT * LANES columns."""
     n = logits.shape[1]
     row = ct.bid(0) // PIECES
     piece = ct.bid(0) % PIECES

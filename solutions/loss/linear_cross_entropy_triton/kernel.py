@@ -12,7 +12,7 @@ GROUP_M = 8  # rows of tiles that share columns of the other factor in L2
 
 @functools.cache
 def _sm_count(device: torch.device) -> int:
-    """Multiprocessors of the device; those of an H200 on a machine without a GPU, which only compiles."""
+    """Return the multiprocessors of the device; on a machine without a GPU, which only compiles, those of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 

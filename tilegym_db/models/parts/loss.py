@@ -103,7 +103,7 @@ def AGREES(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...
 
 def targets_of(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Return the label of the next token for each token [M]; the last token of a sequence has none."""
-    return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index).reshape(-1)
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> MemberOverrides:
@@ -173,6 +173,6 @@ def _served(site: CallSite, module: Any, given: Mapping[str, Any]) -> torch.Tens
     learned = targets != ignore_index
     # The product makes the gradient of the losses a whole tensor: that of a sum alone is one number, expanded.
     total: torch.Tensor = (found[0] * learned).sum()
-    if items is None:
-        return total / learned.sum()
-    return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
+    count: Any = learned.sum() if items is None else items
+    mean: torch.Tensor = total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+    return mean
