@@ -29,7 +29,7 @@ def _attend_to_pages(
     inside = (members[:, None] < group) & (cols[None, :] < D)
     query_heads = head * group + members
     q = tl.load(q_ptr + batch * q_b + query_heads[:, None] * q_h + cols[None, :], mask=inside, other=0.0)
-    # 2. The program's span of tiles, by the length of its own sequence.
+    # 2. The span of tiles, by the length of the sequence.
     length = tl.load(lengths_ptr + batch)
     tiles = tl.cdiv(length, BLOCK_N)
     each = tl.cdiv(tiles, splits)
