@@ -31,6 +31,7 @@ from tilegym_db.models.sdpa_code import other_options
 from tilegym_db.models.upstream_code import undecorated
 
 OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")
+LATENT = ("mla_prefill", "mla_expanded_decode")
 STEPS = 4
 WAYS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     # generate's options, and the layers' calls that kernels serve of a prompt and of three steps after it (two layers)
@@ -443,14 +444,67 @@ def test_an_unknown_attention_function_is_left_alone(
     assert all(fact in reason for reason in reasons_found)
 
 
-def test_values_narrower_than_keys_run_stock_for_that_reason(
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_values_narrower_than_keys_have_kernels_of_their_own(
+    name: str, way: str, kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, inputs = build(name, v_head_dim=8), {"input_ids": prompt(2)}
+    options, (prompts, steps) = WAYS[way]
+    stock = generate(model, inputs, **options)
+    with patched(model, catalog=kernels, ops=[*OPS, *LATENT]) as handle:
+        assert generate(model, inputs, **options) == stock
+    report = attention_report(handle)
+    assert {name: calls for name, (calls, _) in report.items()} == dict(zip(LATENT, (prompts, steps), strict=True))
+    assert reasons(handle) <= {part.MASKED}
+
+
+def test_latent_attention_of_one_width_has_the_kernels_of_others(
     kernels: Catalog, logits: Any, build: Any, prompt: Any
 ) -> None:
-    model = build("deepseek_v3", v_head_dim=4)
+    model, ids = build("deepseek_v3"), prompt(2)
+    stock = logits(model, ids)
+    with patched(model, catalog=kernels, ops=[*OPS, *LATENT]) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert hits(handle) == (2, 0)
+    assert set(attention_report(handle)) == set(OPS)
+
+
+def test_latent_attention_with_padding_runs_stock(kernels: Catalog, build: Any, left_padded: Any) -> None:
+    model, inputs = build("deepseek_v3", v_head_dim=8), left_padded((9, 4, 7))
+    stock = generate(model, inputs)
+    with patched(model, catalog=kernels, ops=LATENT) as handle:
+        assert generate(model, inputs) == stock
+    assert {calls for calls, _ in attention_report(handle).values()} == {0}
+    assert reasons(handle) == {part.MASKED}
+
+
+def test_widths_that_a_module_does_not_state_run_stock(
+    kernels: Catalog, logits: Any, build: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("deepseek_v3", v_head_dim=8)
     stock = logits(model, prompt())
-    with patched(model, catalog=kernels, ops=OPS) as handle:
+    monkeypatch.setattr(part, "VALUE_WIDTH", "width_of_values")
+    with patched(model, catalog=kernels, ops=[*OPS, *LATENT]) as handle:
         assert torch.equal(logits(model, prompt()), stock)
     assert reasons(handle) == {part.NARROW_VALUES}
+
+
+@pytest.mark.parametrize(
+    ("value", "two_widths", "reason"),
+    [
+        ((1, 2, 3, 8), False, ""),
+        ((1, 2, 3, 4), False, part.NARROW_VALUES),
+        ((1, 2, 3, 4), True, ""),
+        ((1, 2, 3, 8), True, part.SAME_WIDTH),
+        ((1, 2, 4, 8), False, part.OTHER_VALUES),
+        ((1, 2, 4, 4), True, part.OTHER_VALUES),
+    ],
+)
+def test_values_of_other_sizes_than_expected_have_a_reason(
+    value: tuple[int, ...], two_widths: bool, reason: str
+) -> None:
+    assert part.why_other_values(torch.empty(1, 2, 3, 8), torch.empty(value), two_widths=two_widths) == reason
 
 
 # -- isolated ---------------------------------------------------------------------------------------------------------

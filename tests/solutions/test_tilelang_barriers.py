@@ -81,6 +81,12 @@ KERNELS = {
         (64, BF16, 192, 128, 64, 3, 1, 132),
     ),
     "attention, a step": ("attention_decode_tilelang", "decode_kernel", (128, BF16, 16, 64, 128, 3, False)),
+    "latent attention": ("mla_prefill_tilelang", "prefill_kernel", (192, 128, BF16, 128, 64, 192, 128, 2, 2, 132)),
+    "latent attention, a step": (
+        "mla_expanded_decode_tilelang",
+        "decode_kernel",
+        (192, 128, BF16, 64, 192, 128, 2, False),
+    ),
     "attention with sinks, a step": (
         "attention_sink_decode_tilelang",
         "sink_decode_kernel",

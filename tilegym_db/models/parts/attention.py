@@ -43,7 +43,7 @@ AFTER = ("rope",)
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 SDPA, EAGER = "sdpa", "eager"
 EAGER_FUNCTION = "eager_attention_forward"
-SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "S": ROWS, "L": ROWS}
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "H": 4, "S": ROWS, "L": ROWS, "Dv": 32}
 SCALE = 0.3
 """Scale of the probe, which runs a few last positions with two query heads per key head."""
 
@@ -58,7 +58,10 @@ NO_HEADS = "its inputs are not batch, heads, positions and head size"
 OTHER_HEADS = "the ratio of its query heads to its key heads is not the one that the module states"
 OTHER_VALUES = "it has another number of values than of keys"
 SCALE_IS_NO_NUMBER = "its scale is no number"
-NARROW_VALUES = "its values are narrower than its keys (latent attention), and no definition describes that"
+NARROW_VALUES = "its values are narrower than its keys (latent attention), but its module does not state both widths"
+SAME_WIDTH = "its values are as wide as its keys, but its module states other widths"
+KEY_WIDTH, VALUE_WIDTH = "qk_head_dim", "v_head_dim"
+"""Attributes of a module of latent attention."""
 MASK = "mask"
 """The input of a Definition that takes flags, True at what a position sees."""
 SINKS = "s_aux"
@@ -79,7 +82,8 @@ def attention_modules(
 ) -> Iterable[ModuleGroup]:
     """Return the modules of a part whose forward asks the registry, once per Definition of the part.
 
-    Definitions without a mask come first, and among those the ones of whole prompts.
+    Definitions without a mask come first, and among those the ones of whole prompts. Modules of latent attention whose
+    values have another width than their keys have Definitions with two widths, and all other modules have the others.
     """
     asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
     definitions = sorted(known.definitions(part), key=lambda one: (has_mask(one), is_decode(one), one.name))
@@ -90,6 +94,7 @@ def attention_modules(
             for module in model.modules()
             if asks(module)
             for definition in definitions
+            if has_two_widths(definition) == states_two_widths(module)
         ],
     )
 
@@ -114,6 +119,18 @@ def is_decode(definition: Definition) -> bool:
 def has_mask(definition: Definition) -> bool:
     """Return True if a Definition takes a mask of flags."""
     return MASK in definition.inputs
+
+
+def has_two_widths(definition: Definition) -> bool:
+    """Return True if the values of a Definition have another width than its keys."""
+    k, v = definition.inputs["k"].shape, definition.inputs["v"].shape
+    return k is not None and v is not None and k[-1] != v[-1]
+
+
+def states_two_widths(module: Module) -> bool:
+    """Return True if a module states that its values have another width than its keys."""
+    widths = [getattr(module, name, None) for name in (KEY_WIDTH, VALUE_WIDTH)]
+    return None not in widths and widths[0] != widths[1]
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
@@ -152,7 +169,8 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     """
     definition, device = match.definition, device_of(module)
     sdpa = sdpa_function(undecorated(type(module).forward))
-    groups = 1 if has_mask(definition) and is_decode(definition) else SIZES["Hq"] // SIZES["Hkv"]
+    is_alone = "Hkv" not in definition.axes or (has_mask(definition) and is_decode(definition))
+    groups = 1 if is_alone else SIZES["Hq"] // SIZES["Hkv"]
     inputs: dict[str, Any] = {**drawn_inputs(definition, {**SIZES, "Hkv": SIZES["Hq"] // groups}, device)}
     if has_mask(definition):
         inputs[MASK] = drawn_mask(inputs["q"], inputs["k"])
@@ -178,6 +196,8 @@ class Sites(NamedTuple):
     decode: CallSite | None = None
     masked_prefill: CallSite | None = None
     masked_decode: CallSite | None = None
+    two_widths: bool = False
+    """True if values have another width than keys."""
 
     def site_of(self, *, is_one: bool, is_masked: bool) -> CallSite | None:
         """Return the site of a call. A call with a mask, without a site, is counted at the site without one."""
@@ -190,7 +210,10 @@ def seen_registry(
 ) -> FunctionOverrides:
     """Return a registry with ``serving(function, sites)`` in place of the function that a config calls ``name``."""
     by_kind = {(has_mask(_definition(found)), is_decode(_definition(found))): site for found, site in calls}
-    sites = Sites(*(by_kind.get((is_masked, is_one)) for is_masked in (False, True) for is_one in (False, True)))
+    sites = Sites(
+        *(by_kind.get((is_masked, is_one)) for is_masked in (False, True) for is_one in (False, True)),
+        two_widths=any(has_two_widths(_definition(found)) for found, _ in calls),
+    )
     registry = undecorated(stock).__globals__[REGISTRY]
     interfaces = Interfaces(registry, name, function, serving(function, sites), next(iter(by_kind.values())).bypass)
     # Training runs whole sequences, so only their sites count, each call once.
@@ -275,7 +298,7 @@ def attention_function(stock: Function, sites: Sites) -> Function:
             return None
         takes_mask = site in (sites.masked_prefill, sites.masked_decode)
         why = why_stock_with_mask if takes_mask else why_stock
-        reason = why_other_values(key, value) or why(module, query, key, options, others)
+        reason = why_other_values(key, value, two_widths=sites.two_widths) or why(module, query, key, options, others)
         if reason:
             site.bypass(reason)
             return None
@@ -317,11 +340,13 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
     return attention
 
 
-def why_other_values(key: torch.Tensor, value: torch.Tensor) -> str:
-    """Return the reason if values are not as many or not as wide as keys; empty if they are."""
-    if value.shape == key.shape:
+def why_other_values(key: torch.Tensor, value: torch.Tensor, *, two_widths: bool = False) -> str:
+    """Return the reason if values are not as many as keys, or as wide without ``two_widths``; empty if they are as expected."""
+    if value.shape[:-1] != key.shape[:-1]:
+        return OTHER_VALUES
+    if (value.shape[-1] != key.shape[-1]) == two_widths:
         return ""
-    return NARROW_VALUES if value.shape[:3] == key.shape[:3] else OTHER_VALUES
+    return SAME_WIDTH if two_widths else NARROW_VALUES
 
 
 def why_stock(
