@@ -210,7 +210,7 @@ def _lengths_problem(definition: ServedDefinition, serving: Serving) -> RecordEr
     for axis, leader in serving.follows.items():
         if axis not in definition.var_axes or axis in independent | lengths:
             return RecordError(
-                f"serving.follows names '{axis}', which is not a var axis of its own width", code="serving_axis_unknown"
+                f"serving.follows names '{axis}', which is no separate var axis", code="serving_axis_unknown"
             )
         if leader not in independent | lengths:
             return RecordError(

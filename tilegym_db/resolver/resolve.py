@@ -183,7 +183,7 @@ def decide_request(request: Request, catalog: Catalog) -> tuple[Decision, dict[s
     """Decide by the published table of the request's GPU; return the decision and the solutions that were considered."""
     solutions = {files.name: files for files in catalog.solutions_for(request.definition.name)}
     table, backward = table_for(catalog, request.gpu), _decide_backward(request, catalog)
-    return decide(request, table, solutions, backward, why_no_table(request.gpu)), solutions
+    return decide(request, table, solutions, backward, missing=why_no_table(request.gpu)), solutions
 
 
 def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
@@ -281,7 +281,7 @@ def _chooser(
         request = make_request(
             definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
         )
-        return decide(request, tables[gpu], solutions, after, why_no_table(gpu))
+        return decide(request, tables[gpu], solutions, after, missing=why_no_table(gpu))
 
     def after_it(call: Call, device: torch.device) -> Decision | None:
         if backward is None or choose_backward is None:

@@ -211,7 +211,10 @@ def seen_registry(
     """Return a registry with ``serving(function, sites)`` in place of the function that a config calls ``name``."""
     by_kind = {(has_mask(_definition(found)), is_decode(_definition(found))): site for found, site in calls}
     sites = Sites(
-        *(by_kind.get((is_masked, is_one)) for is_masked in (False, True) for is_one in (False, True)),
+        by_kind.get((False, False)),
+        by_kind.get((False, True)),
+        by_kind.get((True, False)),
+        by_kind.get((True, True)),
         two_widths=any(has_two_widths(_definition(found)) for found, _ in calls),
     )
     registry = undecorated(stock).__globals__[REGISTRY]
