@@ -94,7 +94,8 @@ def test_reference_that_does_not_return_is_a_finding(body, message, cli, spoil):
     ("arguments", "cause", "fact"),
     [
         (["--gpu", "h100"], "gpu_absent", "--gpu auto"),
-        (["--gpu", "h20"], "", "'h20'"),
+        (["--gpu", "h20"], "gpu_absent", "--gpu auto"),
+        (["--gpu", "x20"], "", "'x20'"),
         (["row_scal"], "name_unknown", "'row_scale'"),
         (["--language", "cuda"], "language_unknown", "python, triton, tilelang, cutile"),
         (["--workload", "M=5,*"], "workload_unmatched", "'M=5,*'"),

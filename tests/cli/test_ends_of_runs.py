@@ -18,7 +18,7 @@ def test_interrupted_bench_promises_no_ranking(traced: int, capsys: pytest.Captu
     machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
     trace: Any = SimpleNamespace(
         solution="a", language="python", status="UNSUPPORTED", reason="", tier="screen", performance=None,
-        workload_uuid="w", config={},
+        workload_uuid="w", config={}, failure=None,
     )  # fmt: skip
     report = BenchReport("run", machine, Plan(), traces=[trace] * traced, interrupted=True)
     with pytest.raises(typer.Exit) as stopped:
@@ -57,7 +57,7 @@ def test_run_without_a_pass_shows_the_trace_that_says_why(
     made: list[Any] = [
         SimpleNamespace(
             solution="a", language="python", status=status, reason="why", tier=tier, performance=None,
-            workload_uuid="w", config={}, trace_id=8 * name,
+            workload_uuid="w", config={}, failure=None, trace_id=8 * name,
         )
         for tier, status, name in traces
     ]  # fmt: skip

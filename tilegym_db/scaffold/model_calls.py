@@ -86,14 +86,15 @@ class Question:
         return found
 
     def workload(self) -> Workload:
-        """Return the call as a Workload, tagged with the model and the stage."""
+        """Return the call as a Workload, tagged with the model and the stage. A model on 8 GPUs has the tag ``model:NAME-tp8``."""
+        shared = f"-tp{self.parallel}" if self.parallel > 1 else ""
         content = {
             "definition": self.definition,
             "axes": dict(self.axes),
             "dtypes": dict(self.dtypes),
             "layouts": dict(self.layouts),
             "inputs": {name: {"type": "scalar", "value": value} for name, value in self.scalars.items()},
-            "tags": [f"model:{self.model}", f"stage:{'decode' if self.stage.is_decode else 'prefill'}"],
+            "tags": [f"model:{self.model}{shared}", f"stage:{'decode' if self.stage.is_decode else 'prefill'}"],
         }
         return Workload.from_dict(content, f"{self.definition} of {self.model}")
 

@@ -17,7 +17,8 @@ ALL_ROWS = (1 << 62) - 1
 
 TABLE_COLUMNS = (
     "definition", "gpu", "axes_key", "blobs_key", "dtypes_key", "scalars_key", "layouts_key", "solution", "language",
-    "config_key", "latency_us", "speedup", "sol_ratio", "workload_uuid", "origin",
+    "config_key", "latency_us", "profiled_us", "speedup", "strongest_baseline", "strongest_ratio", "sol_ratio", "workload_uuid",
+    "origin",
 )  # fmt: skip
 """Columns of the view ``best`` that a table shows; a query of these alone is several times quicker."""
 
