@@ -55,7 +55,7 @@ def inputs_of(export: Export) -> list[tuple[str, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def blob_export(shipped: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Export:
     """The shipped catalog with its smallest blobs."""
-    return build_export(shipped, [], None, BlobFolder(tmp_path_factory.mktemp("blobs"), MIB, 16 * KIB))
+    return build_export(shipped, [], None, BlobFolder(tmp_path_factory.mktemp("blobs"), 4 * MIB, 16 * KIB))
 
 
 @pytest.fixture

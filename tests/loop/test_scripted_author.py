@@ -108,7 +108,7 @@ def test_two_machines_write_the_same_prompt_bytes(tmp_path: Path) -> None:
             command = [sys.executable, "-m", "tilegym_db", "task", *arguments]
             return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True).stdout
 
-        task = asked("create", "rms_norm", "--language", "triton", "--gpu", "h200", "--workload", "stage:prefill")
+        task = asked("create", "rms_norm", "--language", "triton", "--gpu", "h200", "--workload", "M=4096,N=4096")
         told.append((task, asked("prompt", task.decode().strip())))
     assert told[0] == told[1]
     assert b"Write a triton kernel for `rms_norm`" in told[0][1]

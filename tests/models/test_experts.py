@@ -51,8 +51,8 @@ def routed(tokens: int = TOKENS, choices: int = 2, only: int | None = None) -> t
 
 def reason(module: torch.nn.Module, catalog: Catalog) -> str:
     """Why a module stays stock."""
-    (site,) = patch(torch.nn.ModuleList([module]), catalog=catalog, dry_run=True).report().sites
-    assert site.kind == "experts"
+    sites = patch(torch.nn.ModuleList([module]), catalog=catalog, dry_run=True).report().sites
+    (site,) = (site for site in sites if site.kind == "experts")
     return site.reason
 
 

@@ -120,6 +120,8 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "trace_id": traces["decode"].trace_id,
         "envelope_cases": 0,
         "scalar_ranges": None,
+        "verified_sizes": {},
+        "verified_elements": 0,
         "origin": "shipped",
         "of_files": False,
         "shipped_source": False,

@@ -67,8 +67,11 @@ def test_a_new_version_is_added_after_its_reference_ran(row_scale, write):
     added = tilegym_db.add(write("row_scale.json", json.dumps(record)))
     assert added.definition is not None
     assert (added.definition.version, added.reference_ran, added.paths) == ("1.1.0", True, (path,))
-    with raises(ConflictError, "definition_exists", "1.1.0"):
-        tilegym_db.add(write("row_scale.json", json.dumps(record)))
+    assert (
+        tilegym_db.add(write("row_scale.json", json.dumps(record))).definition == added.definition
+    )  # the same once more
+    with raises(ConflictError, "version_not_raised", "1.1.0"):
+        tilegym_db.add(write("row_scale.json", json.dumps({**record, "constraints": ["N >= 3"]})))
 
 
 def test_a_refused_source_adds_nothing(row_scale, write):

@@ -86,7 +86,7 @@ class Question:
         return found
 
     def workload(self) -> Workload:
-        """Return the call as a Workload, tagged with the model and the stage. A model on 8 GPUs has the tag ``model:NAME-tp8``."""
+        """Return the call as a Workload, tagged with the stage and the model; on 8 GPUs ``model:NAME-tp8``."""
         shared = f"-tp{self.parallel}" if self.parallel > 1 else ""
         content = {
             "definition": self.definition,
