@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -220,7 +221,7 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
     import duckdb
 
     started = time.monotonic()
-    said = False
+    said, seen_s = False, -math.inf
     while True:
         try:
             connection = duckdb.connect(path, config=_READER, read_only=True) if read_only else _attached(path)
@@ -230,7 +231,9 @@ def connect(path: Path, *, read_only: bool, timeout_s: float) -> DuckDBPyConnect
             if "Could not set lock" not in str(error):
                 raise explained(error, path, "open") from error
             writer = lock_holder(_lock_file(path)) if read_only and timeout_s >= LOCK_TIMEOUT_S else None
-            if waited_s >= (timeout_s if writer is None else READER_TIMEOUT_S):
+            seen_s = waited_s if writer is not None else seen_s
+            # A writer that has ended since this attempt gives the file back in a moment.
+            if waited_s >= (max(timeout_s, seen_s + SILENT_S) if writer is None else READER_TIMEOUT_S):
                 raise explained(error, path, "open") from error
             if writer is not None and waited_s >= SILENT_S and not said:
                 _log.warning("waiting: another tilegym-db (PID %d) writes %s.", writer, path)
