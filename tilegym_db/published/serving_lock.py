@@ -60,14 +60,7 @@ class LockedKernel:
             for dtypes in table.dtypes_of(self.definition):
                 for entry in table.entries(self.definition, dtypes):
                     if entry.definition_digest == self.definition_digest:
-                        yield from filter(self._is, entry.candidates)
-
-    def _is(self, candidate: Candidate) -> bool:
-        return (candidate.solution, candidate.solution_digest, config_id(candidate.config)) == (
-            self.solution,
-            self.solution_digest,
-            config_id(self.config),
-        )
+                        yield from (one for one in entry.candidates if _identity(one) == _identity(self))
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ class ServingLock:
         """Return a table whose candidates are stock code, other baselines and the locked kernels."""
         from tilegym_db.published.table import ResolverTable
 
-        allowed = {(kernel.solution, kernel.solution_digest, config_id(kernel.config)) for kernel in self.kernels}
+        allowed = set(map(_identity, self.kernels))
         loaders = {name: partial(_kept, table, name, allowed) for name in table.definitions}
         return ResolverTable(table.gpu, table.sm, table.published, loaders, table.source, table.load_peaks)
 
@@ -133,6 +126,11 @@ def write_lock_file(path: Path, kernels: Iterable[LockedKernel]) -> None:
     ]
     content = {"serving_lock": FORMAT, "kernels": rows}
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _identity(kernel: LockedKernel | Candidate) -> tuple[str, str, str]:
+    """Return what tells a kernel from others: its name, the digest of its source, and its config."""
+    return kernel.solution, kernel.solution_digest, config_id(kernel.config)
 
 
 def _is_kernel(value: Any) -> bool:
@@ -157,11 +155,7 @@ def _kept_entries(
     return tuple(
         replace(
             entry,
-            candidates=tuple(
-                one
-                for one in entry.candidates
-                if one.role != "kernel" or (one.solution, one.solution_digest, config_id(one.config)) in allowed
-            ),
+            candidates=tuple(one for one in entry.candidates if one.role != "kernel" or _identity(one) in allowed),
         )
         for entry in table.entries(definition, dtypes)
     )

@@ -29,6 +29,7 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
 
+KIND = "loss"
 PROPERTY = "loss_function"
 SHIFTED = "shift_labels"
 """The argument of a loss of the next token for labels that are already shifted; a loss without it does not shift."""
@@ -56,7 +57,7 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
             function = loss_of(module)
             name = getattr(function, "__name__", type(function).__name__)
             modules.append(ModuleOfPart(module, key=function, function=name))
-    return grouped("loss", modules)
+    return grouped(KIND, modules)
 
 
 def _names_it(cls: type[Module]) -> bool:
@@ -72,7 +73,7 @@ def loss_of(module: Module) -> Function:
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """Look up the source of the loss function."""
     function: Any = loss_of(found.modules[0])
-    matches = known.look_up("loss", function, getattr(function, "__globals__", {}), f"its loss {found.function}", {})
+    matches = known.look_up(KIND, function, getattr(function, "__globals__", {}), f"its loss {found.function}", {})
     return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
