@@ -209,10 +209,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(rope="rope_partial", router="topk_sigmoid_bias_groups", experts="moe_experts"),
     "deepseek_v2": Family(
-        rope="rope_complex_pairs", attention=None, router="topk_softmax_groups", experts="moe_experts"
+        rope="rope_complex_pairs", attention="mla", router="topk_softmax_groups", experts="moe_experts"
     ),
     "deepseek_v3": Family(
-        rope="rope_pairs_to_halves", attention=None, router="topk_sigmoid_bias_groups", experts="moe_experts"
+        rope="rope_pairs_to_halves", attention="mla", router="topk_sigmoid_bias_groups", experts="moe_experts"
     ),
     "qwen3_next": Family(
         "rms_norm_gemma", "fused_add_rms_norm_gemma", "rms_norm_gemma", "rope_partial", router="topk_softmax",
@@ -346,6 +346,9 @@ def _attention(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: in
     if family.attention is None:
         yield "attention", None, {}, {}
         return
+    if family.attention == "mla":
+        yield _latent_attention(sizes, stage, heads)
+        return
     group = "sinks" if family.attention == "attention_sink" else "attention"
     axes = {"B": stage.sequences, "Hq": heads, "Hkv": pairs, "D": size}
     scale = {"scale": size**-0.5}
@@ -360,6 +363,17 @@ def _attention(family: Family, sizes: Sizes, stage: Stage, heads: int, pairs: in
         if group == "sinks":
             scalars["window"], prefill["W"] = window, window
         yield group, f"{family.attention}_prefill", prefill, {"layouts": layouts, "scalars": scalars}
+
+
+def _latent_attention(sizes: Sizes, stage: Stage, heads: int) -> Part:
+    """Return attention to keys and values that were expanded from latents: keys are wider than values."""
+    size, wide = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], sizes["v_head_dim"]
+    axes = {"B": stage.sequences, "H": heads, "D": size, "Dv": wide}
+    about: dict[str, Any] = {"scalars": {"scale": size**-0.5}}
+    if stage.is_decode:
+        return "attention", "mla_expanded_decode", {**axes, "L": stage.context}, about
+    about["layouts"] = {"out": "strided(S*H*Dv, Dv, H*Dv, 1)"}
+    return "attention", "mla_prefill", {**axes, "S": stage.tokens}, about
 
 
 def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator[Part]:
