@@ -222,7 +222,7 @@ def rope_function(
         given = way.inputs(_as_real(own, tables) if is_complex else own, heads)
         served = None
         if _is_compiling():
-            # A Definition states the dtype of tables of its own; else PyTorch alone defines the result of mixed dtypes.
+            # A Definition may state the dtype of tables; else PyTorch alone defines the result of mixed dtypes.
             asked = [given[place] for place in heads] if has_own_tables else given
             operator = site.traced(training, *asked)
             if operator is not None and (not has_own_tables or has_right_tables(given)):
