@@ -45,7 +45,7 @@ def parts(part: str, *inputs: str) -> list[str]:
 NORMS = parts("norm", "x", "weight", "eps")
 SUMS = parts("add_norm", "x", "residual", "weight", "eps")
 GATES = parts("mlp")
-ROPES = ["rope_neox", "rope_partial"]  # both halves of their tables count
+ROPES = ["rope_neox", "rope_neox_fp32", "rope_partial"]  # both halves of their tables count
 PAIR_ROPES = [name for name in parts("rope") if name not in ROPES]
 NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
 CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
@@ -553,7 +553,7 @@ def pair_tables(name: str, positions: torch.Tensor, pairs: int) -> list[torch.Te
 
 
 def heads_for(name: str, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return given[:1] if name == "rope_tail_pairs" else given
+    return given[:1] if name in ("rope_tail_pairs", "rope_neox_single") else given
 
 
 @pytest.mark.parametrize("name", PAIR_ROPES)

@@ -40,11 +40,15 @@ def test_norm_with_the_bits_of_another_fails_the_probe(restated: Any, build: Any
     assert reason == "the results of its probe are the bits of rms_norm, not of rms_norm_fp32 alone"
 
 
-def test_a_norm_is_only_known_with_the_method_it_calls(
+def of_the_variance(self: Any, x: Any) -> Any:
+    return x * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+
+
+def test_a_norm_with_another_method_has_other_bits(
     kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
 ) -> None:
-    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", lambda self, x: x * torch.rsqrt(x.var(-1, True)))
-    assert "relies on a _norm that is not the one" in reason_of(build("gemma3"), "Gemma3RMSNorm", kernels)
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", of_the_variance)
+    assert "are not the bits of" in reason_of(build("gemma3"), "Gemma3RMSNorm", kernels)
 
 
 def test_two_activations_of_one_class_do_not_share_a_site(kernels: Catalog, build: Any) -> None:
@@ -81,14 +85,26 @@ def test_a_rotary_function_replaced_by_a_module_is_left_alone(
     assert "is of type Identity, neither a function" in reason_of(build(), "LlamaAttention", kernels, "rope")
 
 
-def test_a_rotary_function_is_only_known_with_what_it_calls(
+def test_a_rotary_function_that_calls_another_one_has_other_bits(
     kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
 ) -> None:
     def rotate_half(x: torch.Tensor) -> torch.Tensor:
         return torch.roll(x, 1)
 
     monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
-    assert "relies on a rotate_half that is not the one" in reason_of(build(), "LlamaAttention", kernels, "rope")
+    assert "are the bits of no definition" in reason_of(build(), "LlamaAttention", kernels, "rope")
+
+
+def test_a_rotary_function_of_another_package_stays_stock(
+    kernels: Catalog, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    original = modeling_llama.apply_rotary_pos_emb
+
+    def fused(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        return original(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", fused)
+    assert "is that of" in reason_of(build(), "LlamaAttention", kernels, "rope")
 
 
 def test_weights_that_are_not_in_memory_are_not_probed(kernels: Catalog, build: Any) -> None:

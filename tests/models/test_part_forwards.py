@@ -11,10 +11,18 @@ from shipped_records import CATALOG
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.parts.norm import norm_forward
 from tilegym_db.models.parts.rope import rope_function
+from tilegym_db.models.rotary_code import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes
 from tilegym_db.resolver.hot_path import allocate_of
 
 DEFINITIONS = CATALOG.definitions
-KEPT = (["weight", "eps"], ["weight"])
+KEPT = (["weight", "eps"], [0])
+
+
+def rotation(function: Any) -> RotaryCode:
+    """Return what rope_neox needs to know about a function that takes heads before tokens only."""
+    (code,) = possible_codes(function, [DEFINITIONS["rope_neox"]])
+    return code._replace(calls=(RotaryCall(HEADS_FIRST),))
+
 
 WIDE = torch.arange(2 * 6 * 8, dtype=torch.float32).reshape(2, 6, 8)
 INPUTS: dict[str, tuple[torch.Tensor, list[int] | None]] = {
@@ -98,7 +106,7 @@ def test_rotated_heads_have_the_strides_that_stock_gives(layout: str, length: in
         given.append(inputs)
         return allocate_of(DEFINITIONS["rope_neox"])(*inputs)
 
-    served = rope_function(stock, CallSite(serve), 4)(q, k, cos, cos)
+    served = rope_function(stock, CallSite(serve), rotation(stock))(q, k, cos, cos)
     assert len(given) == 1
     for got, want in zip(served, stock(q, k, cos, cos), strict=True):
         assert steps(got) == steps(want)
@@ -111,8 +119,9 @@ def test_another_axis_order_of_the_tables_is_left_to_stock() -> None:
     def stock(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> int:
         return unsqueeze_dim
 
-    assert rope_function(stock, site, 4)(q, q, q, q, 2) == 2
-    assert rope_function(stock, site, 4)(q, q, q, q, unsqueeze_dim=2) == 2
+    served = rope_function(stock, site, rotation(stock))
+    assert served(q, q, q[0], q[0], 2) == 2
+    assert served(q, q, q[0], q[0], unsqueeze_dim=2) == 2
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import rope
-from tilegym_db.models.probe import matching_definitions
+from tilegym_db.models.rotary_code import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rotary_code
 
 FUNCTIONS = {
     "rope_half_tables": rotate_by_half_tables,
@@ -35,6 +35,11 @@ MODELS = {
 }
 
 
+def code_of(function: Any, name: str) -> RotaryCode:
+    (code,) = possible_codes(function, [CATALOG.definition(name)])
+    return code._replace(calls=(RotaryCall(HEADS_FIRST),))
+
+
 @pytest.fixture
 def ropes(shop: Any) -> Catalog:
     """Kernels of these rotations alone."""
@@ -45,11 +50,9 @@ def ropes(shop: Any) -> Catalog:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rotary_code_of_a_model_matches_one_definition(name: str) -> None:
     known = KnownCode(CATALOG)
-    function = FUNCTIONS[name]
-    (match,) = known.look_up("rope", function, function.__globals__, "its rotation", {})
-    assert match.definition.name == name
-    probe = rope.probe_function(function, match, torch.device("cpu"))
-    assert matching_definitions(probe, known.definitions("rope"), CATALOG) == [name]
+    code = rotary_code(FUNCTIONS[name], known, torch.device("cpu"), "its rotation")
+    assert isinstance(code, RotaryCode)
+    assert code.definition.name == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,7 +91,7 @@ def test_a_complex_table_reaches_a_kernel_as_it_lies_in_memory() -> None:
 
     q = torch.randn(1, 2, 3, 8)
     table = torch.randn(1, 3, 4, dtype=torch.complex64)
-    served = rope.rope_function(multiply_complex, CallSite(serve), 3, complex_tables=(2,))
+    served = rope.rope_function(multiply_complex, CallSite(serve), code_of(multiply_complex, "rope_complex_pairs"))
     assert served(q, q, table) == (q, q)
     assert seen[0].data_ptr() == table.data_ptr()
     assert torch.equal(seen[0][..., 0::2], table.real)
@@ -103,7 +106,8 @@ def test_transposed_tables_reach_a_kernel_as_contiguous_copies() -> None:
         return inputs[0], inputs[1]
 
     q, across, rows = torch.randn(1, 2, 3, 8), torch.randn(1, 4, 3).transpose(1, 2), torch.randn(1, 3, 4)
-    rope.rope_function(rotate_by_half_tables, CallSite(serve), 4, tables=(2, 3))(q, q, across, rows)
+    code = code_of(rotate_by_half_tables, "rope_half_tables")
+    rope.rope_function(rotate_by_half_tables, CallSite(serve), code)(q, q, across, rows)
     ((first, _, cos, sin),) = seen
     assert first is q
     assert sin is rows

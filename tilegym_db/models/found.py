@@ -62,10 +62,14 @@ class UpstreamOp(NamedTuple):
 
 
 class DefinitionMatch(NamedTuple):
-    """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that states this code."""
+    """A Definition that a piece of code may compute, and the entry of its ``serving.code`` that states this code.
+
+    ``details`` are what the part found out about code of another text, for its forward.
+    """
 
     definition: Definition
     code: ModelCode
+    details: Any = None
 
     def attribute(self, name: str) -> str:
         """Return the name of the module's attribute for an input of the Definition or for a role in its code."""

@@ -82,6 +82,8 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     norm = found.norm
     if norm is None or norm.reason or norm.match is None:
         return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
+    if norm.match.code.constants:
+        return f"its {found.function} keeps its inputs in its code, and a fused norm takes them from attributes"
     fused = [
         definition
         for definition in known.definitions("add_norm")
@@ -119,7 +121,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     assert plain is not None, "the group was found by its source"
     assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
-    attributes = norm_part.attributes_of(found.match, OPERANDS)
+    attributes = [*map(str, norm_part.attributes_of(found.match, OPERANDS))]
     weights = [found.match.attribute(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
     fused = add_norm_function(site, attributes, unpatched_class(norm), weights)
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})

@@ -63,7 +63,7 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a norm of any size on random rows and gates with random weights."""
-    missing = [name for name in attributes_of(match, ACTIVATIONS) if not hasattr(module, name)]
+    missing = [name for name in map(str, attributes_of(match, ACTIVATIONS)) if not hasattr(module, name)]
     if missing:
         return f"it has no {missing[0]}, which serving.code of {match.definition.name} names"
     twin, x, inputs = random_norm(module, match, draw := Draw(device_of(module)), ACTIVATIONS)
@@ -81,7 +81,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     ((found, site),) = calls
     match = found.match
     assert match is not None, "only confirmed groups are patched"
-    names = tuple(attributes_of(match, ACTIVATIONS))
+    names = tuple(map(str, attributes_of(match, ACTIVATIONS)))
     of_tensors = {match.attribute(name) for name in match.definition.tensor_inputs[ACTIVATIONS:]}
     activation = getattr(found.modules[0], ACTIVATION, None)
     return gated_norm_forward(
