@@ -33,14 +33,7 @@ DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
 OTHER: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "qwen3_moe": ({"rms_norm": 7, "fused_add_rms_norm": 2, "rope_neox": 2, "moe_experts": 2, "topk_softmax": 2}, {}),
     "olmoe": ({"rms_norm": 7, "fused_add_rms_norm": 2, "rope_neox": 2, "moe_experts": 2, "topk_softmax": 2}, {}),
-    "mixtral": (
-        {"rms_norm": 3, "fused_add_rms_norm": 2, "rope_neox": 2, "moe_experts": 2},
-        {
-            ("MixtralTopKRouter", "router"): (
-                "no definition describes routing weights in float32 from scores of another dtype"
-            )
-        },
-    ),
+    "mixtral": ({"rms_norm": 3, "fused_add_rms_norm": 2, "rope_neox": 2, "moe_experts": 2, "topk_softmax": 2}, {}),
     "deepseek_v2": (
         {
             "rms_norm": 7,

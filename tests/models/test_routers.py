@@ -181,7 +181,7 @@ class Sorted(Qwen3MoeTopKRouter):
 def test_other_code_is_no_definition(kernels: Catalog) -> None:
     module = router()
     module.__class__ = Sorted
-    assert reason(module, kernels).startswith("its router forward is no variant that is known (fingerprint ")
+    assert reason(module, kernels).startswith("no definition computes its choice of experts (fingerprint ")
 
 
 def by_table(module: Any, tokens: Any) -> tuple[torch.Tensor, ...]:

@@ -3,20 +3,34 @@
 The first input of a Definition is the scores [M, E], and its outputs are the weights and the ids [M, K]. A tensor with one value
 per token, [M, ...], is an argument of the forward after the hidden states. Every other input is an attribute of the module. It
 has the same name unless ``serving.code`` states another, or states a constant.
+
+Code that no ``serving.code`` states is recognised by its structure (:mod:`~tilegym_db.models.routing_code`) and a probe. A kernel
+makes the choice, and the model's own code goes on with its weights. An input may also be an argument of the forward.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NOT_PLAIN, NOT_ROWS, CallSite, shadow_function
+from tilegym_db.models.call_site import (
+    AUTOCAST,
+    IN_TRAINING,
+    NOT_PLAIN,
+    NOT_ROWS,
+    CallSite,
+    shadow_function,
+    unpatched_class,
+)
 from tilegym_db.models.found import (
+    FLOATS,
     DefinitionMatch,
     KnownCode,
     MatchCandidates,
@@ -26,15 +40,21 @@ from tilegym_db.models.found import (
     grouped,
     is_plain,
     methods,
+    names_in_code,
     of_class,
 )
 from tilegym_db.models.parts.mlp import likeness
-from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
+from tilegym_db.models.probe import ROWS, Draw, Probe, device_of, matching_definitions
 from tilegym_db.models.rewrite import ROUTE, is_routing, with_route
+from tilegym_db.models.routing_code import RECORD, Choice, choices, recording, routed
+from tilegym_db.models.upstream_code import fingerprint, of_models
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import INTEGER_DTYPES
+from tilegym_db.records.serving import ModelCode
 
 WEIGHT = "weight"
+RANKS = "topk"
+"""Name in the code of every choice of experts."""
 HIDDEN = "hidden_dim"
 """Attribute of every router of transformers with the size of its hidden states."""
 SPACING = 1 / 32
@@ -42,22 +62,26 @@ SPACING = 1 / 32
 BIAS = 0.1
 WORDS = 8
 """Tokens in the vocabulary of the probe; each has a row in a table."""
-UNDESCRIBED = {
-    "a377593016464ea5": "no definition describes routing weights in float32 from scores of another dtype",
-}
-"""Known code that no Definition describes: Mixtral."""
+CUT, WIDENED, ROUNDED = "cut", "widened", "rounded"
+"""Constants of code that was recognised by its structure: the number of its choice, and 1 if scores are widened to float32 first
+or if weights are rounded to the dtype of the hidden states."""
+NO_CHOICE = "no definition computes its choice of experts"
+CHANGED = "its settings changed after the probe"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules with a matrix as weight whose code computes scores and returns them with two more results."""
-    routes = of_class(_routes)
+    """Return the modules with a matrix of weights whose code computes scores and returns them with two more results."""
+    routes, has_choice = of_class(_routes), of_class(_has_choice)
     modules = []
     for module in model.modules():
         weight = module._parameters.get(WEIGHT)
-        if weight is not None and weight.dim() == 2 and routes(module):
+        is_known = weight is not None and weight.dim() == 2 and routes(module)
+        if is_known or (has_choice(module) and product_of(module) is not None):
+            weight = product_of(module)
+            assert weight is not None, "checked above"
             modules.append(ModuleOfPart(module, detail=(likeness(module), weight.shape)))
     return grouped("router", modules)
 
@@ -67,15 +91,34 @@ def _routes(cls: type[Module]) -> bool:
     return is_plain(forward) and not forward.__code__.co_freevars and is_routing(forward)
 
 
+def _has_choice(cls: type[Module]) -> bool:
+    forward: Any = cls.forward
+    if not is_plain(forward) or forward.__code__.co_freevars or not choices(forward):
+        return False
+    called = {name: one for name, one in methods(cls).items() if name in names_in_code(forward)}
+    return any(RANKS in names_in_code(one) for one in (forward, *called.values()) if callable(one))
+
+
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Look up the source of the forward."""
+    """Look up the source of the forward, or else try each Definition on the choices in it."""
     cls = found.module_class
-    matches = known.look_up("router", cls.forward, methods(cls), "its router forward", UNDESCRIBED)
-    return matches if isinstance(matches, str) else MatchCandidates(matches)
+    matches = known.look_up("router", cls.forward, methods(cls), "its router forward", {})
+    if not isinstance(matches, str):
+        return MatchCandidates(matches)
+    module = found.samples[0]
+    if not _has_choice(cls):
+        return matches
+    if device_of(module).type == "meta":
+        return MatchCandidates(known.nominated("router"))  # the probe says that nothing can be probed
+    match = nominated(module, known)
+    mark = fingerprint(cls.forward) or ""
+    return MatchCandidates([match]) if match is not None else f"{NO_CHOICE} (fingerprint {mark})"
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run a router with the same number of experts on the rows of a unit matrix, so that its scores are its weights."""
+    if CUT in match.code.constants:
+        return probed_choice(module, match)
     draw, twin = Draw(device_of(module)), copy.copy(module)
     experts = module._parameters[WEIGHT].shape[0]  # type: ignore[union-attr]
     inputs = _drawn(module, match, draw, experts)
@@ -142,13 +185,18 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     """Return the forward of a router: hidden states [..., H] -> (scores [M, E], weights [M, K], ids [M, K])."""
     ((found, site),) = calls
     assert found.match is not None, "only confirmed groups are patched"
-    routed, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.match)})
+    if CUT in found.match.code.constants:
+        choice = choice_of(stock, found.match)
+        asked, forget = shadow_function(routed(stock, choice), {ROUTE: choice_function(site, found, choice)})
+        site.shadows.append(forget)
+        return routed_forward(stock, asked, site)
+    asked, forget = shadow_function(with_route(stock), {ROUTE: route_function(site, found.match)})
     site.shadows.append(forget)
-    return routed_forward(stock, routed, site)
+    return routed_forward(stock, asked, site)
 
 
-def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSite) -> Callable[..., Any]:
-    """Return the forward of a router: ``routed`` in inference, else ``stock``."""
+def routed_forward(stock: Callable[..., Any], asked: FunctionType, site: CallSite) -> Callable[..., Any]:
+    """Return the forward of a router: ``asked`` in inference, else ``stock``."""
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +204,7 @@ def routed_forward(stock: Callable[..., Any], routed: FunctionType, site: CallSi
             if not _is_compiling():
                 site.bypass(IN_TRAINING if self.training else site.closed)
             return stock(self, *args, **kwargs)
-        return routed(self, *args, **kwargs)
+        return asked(self, *args, **kwargs)
 
     return forward
 
@@ -195,3 +243,302 @@ def route_function(site: CallSite, match: DefinitionMatch) -> Callable[..., Any]
         return site.ask(module.training, scores, *inputs_of(module, others))
 
     return route
+
+
+# ---- choices found by structure ---------------------------------------------------------------------
+# A Definition is tried on each choice in a forward: with the module's settings, and with others. The model's code records scores,
+# weights and ids after the choice, and the Definition must compute the same weights and ids from the scores.
+
+TOKENS = 40
+STEPS = 12
+"""Number of different steps between drawn scores, each half of the one before. Small ones are equal if rounded to bf16."""
+RANGE = 8.0
+"""Largest drawn score. A probe in float32 also has a token with scores around minus :data:`FAR`."""
+FAR = 40.0
+SMALL_BIAS = 1 / 256
+PLAIN = (bool, int, float, str, type(None), FunctionType)
+
+
+def AGREES(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    """Return True if weights and ids have the same bits, in any order of a token's experts if the ids differ in order."""
+    if (
+        len(returned) != 2
+        or len(expected) != 2
+        or any(got.shape != want.shape for got, want in zip(returned, expected, strict=True))
+    ):
+        return False
+    (weights, ids), (wanted, known) = returned, expected
+    if ids.dtype != known.dtype or weights.dtype != wanted.dtype:
+        return False
+    if torch.equal(ids, known):
+        return torch.equal(weights, wanted)
+    order, other = ids.argsort(dim=-1), known.argsort(dim=-1)
+    pairs = (ids, known), (weights, wanted)
+    return all(torch.equal(got.gather(-1, order), want.gather(-1, other)) for got, want in pairs)
+
+
+def product_of(module: Module) -> torch.Tensor | None:
+    """Return the weight [E, H] of a router's product: its own, or that of its one linear layer; None if it has no such weight."""
+    holder = _holder(module)
+    return None if holder is None else holder._parameters[WEIGHT]
+
+
+def _holder(module: Module) -> Module | None:
+    layers = [module, *(one for one in module._modules.values() if isinstance(one, torch.nn.Linear))]
+    found = [one for one in layers if (weight := one._parameters.get(WEIGHT)) is not None and weight.dim() == 2]
+    return found[0] if len(found) == 1 else None
+
+
+def choice_of(forward: Any, match: DefinitionMatch) -> Choice:
+    """Return the choice of a forward that a match is about."""
+    return choices(forward)[int(match.code.constants[CUT])]
+
+
+def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
+    """Return the first Definition that makes a choice of a router's code, with its attributes; None if there is none."""
+    forward = type(module).forward
+    for place, choice in enumerate(choices(forward)):
+        recorded = [_recorded(module, choice, is_wide=wide) for wide in (False, True)]
+        for definition in known.definitions("router"):
+            for code in _codes(module, definition, choice, place):
+                match = DefinitionMatch(definition, code)
+                if _fits(module, match, recorded, known) and _is_fixed(module, match, choice):
+                    other = _with_other_settings(module, match)
+                    if _fits(other, match, [_recorded(other, choice, is_wide=wide) for wide in (False, True)], known):
+                        return match
+    return None
+
+
+def _fits(module: Module, match: DefinitionMatch, recorded: Sequence[_Recorded | str], known: KnownCode) -> bool:
+    """Return True if a Definition computes the recorded weights and ids from the scores, in bf16 and in float32."""
+    for one in recorded:
+        inputs = one if isinstance(one, str) else _inputs_of(module, match, one)
+        if isinstance(one, str) or isinstance(inputs, str):
+            return False
+        if match.code.constants[ROUNDED] and one.weights.dtype != one.states:
+            return False
+        agrees = _agrees_rounded if match.code.constants[ROUNDED] else AGREES
+        if not matching_definitions((inputs, (one.weights, one.ids)), [match.definition], known.catalog, agrees):
+            return False
+    return True
+
+
+def _agrees_rounded(returned: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return len(expected) == 2 and AGREES(returned, (expected[0].to(returned[0].dtype), expected[1]))
+
+
+def _inputs_of(module: Module, match: DefinitionMatch, recorded: _Recorded) -> dict[str, Any] | str:
+    """Return the inputs of a Definition for a probed call; or the reason if a setting is no number of its type."""
+    scores, *others = match.definition.inputs
+    inputs = {scores: recorded.scores.float() if match.code.constants[WIDENED] else recorded.scores}
+    for name in others:
+        if not match.definition.inputs[name].is_scalar:
+            inputs[name] = recorded.arguments[match.attribute(name)].float()
+        elif reason := match.why_no_number(module, name):
+            return reason
+        else:
+            inputs[name] = match.value(module, name)
+    return inputs
+
+
+def _with_other_settings(module: Module, match: DefinitionMatch) -> Module:
+    """Return a copy of a router with other values of the attributes that are inputs of a Definition."""
+    twin, weight = copy.copy(module), product_of(module)
+    assert weight is not None, "the group was found by its product"
+    for attribute in match.code.attributes.values():
+        value = getattr(module, attribute, None)
+        if type(value) is bool:
+            vars(twin)[attribute] = not value
+        elif type(value) is int and value >= 1:
+            vars(twin)[attribute] = value - 1 if value > 1 else min(2, weight.shape[0])
+        elif type(value) is float:
+            vars(twin)[attribute] = 1.5 * value + 0.25
+    return twin
+
+
+def _is_fixed(module: Module, match: DefinitionMatch, choice: Choice) -> bool:
+    """Return True if everything else that a choice reads of a module can be compared at each call."""
+    return all(isinstance(getattr(module, name, None), PLAIN) for name in _others(module, match, choice))
+
+
+def _others(module: Module, match: DefinitionMatch, choice: Choice) -> tuple[str, ...]:
+    mapped = set(match.code.attributes.values())
+    return tuple(name for name in _reads(module, choice) if name not in mapped)
+
+
+def probed_choice(module: Module, match: DefinitionMatch) -> Probe | str:
+    """Run a router's own code in float32 up to the end of its choice."""
+    recorded = _recorded(module, choice_of(type(module).forward, match), is_wide=True)
+    inputs = recorded if isinstance(recorded, str) else _inputs_of(module, match, recorded)
+    if isinstance(recorded, str) or isinstance(inputs, str):
+        return inputs if isinstance(inputs, str) else NO_CHOICE
+    return inputs, (recorded.weights, recorded.ids)
+
+
+def choice_function(site: CallSite, found: ModuleGroup, choice: Choice) -> Callable[..., Any]:
+    """Return ``route(module, scores [M, E], states, *others) -> (weights, ids)`` by a kernel, or None for the model's code."""
+    match = found.match
+    assert match is not None, "only confirmed groups are patched"
+    definition, code = match.definition, match.code
+    given = {name: place for place, name in enumerate(_parameters_of(unpatched_class(found.modules[0]).forward)[2:])}
+    names = list(definition.inputs)[1:]
+    passed = {name: given[match.attribute(name)] for name in names if match.attribute(name) in given}
+    tensors = [place for place, name in enumerate(names) if not definition.inputs[name].is_scalar]
+    fixed = _others(found.modules[0], match, choice)
+    probed = {tuple(getattr(module, name) for name in fixed) for module in found.modules}
+    is_widened, is_rounded = bool(code.constants[WIDENED]), bool(code.constants[ROUNDED])
+
+    def route(module: Any, scores: torch.Tensor, states: torch.Tensor, *others: Any) -> Any:
+        is_compiling = _is_compiling()
+        reason = ""
+        if type(scores) is torch.Tensor and not scores.is_meta and torch.is_autocast_enabled(scores.device.type):
+            reason = AUTOCAST
+        elif fixed and tuple([getattr(module, name) for name in fixed]) not in probed:
+            reason = CHANGED
+        elif len(others) != len(given) or type(scores) is not torch.Tensor or scores.dim() != 2:
+            reason = NOT_ROWS
+        if reason or (not is_compiling and site.falls_back(module.training, scores)):
+            if reason and not is_compiling:
+                site.bypass(reason)
+            return None
+        wide = scores.float() if is_widened else scores
+        inputs = [others[passed[name]] if name in passed else match.value(module, name) for name in names]
+        for place in tensors:
+            inputs[place] = inputs[place].float()  # a bias of lower precision was probed too
+        if is_compiling:
+            operator = site.traced(module.training, wide, *[inputs[place] for place in tensors])
+            if operator is None:
+                return None
+            weights, ids = operator.call(wide, *inputs, operator.name)
+        else:
+            served = site.ask(module.training, wide, *inputs)
+            if served is None:
+                return None
+            weights, ids = served
+        return (weights.to(states.dtype) if is_rounded else weights), ids
+
+    return route
+
+
+class _Recorded(NamedTuple):
+    """The arguments and biases of a probed forward, the dtype of its states, and scores, weights and ids after its choice."""
+
+    states: torch.dtype
+    arguments: Mapping[str, Any]
+    scores: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | str:
+    """Run a router's own code with drawn weights, in float32 if ``is_wide``, else in bf16; or return the reason if it fails."""
+    weight = product_of(module)
+    assert weight is not None, "the group was found by its product"
+    experts, dtype = weight.shape[0], torch.float32 if is_wide else torch.bfloat16
+    twin, draw = _twin(module, dtype), Draw(device_of(module))
+    ranks = torch.stack([draw(experts).float().argsort() for _ in range(TOKENS)], dim=1) - experts // 2
+    step = 2.0 ** math.floor(math.log2(RANGE / max(1, experts // 2)))
+    scores = step * ranks.float() / 2.0 ** (torch.arange(TOKENS, device=ranks.device) % STEPS)
+    if is_wide:
+        scores[:, -1] -= FAR
+    holder = _holder(twin)
+    assert holder is not None, "the group was found by its product"
+    vars(holder)["_parameters"] = {
+        name: scores.to(dtype) if name == WEIGHT else None if value is None else torch.zeros_like(value, dtype=dtype)
+        for name, value in holder._parameters.items()
+    }
+    forward: Any = type(module).forward
+    extra = {name: _bias(draw, experts, dtype) for name in _parameters_of(forward)[2:]}
+    kept = {**twin._parameters, **twin._buffers}
+    found: list[torch.Tensor] = []
+    recorder, forget = shadow_function(
+        recording(forward, choice), {RECORD: lambda *values: found.extend(map(torch.clone, values))}
+    )
+    states = torch.eye(TOKENS, dtype=dtype, device=scores.device)
+    try:
+        for shaped in (states, states.unsqueeze(0)):
+            try:
+                with torch.no_grad():
+                    recorder(twin, shaped, *extra.values())
+                break
+            except of_models() as error:  # a model's code may raise for settings or shapes that do not fit together
+                reason = f"it cannot be probed: {type(error).__name__}: {error}"
+                found.clear()
+    finally:
+        forget()
+    if len(found) != 3 or not all(isinstance(one, torch.Tensor) for one in found):
+        return reason if not found else NO_CHOICE
+    return _Recorded(dtype, {**kept, **extra}, *found)
+
+
+def _twin(module: Module, dtype: torch.dtype) -> Module:
+    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases and a copy of its linear layer."""
+    twin, weight = copy.copy(module), product_of(module)
+    assert weight is not None, "the group was found by its product"
+    experts, width = weight.shape
+    sizes = {name: TOKENS for name, value in vars(module).items() if type(value) is int and value == width}
+    vars(twin).update(sizes)
+    vars(twin)["_modules"] = {
+        name: copy.copy(one) if isinstance(one, torch.nn.Linear) else one for name, one in module._modules.items()
+    }
+    draw = Draw(device_of(module))
+    for kept in ("_parameters", "_buffers"):
+        vars(twin)[kept] = {
+            name: _bias(draw, experts, dtype) if value is not None and value.shape == (experts,) else value
+            for name, value in getattr(module, kept).items()
+        }
+    return twin
+
+
+def _bias(draw: Draw, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return different corrections of ranks, which decide between scores that are equal if rounded to bf16."""
+    return (SMALL_BIAS * (draw(experts).float().argsort() - experts // 2) / experts).to(dtype)
+
+
+def _parameters_of(forward: Any) -> tuple[str, ...]:
+    code = forward.__code__
+    return tuple(code.co_varnames[: code.co_argcount])
+
+
+def _codes(module: Module, definition: Definition, choice: Choice, place: int) -> Iterator[ModelCode]:
+    """Yield the ways in which a choice may have the inputs of a Definition: as attributes, as arguments or as constants."""
+    (_, scores), *others = definition.inputs.items()
+    if len(definition.outputs) != 2 or scores.shape is None or len(scores.shape) != 2:
+        return
+    options = {name: _options(module, definition, name, choice) for name, _ in others}
+    stated = scores.dtype not in definition.dtypes
+    for values in itertools.product(*options.values()):
+        attributes = {name: value for name, value in zip(options, values, strict=True) if isinstance(value, str)}
+        constants = {name: value for name, value in zip(options, values, strict=True) if not isinstance(value, str)}
+        for widened in (1,) if stated else (0, 1):
+            for rounded in (0, 1) if widened or stated else (0,):
+                yield ModelCode(
+                    fingerprint=fingerprint(type(module).forward) or "",
+                    attributes=attributes,
+                    constants={**constants, CUT: place, WIDENED: widened, ROUNDED: rounded},
+                )
+
+
+def _options(module: Module, definition: Definition, name: str, choice: Choice) -> list[Any]:
+    """Return the names of attributes and arguments, and the constants, that may be an input of a Definition."""
+    spec, sized = definition.inputs[name], {axis.scalar for axis in definition.axes.values()}
+    if not spec.is_scalar:
+        given = _parameters_of(type(module).forward)[2:]
+        held = [one for one in choice.reads if isinstance(getattr(module, one, None), torch.Tensor)]
+        return [*held, *given] if spec.shape is not None and len(spec.shape) == 1 else []
+    read = {one: getattr(module, one, None) for one in _reads(module, choice)}
+    if spec.dtype == "bool":
+        return [one for one, value in read.items() if type(value) is bool] + [True, False]
+    if spec.dtype in FLOATS:
+        return [one for one, value in read.items() if type(value) in (int, float)] + [1.0]
+    is_count = name == next((axis.scalar for axis in definition.axes.values() if axis.scalar), None)
+    whole = [one for one, value in read.items() if type(value) is int]
+    return whole if is_count or name not in sized else [1]
+
+
+def _reads(module: Module, choice: Choice) -> tuple[str, ...]:
+    """Return the attributes that a choice reads, also in the methods that it calls."""
+    own = methods(type(module))
+    called = [own[name] for name in choice.reads if callable(own.get(name)) and not isinstance(own[name], type)]
+    inner = [name for one in called for name in names_in_code(one) if hasattr(module, name) and name not in own]
+    return tuple(dict.fromkeys([*(name for name in choice.reads if name not in own), *inner]))

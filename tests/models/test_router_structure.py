@@ -1,0 +1,189 @@
+"""Routers whose code no Definition states: a kernel makes the choice, and the model's own code goes on with its weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
+from tilegym_db.models.parts.router import CHANGED, NO_CHOICE
+from tilegym_db.models.routing_code import choices
+
+EXPERTS, HIDDEN, CHOSEN = 8, 64, 3
+# class -> (module of transformers, type of its config, the Definition of its choice)
+ROUTERS = {
+    "MixtralTopKRouter": ("mixtral", "mixtral", "topk_softmax"),
+    "MiniMaxTopKRouter": ("minimax", "minimax", "topk_softmax"),
+    "JambaTopKRouter": ("jamba", "jamba", "topk_softmax"),
+    "HunYuanMoEV1Gate": ("hunyuan_v1_moe", "hunyuan_v1_moe", "topk_softmax"),
+    "GraniteMoeTopKRouter": ("granitemoe", "granitemoe", "topk_then_softmax"),
+    "GraniteMoeHybridTopKRouter": ("granitemoehybrid", "granitemoehybrid", "topk_then_softmax"),
+    "MiniMaxM2TopKRouter": ("minimax_m2", "minimax_m2", "topk_sigmoid_bias_groups"),
+    "AfmoeTokenChoiceRouter": ("afmoe", "afmoe", "topk_sigmoid_bias_groups"),
+    "HYV3TopKRouter": ("hy_v3", "hy_v3", "topk_sigmoid_bias_groups"),
+    "LagunaTopKRouter": ("laguna", "laguna", "topk_sigmoid_bias_groups"),
+    "MiniMaxM3VLTopKRouter": ("minimax_m3_vl", "minimax_m3_vl_text", "topk_sigmoid_bias_groups"),
+    "Step3p7TopKRouter": ("step3p7", "step3p5", "topk_sigmoid_bias_groups"),
+    "AXK2TopkRouter": ("axk2", "axk2", "topk_sigmoid_bias_groups"),
+    "MistralLarge4TextTopkRouter": ("mistral_large4", "mistral_large4_text", "topk_softmax"),
+}
+OTHERS = {
+    "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),  # ranks scores that are no probabilities yet
+    "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe"),  # ranks probabilities rounded to bf16
+    "Mistral4TopkRouter": ("mistral4", "mistral4"),
+}
+SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
+pytestmark = pytest.mark.skipif(
+    "minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers has not all of them"
+)
+
+
+def router(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """One router with random weights and biases, in eval mode."""
+    folder, kind = {**OTHERS, **{key: value[:2] for key, value in ROUTERS.items()}}[name]
+    known = CONFIG_MAPPING[kind]().to_dict()
+    sizes = {one: EXPERTS for one in SIZES if one in known} | {one: CHOSEN for one in COUNTS if one in known}
+    config = CONFIG_MAPPING[kind](**{**sizes, "hidden_size": HIDDEN, "n_group": 1, "topk_group": 1})
+    module = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype) / 4
+    for buffer in module.buffers():
+        buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    return module.eval()
+
+
+def call(module: Any, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(2, 3, HIDDEN, generator=generator).to(dtype)
+    takes_bias = len(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters) == 2
+    bias = [0.1 * torch.randn(EXPERTS, generator=generator)] if takes_bias else []
+    flat = states if "Afmoe" in type(module).__name__ else states.view(-1, HIDDEN)
+    with torch.no_grad():
+        found: tuple[torch.Tensor, ...] = module(flat, *bias)
+    return found
+
+
+def assert_same(found: tuple[torch.Tensor, ...], stock: tuple[torch.Tensor, ...]) -> None:
+    """The same scores, and the same weights of the same experts, in any order of a token's experts."""
+    (scores, weights, ids), (wanted, expected, known) = found, stock
+    assert torch.equal(scores, wanted)
+    assert weights.dtype == expected.dtype
+    order, other = ids.argsort(-1), known.argsort(-1)
+    assert torch.equal(ids.gather(-1, order), known.gather(-1, other))
+    torch.testing.assert_close(weights.gather(-1, order), expected.gather(-1, other), rtol=2e-7, atol=0)
+
+
+def reason(module: torch.nn.Module, catalog: Catalog) -> str:
+    (site,) = patch(torch.nn.ModuleList([module]), catalog=catalog, dry_run=True).report().sites
+    return site.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_of_other_code_is_served_with_its_own_results(name: str, dtype: torch.dtype, kernels: Catalog) -> None:
+    module = router(name, dtype)
+    cls, held, stock = type(module), dict(vars(module)), call(module, dtype)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        assert_same(call(module, dtype), stock)
+    assert handle.report().hits() == {ROUTERS[name][2]: 1}
+    assert type(module) is cls
+    assert vars(module) == held
+    assert all(torch.equal(got, want) for got, want in zip(call(module, dtype), stock, strict=True))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_choice_that_no_definition_makes_stays_stock(name: str, kernels: Catalog) -> None:
+    assert reason(router(name), kernels).startswith(f"{NO_CHOICE} (fingerprint ")
+
+
+@pytest.mark.parametrize("name", ["HYV3TopKRouter", "AXK2TopkRouter", "MiniMaxM2TopKRouter"])
+def test_settings_that_change_after_the_patch_are_honoured(name: str, kernels: Catalog) -> None:
+    module = router(name)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        module.top_k = 2
+        for attribute in ("router_scaling_factor", "routed_scaling_factor"):
+            if hasattr(module, attribute):
+                setattr(module, attribute, 0.75)
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = not module.norm_topk_prob
+        found = call(module)
+    assert_same(found, call(module))
+    assert found[2].shape[-1] == 2
+    assert handle.report().kernel_calls == 1
+
+
+def test_a_setting_of_the_choice_alone_must_stay_as_probed(kernels: Catalog) -> None:
+    module = router("MistralLarge4TextTopkRouter")
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        module.num_group, module.topk_group = 2, 1
+        found = call(module)
+    assert all(torch.equal(got, want) for got, want in zip(found, call(module), strict=True))
+    (site,) = handle.report().sites
+    assert dict(site.bypassed) == {CHANGED: 1}
+
+
+def test_groups_of_experts_are_no_choice_without_groups(kernels: Catalog) -> None:
+    module = router("MistralLarge4TextTopkRouter")
+    module.num_group, module.topk_group = 2, 1
+    assert reason(module, kernels).startswith(NO_CHOICE)
+
+
+def test_training_gradients_and_autocast_are_left_to_stock(poison: Catalog) -> None:
+    def bypassed(module: Any, asked: Any) -> set[str]:
+        stock = asked(copy.deepcopy(module))
+        with patched(torch.nn.ModuleList([module]), catalog=poison) as handle:
+            assert all(torch.equal(got, want) for got, want in zip(asked(module), stock, strict=True))
+        (site,) = handle.report().sites
+        return set(site.bypassed)
+
+    def with_grad(module: Any) -> list[torch.Tensor]:
+        return [value.detach() for value in module(torch.ones(2, HIDDEN))]
+
+    def in_autocast(module: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(module)
+
+    assert bypassed(router("MixtralTopKRouter").train(), call) == {IN_TRAINING}
+    assert bypassed(router("MixtralTopKRouter"), with_grad) == {NEEDS_GRAD}
+    assert bypassed(router("MixtralTopKRouter"), in_autocast) == {AUTOCAST}
+
+
+@pytest.mark.parametrize("name", ["MixtralTopKRouter", "MiniMaxM2TopKRouter", "GraniteMoeTopKRouter"])
+@pytest.mark.parametrize("smallest", [1, 2048])
+def test_compiled_code_has_the_operator_or_stock_operations(name: str, smallest: int, shop: Any) -> None:
+    module, definition = router(name), ROUTERS[name][2]
+    stock = call(module)
+    with patched(torch.nn.ModuleList([module]), catalog=shop.offer(ops=(definition,), smallest=smallest)) as handle:
+        assert_same(call(torch.compile(module, backend="aot_eager", fullgraph=True)), stock)
+    torch.compiler.reset()
+    assert handle.report().kernel_calls == int(smallest == 1)
+
+
+def flipped(self: Any, hidden_states: torch.Tensor) -> Any:
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    weights, ids = torch.topk(logits, self.top_k)
+    ids = ids.flip(-1)
+    return logits, weights, ids
+
+
+def doubled(self: Any, hidden_states: torch.Tensor) -> Any:
+    logits = torch.nn.functional.linear(hidden_states, self.weight)
+    hidden_states = hidden_states * 2
+    weights, ids = torch.topk(logits, self.top_k)
+    return logits, weights * hidden_states[:, :1], ids
+
+
+def test_code_of_another_shape_has_no_choice() -> None:
+    assert [one.stop - one.start for one in choices(flipped)] == [2, 1]
+    assert all(one.weights == "weights" for one in choices(doubled))
+    assert choices(call) == ()
+    assert choices(torch.nn.Linear.forward) == ()
