@@ -28,7 +28,7 @@ from tilegym_db.models.capture import CapturedCall, ModelInputs, copied, run_mod
 from tilegym_db.models.found import methods
 from tilegym_db.models.seams import Seam, watched
 from tilegym_db.models.symbolic_sizes import symbolic_sizes
-from tilegym_db.models.upstream_code import fingerprint, of_models
+from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.resolver.hot_path import allocate_of
@@ -212,10 +212,10 @@ def _functions_used(code: FunctionType) -> list[FunctionType]:
         one = waiting.pop()
         for name in one.__code__.co_names:
             value = one.__globals__.get(name)
-            if isinstance(value, FunctionType) and value.__module__ == code.__module__ and name not in found:
-                if value is not code:
-                    found[name] = value
-                    waiting.append(value)
+            is_known = name in found or value is code
+            if isinstance(value, FunctionType) and value.__module__ == code.__module__ and not is_known:
+                found[name] = value
+                waiting.append(value)
     return list(found.values())
 
 

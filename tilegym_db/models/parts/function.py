@@ -1,7 +1,7 @@
 """Functions of any kind that a forward calls: tensors in, tensors out, and nothing else changes.
 
 A Definition states the fingerprint of the function and of the functions that it calls. Its inputs are parameters of the function.
-So a function that ``task from-model`` has cut out of a model is served without a module of its own here.
+So a function that ``task from-model`` has cut out of a model needs no file here.
 """
 
 from __future__ import annotations

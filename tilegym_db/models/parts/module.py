@@ -1,8 +1,7 @@
 """Modules of any kind without submodules: tensors in, tensors out, and nothing else changes.
 
 A Definition states the fingerprint of the forward and of the methods that it calls. Its inputs are parameters of the forward, or
-attributes of the module, such as its weights. So a module that ``task from-model`` has cut out of a model is served without a file
-of its own here.
+attributes of the module, such as its weights. So a module that ``task from-model`` has cut out of a model needs no file here.
 """
 
 from __future__ import annotations
