@@ -32,6 +32,7 @@ from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.sandbox.scan import hard_findings, scan_definition
 from tilegym_db.scaffold.draft_of_code import DraftedCode, Size, code_files
 from tilegym_db.scaffold.function_source import function_source, rewritten_source
 from tilegym_db.verification.oracle import run_reference
@@ -86,6 +87,8 @@ class Cut:
     name: str
     files: dict[str, str] = field(repr=False)
     compared: int = 0
+    left: str = ""
+    """What the static scan refuses in the reference, such as an import; the author writes these lines anew."""
 
     def write(self, folder: Path) -> Path:
         """Write the draft's folder, unless it exists, and return it."""
@@ -105,10 +108,7 @@ def cut(model: Module, seam: Seam, inputs: ModelInputs, tag: str = "") -> Cut | 
         inputs: token ids [batch, tokens], or the arguments of the model's forward by name.
         tag: the model's name in workloads.
     """
-    code = seam.code(model)
-    if isinstance(code, str):
-        return code
-    part = _function_part(code) if seam.function else _module_part(seam.modules(model)[0], code)
+    part = _part_of(model, seam)
     if isinstance(part, str):
         return part
     given = {"input_ids": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)
@@ -128,6 +128,22 @@ def cut(model: Module, seam: Seam, inputs: ModelInputs, tag: str = "") -> Cut | 
         return _drafted(seam, part, main, other, [call for call in calls if call.signature == main.signature], tag)
     except TilegymDBError as error:
         return f"its draft is not valid: {error}"
+
+
+def why_not_cut(model: Module, seam: Seam) -> str:
+    """Return the reason if the code at a place of a model is no part by itself; empty if only its calls can tell."""
+    part = _part_of(model, seam)
+    return part if isinstance(part, str) else ""
+
+
+def _part_of(model: Module, seam: Seam) -> _Part | str:
+    code = seam.code(model)
+    module = seam.modules(model)[0]
+    if not seam.function and module._modules:
+        return f"its code lies between its submodules ({', '.join(list(module._modules)[:4])}), so no tensor bounds it"
+    if isinstance(code, str):
+        return code
+    return _function_part(code) if seam.function else _module_part(module, code)
 
 
 def resized(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,8 +237,6 @@ def _functions_used(code: FunctionType) -> list[FunctionType]:
 
 def _module_part(module: Module, code: FunctionType) -> _Part | str:
     """Return a module without submodules as a part: its attributes become parameters."""
-    if module._modules:
-        return f"its code lies between its submodules ({', '.join(list(module._modules)[:4])}), so no tensor bounds it"
     if code.__closure__:
         return "its forward reads variables of a function around it"
     known = {name: value for name, value in methods(type(module)).items() if isinstance(value, FunctionType)}
@@ -502,7 +516,9 @@ def _drafted(
     workloads = [_workload(definition, call, tag) for call in calls]
     files["workloads.jsonl"] += "".join(f"{text}\n" for text in dict.fromkeys(workloads) if text)
     files["captured.json"] = json.dumps(_account(seam, code, calls, workloads), indent=2) + "\n"
-    return Cut(code.name, files, compared)
+    refused = hard_findings(scan_definition(definition))
+    left = next((f"line {one.line} {one.message}" for one in refused if one.path == "reference.py"), "")
+    return Cut(code.name, files, compared, left)
 
 
 @dataclass(frozen=True)
