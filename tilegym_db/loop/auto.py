@@ -23,7 +23,7 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, TilegymDBError, UsageError
 from tilegym_db.files import regular_files, write_atomically, write_folder, writing
-from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece
+from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, why_no_task
 from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
 from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.submission_catalog import withdraw
@@ -62,6 +62,7 @@ class Kernelizer:
     _began: float = field(default_factory=time.monotonic)
     _pieces: dict[str, ModelPieces] = field(default_factory=dict)
     _coverages: dict[str, Coverage] = field(default_factory=dict)
+    _passed_over: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def left_s(self) -> float:
@@ -81,6 +82,7 @@ class Kernelizer:
             if piece is None:
                 self._say_what_is_left(pieces)
                 return "every piece above 1% of the time is decided by an experiment or not described by a definition"
+            self._say_what_is_passed_over(pieces, piece)
             self.say(f"{piece.part}: {piece.share:.1%} of the time, {piece.definition}")
             self._finish(self._experiment(self._task(piece)))
 
@@ -102,12 +104,27 @@ class Kernelizer:
             self._coverages[key] = self.state.coverage()
         return self._coverages[key]
 
+    def _say_what_is_passed_over(self, pieces: Sequence[Piece], chosen: Piece) -> None:
+        """Say why no task can be made for a piece that costs more than the one that comes next."""
+        for piece in pieces:
+            place = (piece.part, piece.definition)
+            has_task = piece.served or (piece.definition and piece.workloads)
+            if piece.share > chosen.share and not has_task and place not in self._passed_over:
+                self._passed_over.add(place)
+                why = why_no_task(self.state.model, piece)
+                self.say(f"not begun with: {piece.part}, {piece.share:.1%} of the time ({why})")
+
     def _say_what_is_left(self, pieces: Sequence[Piece]) -> None:
         tried = self._tried()
         for piece in pieces:
             if piece.share >= MIN_SHARE and not piece.served:
-                why = f"{piece.definition}, {tried[piece.definition]}" if piece.definition in tried else piece.reason
-                self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why or 'no definition describes it'})")
+                is_tried = piece.definition in tried
+                why = (
+                    f"{piece.definition}, {tried[piece.definition]}"
+                    if is_tried
+                    else why_no_task(self.state.model, piece)
+                )
+                self.say(f"left to stock code: {piece.part}, {piece.share:.1%} ({why})")
 
     def _finish(self, experiment: Experiment) -> None:
         self.say(f"{experiment.decision}: {experiment.reason}")

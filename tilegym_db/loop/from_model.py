@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +11,19 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import TilegymDBError
-from tilegym_db.files import write_folder, writing
+from tilegym_db.loop.cut import cut, why_not_cut
 from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.models.capture import forward_arguments, random_prompt
+from tilegym_db.models.found import ModuleGroup
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
+from tilegym_db.models.seams import Seam, function_seams
+from tilegym_db.models.undescribed import NO_DEFINITION
 from tilegym_db.models.verify_model import keep_workloads, model_tag
 from tilegym_db.records import Workload
 from tilegym_db.records.loop import Task
-from tilegym_db.scaffold import draft_definition
-from tilegym_db.scaffold.definition_draft import parse_tensors
 
 MIN_SHARE = 0.01
 """Minimum share of the model's time for which a kernel is worthwhile."""
@@ -35,10 +33,10 @@ StockTimes = tuple[list[ModuleTime], float]
 
 @dataclass(frozen=True)
 class Piece:
-    """A module class, its share of the model's time without its submodules, and the Definition that describes it.
+    """A module class, or a function that it calls, with its share of the model's time and the Definition that describes it.
 
-    A module that calls several operators has one piece per operator. Each piece has the module's whole time, because the
-    profile does not split it by operator.
+    The time is without that of submodules, and of functions that are pieces. A module that calls several operators has one piece
+    per operator. Each has the module's whole time, because the profile does not split it by operator.
     """
 
     part: str
@@ -51,6 +49,8 @@ class Piece:
     reason: str = ""
     outcome: str = ""
     module_class: type[torch.nn.Module] | None = None
+    function: str = ""
+    """The function, as a :class:`Seam` names it; empty for the modules."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready content, one row of a table."""
@@ -93,7 +93,7 @@ def parts_of(pieces: Iterable[Piece]) -> list[ModelPart]:
     """Return the module classes of a model, in the order of their first pieces."""
     grouped: dict[object, list[Piece]] = {}
     for piece in pieces:
-        grouped.setdefault(piece.module_class or piece.part, []).append(piece)
+        grouped.setdefault((piece.module_class or piece.part, piece.function), []).append(piece)
     return [ModelPart(tuple(group)) for group in grouped.values()]
 
 
@@ -141,31 +141,49 @@ def tasks_from_model(
     outcomes = []
     for piece in found.pieces:
         try:
-            outcome = _outcome(piece, model, inputs, machine, language, drafts)
+            outcome = _outcome(piece, model, inputs, machine, language, drafts, found.model)
         except TilegymDBError as error:
             outcome = str(error)
-        outcomes.append(Piece(**{**vars(piece), "outcome": outcome}))
+        outcomes.append(replace(piece, outcome=outcome))
     found.pieces = outcomes
     return found
 
 
 def _outcome(
-    piece: Piece, model: Any, inputs: torch.Tensor, machine: Machine, language: str, drafts: Path | None
+    piece: Piece, model: Any, inputs: torch.Tensor, machine: Machine, language: str, drafts: Path | None, tag: str
 ) -> str:
     if piece.share < MIN_SHARE:
         return f"below {MIN_SHARE:.0%} of the time"
     if piece.served:
         return f"served by a verified kernel of {piece.definition}"
+    if piece.definition and piece.workloads:
+        return f"task {_task(piece, machine, language).id}"
+    if drafts is None or piece.definition or _is_of_torch(piece):
+        return why_no_task(model, piece)
+    assert piece.module_class is not None, "only PyTorch calls have none"
+    found = cut(model, Seam(piece.module_class, piece.function), inputs, tag)
+    if isinstance(found, str):
+        return f"{piece.reason or NO_DEFINITION}; it cannot be cut out: {found}"
+    left = f"; its reference is to be written anew: {found.left}" if found.left else ""
+    return f"draft {found.write(drafts)}{left}"
+
+
+def why_no_task(model: Any, piece: Piece) -> str:
+    """Return the reason why no task can be made for a piece that no kernel serves, and what to do about it."""
     if piece.definition and not piece.workloads:
         return f"no task: the profiled call does not call {piece.definition}"
-    if piece.definition:
-        return f"task {_task(piece, machine, language).id}"
-    if piece.module_class is None or piece.module_class.__module__.startswith("torch."):
-        return f"a PyTorch call; {piece.reason or 'no definition describes it'}"
-    if drafts is None:
-        why = f" ({piece.reason})" if piece.reason else ""
-        return f"no definition describes it{why}; --drafts DIR writes a draft of one"
-    return f"draft {draft_of(model, piece.module_class, inputs, drafts)}"
+    if _is_of_torch(piece):
+        return f"a PyTorch call; {piece.reason or NO_DEFINITION}"
+    reason = piece.reason or NO_DEFINITION
+    assert piece.module_class is not None, "only PyTorch calls have none"
+    refused = why_not_cut(model, Seam(piece.module_class, piece.function))
+    if refused:
+        return f"{reason}; it cannot be cut out: {refused}"
+    return f"{reason}; --drafts DIR of task from-model writes a draft of one"
+
+
+def _is_of_torch(piece: Piece) -> bool:
+    return piece.module_class is None or piece.module_class.__module__.startswith("torch.")
 
 
 def _task(piece: Piece, machine: Machine, language: str) -> Task:
@@ -179,13 +197,16 @@ def _task(piece: Piece, machine: Machine, language: str) -> Task:
 
 
 def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
-    """Return the time of each module class in one call of the unpatched model, and the total, in microseconds."""
+    """Return the time of each module class in one call of the unpatched model, and the total, in microseconds.
+
+    Functions are timed apart from the modules that call them.
+    """
 
     def call() -> Any:
         with torch.no_grad():
             return model(**forward_arguments(model, inputs))
 
-    return module_times(model, call)
+    return module_times(model, call, function_seams(model))
 
 
 def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | None = None) -> ModelPieces:
@@ -200,10 +221,11 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
     served, captured = _calls(model, inputs, catalog)
     kept = {(item.definition, item.uuid): item for item in kept_calls(captured, tag)}
     pieces: list[Piece] = []
+    functions = {item.function for item in measured if item.function}
     for item in measured:
         share = item.time_us / total_us if total_us else 0.0
-        name = item.module_class.__name__
-        groups = [group for group in described if issubclass(item.module_class, group.module_class)]
+        name = Seam(item.module_class, item.function).name
+        groups = [group for group in described if _is_about(group, item, functions)]
         matched = sorted({group.definition for group in groups if group.definition and not group.reason})
         reasons = sorted({group.reason for group in groups if group.reason})
         for definition in matched:
@@ -223,15 +245,22 @@ def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | No
                     match,
                     workloads,
                     definition in served,
-                    "",
-                    "",
-                    item.module_class,
+                    module_class=item.module_class,
+                    function=item.function,
                 )
             )
         if not matched:
             reason = "; ".join(reasons)
-            pieces.append(Piece(name, share, item.calls, reason=reason, module_class=item.module_class))
+            piece = Piece(name, share, item.calls, reason=reason, module_class=item.module_class)
+            pieces.append(replace(piece, function=item.function))
     return ModelPieces(tag, time_of(model), total_us, pieces)
+
+
+def _is_about(group: ModuleGroup, item: ModuleTime, functions: Collection[str]) -> bool:
+    """Return True if a group is a timed function, or for a module, any part of it that is no timed function."""
+    if not issubclass(item.module_class, group.module_class):
+        return False
+    return group.function == item.function if item.function else group.function not in functions
 
 
 def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
@@ -264,99 +293,4 @@ def _call(workload: Workload) -> Any:
         sorted(workload.dtypes.items()),
         sorted(workload.scalars().items()),
         sorted(workload.layouts.items()),
-    )
-
-
-# ---- Definition drafts --------------------------------------------------------------------------------
-
-AXES = "MNKHDSBEFGIJLPQRTUVW"
-
-
-def draft_of(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor, folder: Path) -> Path:
-    """Write the draft of a Definition for a module class, unless it exists.
-
-    Returns:
-        The draft's folder. It has ``definition.json``, a reference to complete, and ``captured.json`` with the source location
-        and the shapes, dtypes and strides of the first call.
-    """
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    target = folder / name
-    if target.exists():
-        return target
-    captured = _captured(model, cls, inputs)
-    letters: dict[int, str] = {}
-    files = draft_definition(
-        name,
-        "model",
-        parse_tensors("inputs", _spelled(captured["inputs"], letters) or "x[M, N]"),
-        parse_tensors("outputs", _spelled(captured["outputs"], letters) or "out[M, N]"),
-        f"The computation of {cls.__name__} without its submodules.",
-    )
-    source = source_of(cls)
-    files["reference.py"] = f"# Source: {source}\n" + re.sub(r"(?m)^# Source:.*\n", "", files["reference.py"])
-    files["captured.json"] = json.dumps({"source": source, **captured}, indent=2) + "\n"
-    with writing(folder):
-        write_folder(target, {path: text.encode() for path, text in files.items()})
-    return target
-
-
-def _captured(model: Any, cls: type[torch.nn.Module], inputs: torch.Tensor) -> dict[str, Any]:
-    """Return the tensors of the class's first call: its inputs, its weights and its outputs."""
-    module = next(item for item in model.modules() if type(item) is cls)
-    kept: dict[str, Any] = {}
-
-    def keep(owner: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if not kept:
-            names = list(inspect.signature(type(owner).forward).parameters)[1:]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            own = {key: value for key, value in owner.named_parameters(recurse=False)}
-            outputs = output if isinstance(output, tuple) else (output,)
-            kept["inputs"] = _described({**given, **own})
-            kept["outputs"] = _described({f"out{index or ''}": value for index, value in enumerate(outputs)})
-
-    hook = module.register_forward_hook(keep, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            model(**forward_arguments(model, inputs))
-    finally:
-        hook.remove()
-    return kept or {"inputs": {}, "outputs": {}}
-
-
-def _described(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: {
-            "shape": list(value.shape),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "strides": list(value.stride()),
-        }
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _spelled(tensors: Mapping[str, Mapping[str, Any]], letters: dict[int, str]) -> str:
-    """Format tensors as ``x[M, N], index[M]:int64``, with one letter per size."""
-    parts = []
-    for name, tensor in tensors.items():
-        axes = [letters.setdefault(size, AXES[len(letters) % len(AXES)]) for size in tensor["shape"]]
-        floating = tensor["dtype"] in ("float32", "bfloat16", "float16")
-        if axes:
-            parts.append(f"{name}[{', '.join(axes)}]" + ("" if floating else f":{tensor['dtype']}"))
-    return ", ".join(parts)
-
-
-def source_of(cls: type[torch.nn.Module]) -> str:
-    """Return the location of a class: a permalink into the release of transformers, or the file."""
-    import transformers
-
-    file = inspect.getsourcefile(cls) or ""
-    lines, first = inspect.getsourcelines(cls)
-    package = Path(transformers.__file__).parent
-    place = f"#L{first}-L{first + len(lines) - 1}"
-    if not Path(file).is_relative_to(package):
-        return f"{file}{place}"
-    inner = Path(file).relative_to(package).as_posix()
-    return (
-        f"https://github.com/huggingface/transformers/blob/v{transformers.__version__}/src/transformers/{inner}{place}"
     )

@@ -94,7 +94,17 @@ def plain_function(found: ModuleGroup) -> FunctionType | str:
     """Return the code in PyTorch that runs when a forward calls its function, or the reason if other code runs."""
     if hasattr(undecorated(found.module_class.forward), "__wrapped__"):
         return WRAPPED
-    function, name = callee(found.modules[0], found.function), found.function.removeprefix(OWN)
+    name = found.function.removeprefix(OWN)
+    function = unwrapped_function(callee(found.modules[0], found.function), name)
+    if isinstance(function, str):
+        return function
+    if function.__module__ != inspect.unwrap(found.module_class.forward).__module__:
+        return f"its {name} is that of {function.__module__}, and the kernels were measured against PyTorch code"
+    return function
+
+
+def unwrapped_function(function: Any, name: str) -> FunctionType | str:
+    """Return the code in PyTorch that runs when a function of that name is called, or the reason if other code runs."""
     while True:
         if isinstance(function, Module):  # made by the kernels package around a function
             if not runs_class_forward(function):
@@ -108,8 +118,6 @@ def plain_function(found: ModuleGroup) -> FunctionType | str:
         return (
             f"its {name} is of type {type(function).__name__}, not a plain function (replaced by the kernels package?)"
         )
-    if function.__module__ != inspect.unwrap(found.module_class.forward).__module__:
-        return f"its {name} is that of {function.__module__}, and the kernels were measured against PyTorch code"
     return function
 
 
@@ -143,7 +151,10 @@ def _falling_back() -> frozenset[CodeType]:
 
 
 def replacements(
-    calls: Sequence[PartCall], make: Callable[[ModuleGroup, Any, Callable[..., Any], FunctionType], Callable[..., Any]]
+    calls: Sequence[PartCall],
+    make: Callable[[ModuleGroup, Any, Callable[..., Any], FunctionType], Callable[..., Any]],
+    *,
+    of_any_module: bool = False,
 ) -> tuple[dict[str, Any], list[Callable[[ast.FunctionDef], None]]]:
     """Return the functions for a forward in place of the original ones, and the rewrites for those that are attributes.
 
@@ -151,11 +162,13 @@ def replacements(
         calls: the groups and their call sites.
         make: ``make(found, site, stock, function)`` returns the function that asks for a kernel, and otherwise calls ``stock``,
             whose code in PyTorch is ``function``.
+        of_any_module: True if the functions need not be of the same module of Python as the forward.
     """
     functions: dict[str, Any] = {}
     attributes = []
     for found, site in calls:
-        stock, function = callee(found.modules[0], found.function), plain_function(found)
+        stock = callee(found.modules[0], found.function)
+        function = unwrapped_function(stock, found.function) if of_any_module else plain_function(found)
         assert isinstance(function, FunctionType), "only confirmed groups are patched"
         made, name = make(found, site, stock, function), found.function
         if name.startswith(OWN):

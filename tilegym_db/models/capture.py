@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -79,8 +79,8 @@ def captured_calls(
         for number in range(BATCHES):
             batch = given if number == 0 else _with_other_tokens(model, given, SEED + number)
             if batch is not None:
-                with _stages(model, recorders):
-                    _run(model, batch)
+                with staged(model, recorders):
+                    run_model(model, batch)
     return [recorder.calls for recorder in recorders]
 
 
@@ -235,8 +235,15 @@ def _kind(value: Any) -> Any:
     return value
 
 
+class StageListener(Protocol):
+    """Protocol of an object that learns the stage of each forward of a model."""
+
+    def begin(self, stage: str) -> None:
+        """Note that a forward of the model in that stage comes next."""
+
+
 @contextlib.contextmanager
-def _stages(model: torch.nn.Module, recorders: Sequence[_Recorder]) -> Iterator[None]:
+def staged(model: torch.nn.Module, recorders: Sequence[StageListener]) -> Iterator[None]:
     """Announce each stage to the recorders: the first forward of the model is the prefill, all others decode."""
     stages = iter(("prefill",))
 
@@ -262,7 +269,12 @@ def _serving(site: CallSite, serve: Callable[..., Any]) -> Iterator[None]:
         site.serve, site.is_recorded = own, False
 
 
-def _run(model: Any, shared: Mapping[str, Any]) -> None:
+def run_model(model: Any, shared: Mapping[str, Any]) -> None:
+    """Run a model once on copies of its arguments; a model that generates also decodes two positions.
+
+    Raises:
+        UsageError: the model does not run on them.
+    """
     given = own_inputs(shared)
     try:
         with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import json
 import secrets
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tilegym_db.models.call_site import CallSite
+from tilegym_db.models.seams import Around, Seam, watched
 
 MARK = "tilegym_db::"
 """Prefix of the name of a mark; the Definition follows."""
@@ -205,11 +207,16 @@ TimeOf = Literal["gpu", "cpu"]
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Time that the modules of one class spent in one call, without the time of modules inside them."""
+    """Time that the modules of one class, or a function that they call, spent in one call.
+
+    It is without the time of modules and watched functions inside them.
+    """
 
     module_class: type[torch.nn.Module]
     calls: int
     time_us: float
+    function: str = ""
+    """The function, as :class:`Seam` names it; empty for the modules."""
 
 
 class _Mark(NamedTuple):
@@ -223,30 +230,56 @@ def time_of(model: torch.nn.Module) -> TimeOf:
     return "gpu" if next(model.parameters()).device.type == "cuda" else "cpu"
 
 
-def module_times(model: torch.nn.Module, call: Callable[[], Any]) -> tuple[list[ModuleTime], float]:
-    """Return the time of each module class in one call, the longest first, and the total, in microseconds.
+def module_times(
+    model: torch.nn.Module, call: Callable[[], Any], seams: Sequence[Seam] = ()
+) -> tuple[list[ModuleTime], float]:
+    """Return the time of each module class and watched function in one call, the longest first, and the total.
+
+    Times are in microseconds.
 
     Args:
         model: the model whose modules are marked.
         call: runs the model. One call before the measurements loads and compiles kernels.
+        seams: the functions whose time is separate from that of the modules that call them.
 
     Each module's least time over several measurements counts, because other load on the machine only adds time.
     """
     call()
-    classes = {str(number): type(module) for number, module in enumerate(model.modules())}
+    owners = {str(number): Seam(type(module)) for number, module in enumerate(model.modules())}
+    names = {seam: f"f{number}" for number, seam in enumerate(seams)}
+    owners |= {name: seam for seam, name in names.items()}
     measure = _gpu_times if time_of(model) == "gpu" else _cpu_times
-    measured = [measure(model, call) for _ in range(MEASUREMENTS)]
-    by_class: dict[type[torch.nn.Module], list[float]] = defaultdict(lambda: [0, 0.0])
+    measured = [measure(model, call, names) for _ in range(MEASUREMENTS)]
+    by_seam: dict[Seam, list[float]] = defaultdict(lambda: [0, 0.0])
     for name, (calls, _) in measured[0].items():
-        by_class[classes[name]][0] += calls
-        by_class[classes[name]][1] += min(one[name][1] for one in measured)
-    found = [ModuleTime(cls, int(calls), time_us) for cls, (calls, time_us) in by_class.items()]
+        by_seam[owners[name]][0] += calls
+        by_seam[owners[name]][1] += min(one[name][1] for one in measured if name in one)
+    found = [ModuleTime(seam.module_class, int(calls), us, seam.function) for seam, (calls, us) in by_seam.items()]
     total = sum(item.time_us for item in found)
-    return sorted(found, key=lambda item: (-item.time_us, item.module_class.__name__)), total
+    return sorted(found, key=lambda item: (-item.time_us, item.module_class.__name__, item.function)), total
 
 
-def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Return number of a module -> its calls and the CPU time of this process in the module's own code."""
+def _between(names: Mapping[Seam, str], begin: Callable[[str], Any], end: Callable[[str], Any]) -> Around:
+    """Return what makes a watched function call ``begin`` and ``end`` with its name around its code."""
+
+    def around(seam: Seam, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def marked_function(*args: Any, **kwargs: Any) -> Any:
+            begin(names[seam])
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end(names[seam])
+
+        return marked_function
+
+    return around
+
+
+def _cpu_times(
+    model: torch.nn.Module, call: Callable[[], Any], names: Mapping[Seam, str]
+) -> dict[str, tuple[int, float]]:
+    """Return number of a module or name of a function -> its calls and the CPU time of this process in its own code."""
     counts: dict[str, int] = defaultdict(int)
     times: dict[str, float] = defaultdict(float)
     open_: list[tuple[int, list[int]]] = []
@@ -254,32 +287,43 @@ def _cpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tup
     def begin(*_: Any) -> None:
         open_.append((time.process_time_ns(), [0]))
 
-    def ending(name: str) -> Callable[..., None]:
-        def end(*_: Any) -> None:
-            began, inner = open_.pop()
-            lasted = time.process_time_ns() - began
-            counts[name] += 1
-            times[name] += (lasted - inner[0]) / 1e3
-            if open_:
-                open_[-1][1][0] += lasted
+    def end(name: str) -> None:
+        began, inner = open_.pop()
+        lasted = time.process_time_ns() - began
+        counts[name] += 1
+        times[name] += (lasted - inner[0]) / 1e3
+        if open_:
+            open_[-1][1][0] += lasted
 
-        return end
+    def ending(name: str) -> Callable[..., None]:
+        return lambda *_: end(name)
 
     with contextlib.ExitStack() as undo:
         for number, module in enumerate(model.modules()):
             undo.callback(module.register_forward_pre_hook(begin).remove)
             undo.callback(module.register_forward_hook(ending(str(number)), always_call=True).remove)
+        undo.enter_context(watched(model, names, _between(names, begin, end)))
         call()
     return {name: (count, times[name]) for name, count in counts.items()}
 
 
-def _gpu_times(model: torch.nn.Module, call: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Return number of a module -> its calls and the GPU time of the work that its own code launched."""
+def _gpu_times(
+    model: torch.nn.Module, call: Callable[[], Any], names: Mapping[Seam, str]
+) -> dict[str, tuple[int, float]]:
+    """Return number of a module or name of a function -> its calls and the GPU time of the work that its own code launched."""
     nonce, marks = secrets.token_hex(8), list[Any]()
+
+    def begin(name: str) -> None:
+        _beginning(f"{nonce}:{name}", marks)()
+
+    def end(name: str) -> None:
+        _ending(marks)()
+
     with contextlib.ExitStack() as undo:
         for number, module in enumerate(model.modules()):
             undo.callback(module.register_forward_pre_hook(_beginning(f"{nonce}:{number}", marks)).remove)
             undo.callback(module.register_forward_hook(_ending(marks), always_call=True).remove)
+        undo.enter_context(watched(model, names, _between(names, begin, end)))
         events = _profiled(call)
     return {name.partition(":")[2]: found for name, found in launched_us(events, nonce).items()}
 

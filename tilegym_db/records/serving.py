@@ -12,7 +12,7 @@ from typing import Annotated, Protocol, Self
 from pydantic import Field, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import Flag, Int64, Real, RecordPart
+from tilegym_db.records.base import Flag, Int64, Line, Real, RecordPart
 from tilegym_db.records.definition_parts import Cost, TensorSpec
 
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -52,6 +52,13 @@ class ModelCode(RecordPart):
     """An input, or a role that the part names -> the attribute of the module that holds it; by default, the same name."""
     constants: dict[Identifier, Flag | Int64 | Real] = {}
     """An input that is a constant in the code -> its value, instead of an attribute."""
+    fixed: dict[Identifier, Flag | Int64 | Line | None] = {}
+    """For ``function`` and ``module``: a parameter or attribute that is no input -> its value in every call that is served."""
+    returns: tuple[Identifier | None, ...] = ()
+    """For ``function`` and ``module``: the outputs in the tuple that the code returns, and null for None. By default it returns
+    the outputs in order, and a single one without a tuple."""
+    probe: dict[Identifier, Flag | Int64 | Real] = {}
+    """For ``function`` and ``module``: the size of each var axis and the value of each scalar in the probe."""
 
 
 class Serving(RecordPart):
@@ -59,7 +66,9 @@ class Serving(RecordPart):
 
     part: Identifier | None = None
     """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink, add_norm,
-    experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss."""
+    experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss.
+    Two are for any code: ``function`` is one that a forward calls, and ``module`` one without submodules. Their inputs are the
+    parameters of the code, or attributes of the module."""
     code: tuple[ModelCode, ...] = ()
     """Code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None
@@ -114,6 +123,7 @@ def serving_problem(definition: ServedDefinition) -> RecordError | None:
         return None
     return (
         _part_problem(definition, serving)
+        or _code_problem(definition, serving)
         or _axes_problem(definition, serving)
         or _independent_problem(definition, serving)
         or _lengths_problem(definition, serving)
@@ -145,6 +155,44 @@ def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError
                 f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice", code="serving_code_repeated"
             )
         known.add(code.fingerprint)
+    return None
+
+
+ANY_CODE = ("function", "module")
+"""The parts for code of any kind; their signature is in ``serving.code``."""
+
+
+def _code_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    """Return an error for a signature that is incomplete, or that a part of another kind states."""
+    is_generic = serving.part in ANY_CODE
+    if is_generic and serving.rows is not None:
+        return RecordError(
+            f"serving.rows: leave it out for a {serving.part}, whose inputs keep their dimensions", code="serving_rows"
+        )
+    scalars = set(definition.inputs) - set(definition.tensor_inputs)
+    for index, code in enumerate(serving.code):
+        where = f"serving.code.{index}"
+        stated = next((key for key in ("fixed", "returns", "probe") if getattr(code, key)), None)
+        if stated is not None and not is_generic:
+            return RecordError(
+                f"{where}.{stated} is for the parts {' and '.join(ANY_CODE)}", code="serving_signature_unused"
+            )
+        wanted = {*definition.var_axes, *scalars}
+        if is_generic and set(code.probe) != wanted:
+            culprit = min(set(code.probe) ^ wanted)
+            return RecordError(
+                f"{where}.probe must give each var axis its size and each scalar its value; '{culprit}' is "
+                f"{'missing' if culprit in wanted else 'neither'}",
+                code="serving_probe",
+            )
+        named = [name for name in code.returns if name is not None]
+        if named and sorted(named) != sorted(definition.outputs):
+            return RecordError(
+                f"{where}.returns must name each output once: {', '.join(definition.outputs)}", code="serving_returns"
+            )
+        clash = set(code.fixed) & {code.attributes.get(name, name) for name in definition.inputs}
+        if clash:
+            return RecordError(f"{where}.fixed.{min(clash)} is an input already", code="serving_fixed_input")
     return None
 
 

@@ -132,8 +132,6 @@ def _record(
 ) -> dict[str, Any]:
     axes = axes_of(dict(inputs), dict(outputs))
     uses_variable = any(spec["dtype"] == "T" for spec in (*inputs.values(), *outputs.values()))
-    tensors = [spec for spec in (*inputs.values(), *outputs.values()) if spec["shape"] is not None]
-    moved = " + ".join(f"{_count(spec['shape'])} * {_width(spec['dtype'])}" for spec in tensors)
     return {
         "schema_version": 1,
         "name": name,
@@ -146,8 +144,17 @@ def _record(
         "inputs": _described(inputs),
         "outputs": dict(outputs),
         "constraints": [f"{axis} >= 1" for axis in axes[1:]],
-        "cost": {"flops": f"2 * {_count(next(iter(outputs.values()))['shape'])}", "bytes": moved},
+        "cost": cost_of_signature(inputs, outputs),
     }
+
+
+def cost_of_signature(
+    inputs: Mapping[str, Mapping[str, Any]], outputs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return a draft of the cost: every tensor moved once, and two operations for each element of the first output."""
+    tensors = [spec for spec in (*inputs.values(), *outputs.values()) if spec["shape"] is not None]
+    moved = " + ".join(f"{_count(spec['shape'])} * {_width(spec['dtype'])}" for spec in tensors)
+    return {"flops": f"2 * {_count(next(iter(outputs.values()))['shape'])}", "bytes": moved}
 
 
 def _count(shape: list[str | int] | None) -> str:

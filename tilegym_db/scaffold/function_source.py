@@ -10,7 +10,7 @@ import ast
 import builtins
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,11 +20,12 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _LANGUAGES = {"triton": "triton", "tilelang": "tilelang", "cuda.tile": "cutile"}
 
 
-def function_source(function: Callable[..., Any]) -> str:
+def function_source(function: Callable[..., Any], *, is_bare: bool = False) -> str:
     """Return one Python file that defines the function at its top level, under the same name.
 
     Args:
         function: defined with ``def`` in a file or a cell of a notebook.
+        is_bare: leave out decorators, and annotations that name anything other than tensors and builtin types.
 
     Raises:
         UsageError: its source is not known, or it uses something that cannot be written into a file; names it.
@@ -34,9 +35,30 @@ def function_source(function: Callable[..., Any]) -> str:
             f"a function of Python is needed, defined with def, not {type(function).__name__}.",
             code="function_expected",
         )
-    found = _Collected()
+    found = _Collected(is_bare)
     found.take(_plain(function), function.__name__)
     parts = [*sorted(found.imports), *found.values, *found.functions]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def rewritten_source(functions: Sequence[ast.FunctionDef], scope: Mapping[str, Any], module: str) -> str:
+    """Return one Python file with functions given as syntax trees, and everything of their scope that they use.
+
+    Args:
+        functions: in the order of the file, without decorators.
+        scope: the globals of the code that they were written from.
+        module: the name of its module.
+
+    Raises:
+        UsageError: they use something that cannot be written into a file; names it.
+    """
+    found = _Collected(True)
+    own = {function.name for function in functions}
+    for function in functions:
+        for name in _names(function, scope):
+            if name not in own:
+                found.use(name, scope[name], module)
+    parts = [*sorted(found.imports), *found.values, *found.functions, *map(ast.unparse, functions)]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
@@ -57,7 +79,8 @@ def language_of(source: str) -> str:
 class _Collected:
     """The contents of a file: imports, values, and functions in definition order."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_bare: bool = False) -> None:
+        self._is_bare = is_bare
         self.imports: set[str] = set()
         self.values: list[str] = []
         self.functions: list[str] = []
@@ -66,6 +89,8 @@ class _Collected:
     def take(self, function: FunctionType, name: str) -> None:
         """Add a function after everything it uses."""
         text, tree = _parsed(function, name)
+        if self._is_bare:
+            text, tree = _bare(text, tree)
         if function.__closure__:
             inner = ", ".join(function.__code__.co_freevars)
             raise UsageError(
@@ -74,10 +99,11 @@ class _Collected:
             )
         self._seen[name] = function
         for used in _names(tree, function.__globals__):
-            self._resolve(used, function.__globals__[used], function.__module__)
+            self.use(used, function.__globals__[used], function.__module__)
         self.functions.append(text)
 
-    def _resolve(self, name: str, value: Any, module: str) -> None:
+    def use(self, name: str, value: Any, module: str) -> None:
+        """Add a global that code of a module reads."""
         if name in self._seen:
             return
         self._seen[name] = value
@@ -120,6 +146,25 @@ def _parsed(function: Any, name: str) -> tuple[str, ast.Module]:
             code="source_unknown",
         ) from None
     return text, ast.parse(text)
+
+
+def _bare(text: str, tree: ast.Module) -> tuple[str, ast.Module]:
+    """Return the text and tree of a function without its decorators, and without annotations that need an import."""
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef), "only functions defined with def are parsed"
+    lines = text.splitlines(keepends=True)[function.lineno - 1 :]
+    function.decorator_list = []
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    annotations = [function.returns, *(one.annotation for one in named if one is not None)]
+    used = {node.id for one in annotations if one is not None for node in ast.walk(one) if isinstance(node, ast.Name)}
+    if all(name == "torch" or hasattr(builtins, name) for name in used):
+        return "".join(lines), tree
+    for one in named:
+        if one is not None:
+            one.annotation = None
+    function.returns = None
+    return ast.unparse(tree), tree
 
 
 def _names(tree: ast.AST, scope: Mapping[str, Any]) -> list[str]:
