@@ -51,7 +51,7 @@ class Linear(torch.nn.Module):
 
 
 class LoraModel(torch.nn.Module):
-    """What holds the model: calls and attributes go through."""
+    """The holder of the model; calls and attributes go through."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class LoraModel(torch.nn.Module):
 
 
 class PeftModel(torch.nn.Module):
-    """What ``get_peft_model`` returns."""
+    """The wrapper that ``get_peft_model`` returns."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
