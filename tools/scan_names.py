@@ -59,7 +59,8 @@ SHORT: dict[str, str] = {
     "left_shift right_shift logical_and logical_or logical_not diag triu tril meshgrid log1p expm1 gcd lcm ndim shape "
     "size isscalar issubdtype result_type promote_types can_cast",
     "numpy.linalg": "norm",
-    "torch.ops.aten": "silu_backward gelu_backward native_layer_norm native_layer_norm_backward native_group_norm",
+    "torch.ops.aten": "silu_backward gelu_backward sigmoid_backward tanh_backward threshold_backward native_layer_norm "
+    "native_layer_norm_backward native_group_norm",
     "torch.version": "cuda hip xpu",
     "torch.library": "custom_op triton_op wrap_triton register_fake register_autograd infer_schema CustomOpDef",
     "torch.types": "Device Number",

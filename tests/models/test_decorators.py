@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
+from transformers.utils import auto_docstring
 from transformers.utils.deprecation import deprecate_kwarg
 
 from tilegym_db import Catalog, patched
 from tilegym_db.models.found import WRAPPED
 from tilegym_db.models.rewrite import fused_norms, parsed, plain_forward
-from tilegym_db.models.upstream_code import decorated_alike, is_renaming, undecorated, without_checkpointing
+from tilegym_db.models.upstream_code import decorated_alike, is_known_decorator, undecorated, without_checkpointing
 
 renamed = deprecate_kwarg("states", "99.0.0", new_name="hidden_states")
 
@@ -85,8 +87,19 @@ def test_another_decorator_stays_unknown() -> None:
 @pytest.mark.parametrize("source", ["deprecate_kwarg", "other('a')", "module.deprecate_kwarg('a')", "missing('a')"])
 def test_only_a_call_of_the_decorator_itself_is_known(source: str) -> None:
     scope = {"deprecate_kwarg": deprecate_kwarg, "other": traced}
-    assert not is_renaming(ast.parse(source, mode="eval").body, scope)
-    assert is_renaming(ast.parse("deprecate_kwarg('a', '1', new_name='b')", mode="eval").body, scope)
+    assert not is_known_decorator(ast.parse(source, mode="eval").body, scope)
+    assert is_known_decorator(ast.parse("deprecate_kwarg('a', '1', new_name='b')", mode="eval").body, scope)
+
+
+def test_a_decorator_that_only_documents_is_known() -> None:
+    scope = {"auto_docstring": auto_docstring, "other": traced}
+    assert is_known_decorator(ast.parse("auto_docstring", mode="eval").body, scope)
+    assert is_known_decorator(ast.parse("auto_docstring(checkpoint='a')", mode="eval").body, scope)
+    assert not is_known_decorator(ast.parse("other", mode="eval").body, scope)
+    assert not is_known_decorator(ast.parse("missing", mode="eval").body, scope)
+    forward = plain_forward(SiglipEncoderLayer)
+    assert forward is not None
+    assert fused_norms(forward) == ("layer_norm2",)
 
 
 def test_a_model_is_served_under_them_and_takes_the_old_names(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tilegym_db import Catalog, patch, patched
 
@@ -21,15 +22,38 @@ SMALL = {
 }
 # name -> (prefix of the classes in transformers, class, config, Definitions of its sites with the calls of one forward)
 ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
-    "bert": ("Bert", "Model", SMALL, {"layer_norm": 5, "gelu": 2}),
+    "bert": ("Bert", "Model", SMALL, {"layer_norm": 1, "fused_add_layer_norm": 4, "gelu": 2}),
     "modernbert": (
         "ModernBert",
         "Model",
         {**SMALL, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         {"layer_norm_no_bias": 5},
     ),
-    "vit": ("ViT", "Model", {**SMALL, "image_size": 16, "patch_size": 8}, {"layer_norm": 5, "gelu": 2}),
-    "siglip": ("SiglipVision", "Model", {**SMALL, "image_size": 16, "patch_size": 8}, {"gelu_tanh": 3}),
+    "vit": (
+        "ViT",
+        "Model",
+        {**SMALL, "image_size": 16, "patch_size": 8},
+        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2},
+    ),
+    # Its patches are transposed, and so is the residual stream: sums stay, and layer norms copy as stock code does.
+    "siglip": (
+        "SiglipVision",
+        "Model",
+        {**SMALL, "image_size": 16, "patch_size": 8},
+        {"gelu_tanh": 3, "layer_norm": 6},
+    ),
+    "siglip_text": (
+        "SiglipText",
+        "Model",
+        {**SMALL, "projection_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        {"gelu_tanh": 2, "layer_norm": 3, "fused_add_layer_norm": 2},
+    ),
+    "t5": (
+        "T5",
+        "EncoderModel",
+        {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+        {"rms_norm": 5},
+    ),
     "clip": (
         "CLIPVision",
         "Model",
@@ -54,7 +78,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, prefix + suffix)(getattr(transformers, f"{prefix}Config")(**config))
     for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
+        if isinstance(module, torch.nn.LayerNorm | T5LayerNorm):
             for parameter in module.parameters():
                 torch.nn.init.normal_(parameter, 1.0, 0.3)
     return model.to(dtype).eval()
@@ -135,6 +159,23 @@ def test_biases_trained_alone_get_their_gradients(training_kernels: Catalog) -> 
     assert len(stock) == 2
     for parameter, want in stock.items():
         torch.testing.assert_close(found[parameter], want, rtol=1e-4, atol=1e-6)
+
+
+def test_transposed_input_of_a_layer_norm_is_copied_as_by_stock(training_kernels: Catalog) -> None:
+    model, _ = own()
+    x = torch.randn(2, 16, 9).transpose(1, 2).requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        out = model.first(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.first.parameters()])]
+
+    stock = run()
+    with patched(model, catalog=training_kernels) as handle:
+        found = run()
+    assert found[0].stride() == stock[0].stride()
+    for got, want in zip(found, stock, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert handle.report().hits()["layer_norm_backward"] == 1
 
 
 class Own(torch.nn.Module):

@@ -192,6 +192,27 @@ class OtherOrder(Layer):
         return y, stream
 
 
+class PostNorm(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = self.norm(y + stream)
+        return y, stream
+
+
+class PostNormOfOther(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        z = self.norm(y + stream)
+        return y, z
+
+
+class Doubles(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = self.norm(y + y)
+        return y, stream
+
+
 class Subtracts(Layer):
     def forward(self, stream: torch.Tensor) -> Any:
         y = self.mixer(stream)
@@ -224,7 +245,17 @@ class Decorated(Fits):
 
 @pytest.mark.parametrize(
     ("cls", "calls"),
-    [(Fits, 1), (KeepsThePart, 0), (OtherOrder, None), (Subtracts, None), (NormsBoth, None), (Decorated, None)],
+    [
+        (Fits, 1),
+        (KeepsThePart, 0),
+        (OtherOrder, 1),
+        (PostNorm, 1),
+        (PostNormOfOther, None),
+        (Doubles, None),
+        (Subtracts, None),
+        (NormsBoth, None),
+        (Decorated, None),
+    ],
 )
 def test_only_the_very_shape_is_fused_in_whatever_class(cls: type, calls: int | None, kernels: Catalog) -> None:
     torch.manual_seed(0)

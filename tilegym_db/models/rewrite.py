@@ -1,7 +1,8 @@
 """Residual add and norm of two modules as one call: only the layer's forward is rewritten.
 
-It looks for one shape of code in any class: ``x = r + x``, ``r = x``, ``x = self.norm(x)``. The three statements become one
-call of a function. That function asks for a kernel, and otherwise runs the same operations in the same order. A kernel
+It looks for two shapes of code in any class, with the operands of the sum in either order: ``x = r + x``, ``r = x``,
+``x = self.norm(x)`` of a pre-norm layer, and ``x = self.norm(x + r)`` of a post-norm one. The statements become one call of a
+function. That function asks for a kernel, and otherwise runs the same operations in the same order. A kernel
 overwrites the operand that the first statement drops, but only if no other code holds its memory (:func:`is_owned`). So memory
 of hooks, caches or callers never changes.
 """
@@ -15,11 +16,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.upstream_code import is_renaming, once_per_function, undecorated, without_checkpointing
+from tilegym_db.models.upstream_code import is_known_decorator, once_per_function, undecorated, without_checkpointing
 
 _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 _callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -46,8 +47,8 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
     function = parsed(forward)
     if function is None:
         return ()
-    matches = (_match(function.body[index : index + 3]) for index in range(len(function.body)))
-    return tuple(match[2] for match in matches if match is not None)
+    matches = (_match(function.body[index:]) for index in range(len(function.body)))
+    return tuple(match.norm for match in matches if match is not None)
 
 
 def rewritten(forward: FunctionType, norm: str) -> FunctionType:
@@ -94,7 +95,7 @@ def parsed(forward: FunctionType) -> ast.FunctionDef | None:
     function = tree.body[0] if tree.body else None
     if not isinstance(function, ast.FunctionDef) or function.name != forward.__name__:
         return None
-    if not all(is_renaming(decorator, forward.__globals__) for decorator in function.decorator_list):
+    if not all(is_known_decorator(decorator, forward.__globals__) for decorator in function.decorator_list):
         return None
     function.decorator_list = []
     return function
@@ -111,47 +112,92 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
 
 
+class _NormOfSum(NamedTuple):
+    """Statements that norm a sum: the operand that stays or becomes the sum, the operand that is dropped, and the norm."""
+
+    residual: str
+    hidden: str
+    norm: str
+    statements: int
+    keeps_sum: bool
+
+
 def _fused(body: list[ast.stmt], norm: str) -> list[ast.stmt]:
     statements: list[ast.stmt] = []
     index = 0
     while index < len(body):
-        match = _match(body[index : index + 3])
-        if match is None or match[2] != norm:
+        match = _match(body[index:])
+        if match is None or match.norm != norm:
             statements.append(body[index])
             index += 1
             continue
-        residual, hidden, _ = match
-        (call,) = ast.parse(f"{hidden}, {residual} = {ADD_NORM}(self, self.{norm}, {residual}, ({hidden},))").body
-        for node in ast.walk(call):
+        call = f"{ADD_NORM}(self, self.{norm}, {match.residual}, ({match.hidden},))"
+        kept = f"{match.hidden}, {match.residual} = {call}" if match.keeps_sum else f"{match.hidden} = {call}[0]"
+        (statement,) = ast.parse(kept).body
+        for node in ast.walk(statement):
             ast.copy_location(node, body[index])
-        statements.append(call)
-        index += 3
+        statements.append(statement)
+        index += match.statements
     return statements
 
 
-def _match(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
-    """Return (residual, hidden, norm) of ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
+def _match(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
+    """Return the first statements if they are the code of a pre-norm or of a post-norm layer."""
+    return _pre_norm(statements[:3]) or _post_norm(statements[:1])
+
+
+def _pre_norm(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
+    """Match ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
     if len(statements) < 3:
         return None
-    texts = [ast.unparse(statement) for statement in statements]
-    match statements[0]:
-        case ast.Assign(
-            targets=[ast.Name(id=hidden)],
-            value=ast.BinOp(left=ast.Name(id=residual), op=ast.Add(), right=ast.Name(id=right)),
-        ) if right == hidden and residual != hidden and texts[1] == f"{residual} = {hidden}":
-            pass
-        case _:
-            return None
-    match statements[2]:
-        case ast.Assign(
-            targets=[ast.Name(id=target)],
-            value=ast.Call(
-                func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=given)], keywords=[]
-            ),
-        ) if target == hidden and given == hidden:
-            return residual, hidden, norm
-        case _:
-            return None
+    first, second, third = map(_assigned, statements)
+    operands = None if first is None else _sum(first[1])
+    if first is None or second is None or third is None or operands is None:
+        return None
+    hidden, residual, called = first[0], second[0], _called_with(third[1])
+    is_kept = {*operands} == {hidden, residual} and hidden != residual and _is(second[1], hidden)
+    if not is_kept or called is None or third[0] != hidden or not _is(called[1], hidden):
+        return None
+    return _NormOfSum(residual, hidden, called[0], 3, keeps_sum=True)
+
+
+def _post_norm(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
+    """Match ``hidden = self.norm(hidden + residual)``."""
+    assigned = _assigned(statements[0]) if statements else None
+    called = None if assigned is None else _called_with(assigned[1])
+    operands = None if called is None else _sum(called[1])
+    if assigned is None or called is None or operands is None or len({*operands}) != 2 or assigned[0] not in operands:
+        return None
+    residual = operands[1] if operands[0] == assigned[0] else operands[0]
+    return _NormOfSum(residual, assigned[0], called[0], 1, keeps_sum=False)
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """Return (name, value) of ``name = value``."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, value
+    return None
+
+
+def _sum(value: ast.expr) -> tuple[str, str] | None:
+    """Return the names of ``left + right``."""
+    match value:
+        case ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right)):
+            return left, right
+    return None
+
+
+def _called_with(value: ast.expr) -> tuple[str, ast.expr] | None:
+    """Return (attribute, argument) of ``self.attribute(argument)``."""
+    match value:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute), args=[given], keywords=[]):
+            return attribute, given
+    return None
+
+
+def _is(value: ast.expr, name: str) -> bool:
+    return isinstance(value, ast.Name) and value.id == name
 
 
 # -- ownership of memory ----------------------------------------------------------------------------------------------

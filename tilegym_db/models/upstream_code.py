@@ -149,11 +149,13 @@ def without_checkpointing(forward: Any) -> Any:
     return forward
 
 
-def is_renaming(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
+def is_known_decorator(decorator: ast.expr, scope: Mapping[str, Any]) -> bool:
     """Return True if a decorator in a function's source is a known one; ``scope`` has the globals of the function."""
     match decorator:
         case ast.Call(func=ast.Name(id=name)):
-            return any(scope.get(name) is known for known in _known_decorators())
+            return any(scope.get(name) is known for known in (*_known_decorators(), *_documenting_decorators()))
+        case ast.Name(id=name):
+            return any(scope.get(name) is known for known in _documenting_decorators())
     return False
 
 
@@ -185,6 +187,16 @@ def _known_decorators() -> tuple[Any, ...]:
         with contextlib.suppress(ImportError):
             found.append(getattr(importlib.import_module(module), name, None))
     return tuple(decorator for decorator in found if decorator is not None)
+
+
+@cache
+def _documenting_decorators() -> tuple[Any, ...]:
+    """Return the decorator that returns the function itself, with another docstring."""
+    with contextlib.suppress(ImportError):
+        from transformers.utils import auto_docstring
+
+        return (auto_docstring,)
+    return ()
 
 
 @cache

@@ -43,7 +43,7 @@ EPSILONS = (0.0, 1e-2)
 """A number between them in the code of a norm is its epsilon."""
 NO_FINGERPRINT = "0" * 16
 CAST_CALL = torch.nn.functional.layer_norm.__name__
-"""The norm that autocast computes, and returns, in float32."""
+"""The norm that autocast computes, and returns, in float32. Its stock code copies an input that is not contiguous."""
 GATE = "gate"
 """The second argument of a norm with a gate."""
 
@@ -309,6 +309,8 @@ def norm_forward(
             traced: torch.Tensor | None = operator.call(x, *kept, operator.name) if are_rows(x) else None
             return traced
         matrix = rows(x)
+        if matrix is None and is_cast and x.dim() > 2 and x.numel():
+            matrix = x.reshape(-1, x.shape[-1])  # patches of an image, transposed: stock code copies them too
         if matrix is None:
             site.bypass(NOT_ROWS)
             return None
