@@ -46,16 +46,16 @@ def run(
     """q, out, grad_out [B, Hq, S, D], k and v [B, Hkv, S, D] -> the gradients of q, k and v."""
     if q.numel() == 0 or (q.is_cuda and (q.dtype == torch.float32 or q.shape[3] % 8)):
         return _laid_out(_in_float32(q, k, v, scale, grad_out), q, k, v)
-    a, b, c, grad = _aligned(q), _aligned(k), _aligned(v), _aligned(grad_out)
+    a, b, c, grad, given = (_aligned(x) for x in (q, k, v, grad_out, out))
     if q.is_cuda:
         made = torch.ops.aten._scaled_dot_product_flash_attention.default(a, b, c, 0.0, True, False, scale=scale)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-            grad, a, b, c, made[0], made[1], made[2], made[3], made[4], made[5], 0.0, True, made[6], made[7], scale=scale
+            grad, a, b, c, given, made[1], made[2], made[3], made[4], made[5], 0.0, True, made[6], made[7], scale=scale
         )
     else:
-        own, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(a, b, c, 0.0, True, scale=scale)
+        _, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(a, b, c, 0.0, True, scale=scale)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, a, b, c, own, sums, 0.0, True, scale=scale
+            grad, a, b, c, given, sums, 0.0, True, scale=scale
         )
     return _laid_out(grads, q, k, v)
 
@@ -64,9 +64,9 @@ def run_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, grad_out: torch.Tensor
 ) -> Gradients:
     """The same, by cuDNN's operators."""
-    a, b, c, grad = _aligned(q), _aligned(k), _aligned(v), _aligned(grad_out)
+    a, b, c, grad, given = (_aligned(x) for x in (q, k, v, grad_out, out))
     made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(a, b, c, None, True, 0.0, True, scale=scale)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad, a, b, c, made[0], made[1], made[6], made[7], None, made[2], made[3], made[4], made[5], 0.0, True, scale=scale
+        grad, a, b, c, given, made[1], made[6], made[7], None, made[2], made[3], made[4], made[5], 0.0, True, scale=scale
     )
     return _laid_out(grads, q, k, v)
