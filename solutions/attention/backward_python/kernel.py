@@ -67,6 +67,21 @@ def run_cudnn(
     a, b, c, grad, given = (_aligned(x) for x in (q, k, v, grad_out, out))
     made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(a, b, c, None, True, 0.0, True, scale=scale)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad, a, b, c, given, made[1], made[6], made[7], None, made[2], made[3], made[4], made[5], 0.0, True, scale=scale
+        grad,
+        a,
+        b,
+        c,
+        given,
+        made[1],
+        made[6],
+        made[7],
+        None,
+        made[2],
+        made[3],
+        made[4],
+        made[5],
+        0.0,
+        True,
+        scale=scale,
     )
     return _laid_out(grads, q, k, v)

@@ -113,24 +113,6 @@ def _grad_queries(
 # ---- keys and values ------------------------------------------------------------------------------
 
 
-@triton.jit
-def _add_to_keys(k, v, grad_k, grad_v, q_ptr, grad_out_ptr, sums_ptr, keys, start, cols, S, q_s, go_s, scale,
-                 D: tl.constexpr, DIAGONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Add what BLOCK_M queries from ``start`` on give to the gradients of keys and values. Keys lie along rows."""
-    rows = start + tl.arange(0, BLOCK_M)
-    q = _rows(q_ptr, rows, q_s, cols, S, D, True, BLOCK_D)
-    grad_out = _rows(grad_out_ptr, rows, go_s, cols, S, D, True, BLOCK_D)
-    # Rows past S have no weight.
-    sums = tl.load(sums_ptr + rows, mask=rows < S, other=float("inf"))
-    along = tl.load(sums_ptr + S + rows, mask=rows < S, other=0.0)
-    weights = tl.exp2(tl.dot(k, tl.trans(q)) * scale - sums[None, :])
-    if DIAGONAL:
-        weights = tl.where(keys[:, None] <= rows[None, :], weights, 0.0)
-    grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v)
-    grad_scores = weights * (tl.dot(v, tl.trans(grad_out)) - along[None, :])
-    return tl.dot(grad_scores.to(q.dtype), q, grad_k), grad_v
-
-
 @triton.jit(do_not_specialize=["S", "members"])
 def _grad_keys(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, grad_k_ptr, grad_v_ptr, sums_ptr,
@@ -141,33 +123,32 @@ def _grad_keys(
     # The first block of keys is seen by the most queries, and starts first.
     first = tl.program_id(1) * BLOCK_N
     part = tl.program_id(0) % parts
-    turn = tl.program_id(0) // parts
-    batch = (turn // Hkv).to(tl.int64)
-    head = (turn % Hkv).to(tl.int64)
+    batch = (tl.program_id(0) // parts // Hkv).to(tl.int64)
+    head = (tl.program_id(0) // parts % Hkv).to(tl.int64)
     keys = first + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_D)
     k = _rows(k_ptr + batch * k_b + head * k_h, keys, k_s, cols, S, D, True, BLOCK_D)
     v = _rows(v_ptr + batch * v_b + head * v_h, keys, v_s, cols, S, D, True, BLOCK_D)
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    # Queries from here on see every key of the block; earlier ones are cut by the diagonal.
-    low = first // BLOCK_M * BLOCK_M
-    whole = tl.minimum((first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, (S + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    for member in range(0, members):
-        query_head = (head * parts + part) * members + member
-        own_q = q_ptr + batch * q_b + query_head * q_h
-        own_grad = grad_out_ptr + batch * go_b + query_head * go_h
+    # One loop over the blocks of queries that see some key of the block, of all members, so that loads never pause.
+    low = first // BLOCK_M
+    blocks = (S + BLOCK_M - 1) // BLOCK_M - low
+    for turn in range(0, members * blocks):
+        query_head = (head * parts + part) * members + turn // blocks
+        rows = (low + turn % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = _rows(q_ptr + batch * q_b + query_head * q_h, rows, q_s, cols, S, D, True, BLOCK_D)
+        grad_out = _rows(grad_out_ptr + batch * go_b + query_head * go_h, rows, go_s, cols, S, D, True, BLOCK_D)
+        # Rows past S have no weight.
         own_sums = sums_ptr + (batch * Hkv * parts * members + query_head) * 2 * S
-        for start in range(low, whole, BLOCK_M):
-            grad_k, grad_v = _add_to_keys(
-                k, v, grad_k, grad_v, own_q, own_grad, own_sums, keys, start, cols, S, q_s, go_s,
-                scale * 1.4426950408889634, D, True, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-        for start in range(whole, S, BLOCK_M):
-            grad_k, grad_v = _add_to_keys(
-                k, v, grad_k, grad_v, own_q, own_grad, own_sums, keys, start, cols, S, q_s, go_s,
-                scale * 1.4426950408889634, D, False, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+        sums = tl.load(own_sums + rows, mask=rows < S, other=float("inf"))
+        along = tl.load(own_sums + S + rows, mask=rows < S, other=0.0)
+        # Keys lie along rows.
+        weights = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634) - sums[None, :])
+        weights = tl.where(keys[:, None] <= rows[None, :], weights, 0.0)
+        grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v)
+        grad_scores = weights * (tl.dot(v, tl.trans(grad_out)) - along[None, :])
+        grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k)
     inside = (keys[:, None] < S) & (cols[None, :] < D)
     offsets = keys.to(tl.int64)[:, None]
     part_k = grad_k_ptr + part.to(tl.int64) * gk_p + batch * gk_b + head * gk_h
@@ -223,29 +204,29 @@ def run(
     grad_k: torch.Tensor,
     grad_v: torch.Tensor,
     *,
-    ROWS=None,
-    KEYS=None,
-    num_stages=None,
+    KEYS=128,
+    STEP=64,
+    num_stages=2,
 ):
     """Write the gradients of q, k and v of out = softmax(scale * q k^T, causal) v.
 
     Shapes: q, out, grad_out, grad_q [B, Hq, S, D], k, v, grad_k, grad_v [B, Hkv, S, D]; unit last strides, any others; T in
     bfloat16, float16. Scores, weights and sums are in fp32; weights and gradients of scores are rounded to T for the next product.
-    Mapping: a program owns ROWS queries of a head and streams the keys that they see, twice. Then a program owns KEYS keys of a
-    key head and streams the queries that see them, of all query heads that share it or of some. Nothing is added by two programs.
+    Mapping: a program owns some queries of a head and streams the keys that they see, twice. Then a program owns KEYS keys of a
+    key head and streams the queries that see them, STEP at a time, of all query heads that share it or of some of them. Nothing is
+    added by two programs.
     """
     B, Hq, S, D = q.shape
     Hkv = k.shape[1]
     if q.numel() == 0:
         return
     block_d = max(16, 1 << (D - 1).bit_length())
-    rows = ROWS or (128 if S > 64 else 64)
-    keys = KEYS or (128 if S > 64 else 64)
-    if block_d > 128:  # the sums of a block of keys fill the registers
-        rows, keys = min(rows, 64), min(keys, 64)
-    step = 32 if block_d > 128 else 64
-    stages = num_stages or 2
-    warps = 8 if max(rows, keys) > 64 or block_d > 128 else 4
+    rows, step, keys, queries = 128, 64, KEYS, STEP
+    if block_d > 128:  # the sums of a block fill the registers
+        rows, step, keys, queries = 64, 32, 64, 32
+    if S <= 64:
+        rows, keys = 64, 64
+    warps = 8 if block_d > 128 or rows > 64 else 4
     sums = torch.empty(B * Hq * 2 * S, dtype=torch.float32, device=q.device)
     blocks = (S + keys - 1) // keys
     parts = _parts(B * Hkv * blocks, Hq // Hkv)
@@ -253,7 +234,7 @@ def run(
         q, k, v, out, grad_out, grad_q, sums,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *grad_q.stride()[:3],
         scale, S, Hq, Hq // Hkv,
-        D, rows, step, block_d, num_warps=warps, num_stages=stages,
+        D, rows, step, block_d, num_warps=warps, num_stages=num_stages,
     )  # fmt: skip
     to_k, to_v, strides = grad_k, grad_v, (0, *grad_k.stride()[:3], 0, *grad_v.stride()[:3])
     if parts > 1:
@@ -264,7 +245,7 @@ def run(
         q, k, v, grad_out, to_k, to_v, sums,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *strides,
         scale, S, Hkv, parts, Hq // Hkv // parts,
-        D, step, keys, block_d, num_warps=warps, num_stages=stages,
+        D, queries, keys, block_d, num_warps=8 if block_d > 128 or keys > 64 else 4, num_stages=num_stages,
     )  # fmt: skip
     if parts > 1:
         tokens = B * Hkv * S
