@@ -20,7 +20,7 @@ def _laid_out(grads: Gradients, *likes: torch.Tensor) -> Gradients:
     """Lay gradients out as the tensors that they belong to: heads after tokens, or in the order of the shape."""
     grad_q, grad_k, grad_v = (
         grad.transpose(1, 2).contiguous().transpose(1, 2) if like.stride(1) < like.stride(2) else grad.contiguous()
-        for grad, like in zip(grads, likes)
+        for grad, like in zip(grads, likes, strict=True)
     )
     return grad_q, grad_k, grad_v
 

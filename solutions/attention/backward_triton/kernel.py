@@ -1,6 +1,7 @@
 """The gradients of causal attention with shared key heads, Triton, without atomics: queries first, then keys and values.
 
-The log-sum-exp of each row is no input. The kernel of the queries finds it in a first pass over the keys, and keeps it for the other.
+The log-sum-exp of each row is no input. The kernel of the queries finds it in a first pass over the keys, and keeps it for the
+other kernel.
 """
 
 import torch
@@ -211,10 +212,10 @@ def run(
     """Write the gradients of q, k and v of out = softmax(scale * q k^T, causal) v.
 
     Shapes: q, out, grad_out, grad_q [B, Hq, S, D], k, v, grad_k, grad_v [B, Hkv, S, D]; unit last strides, any others; T in
-    bfloat16, float16. Scores, weights and sums are in fp32; weights and gradients of scores are rounded to T for the next product.
+    bfloat16, float16. Scores, weights and sums are in fp32, weights and gradients of scores are rounded to T.
     Mapping: a program owns some queries of a head and streams the keys that they see, twice. Then a program owns KEYS keys of a
-    key head and streams the queries that see them, STEP at a time, of all query heads that share it or of some of them. Nothing is
-    added by two programs.
+    key head and streams the queries that see them, STEP at a time, of all query heads that share it or of some of them. No two
+    programs add to one sum.
     """
     B, Hq, S, D = q.shape
     Hkv = k.shape[1]
