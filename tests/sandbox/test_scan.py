@@ -225,11 +225,18 @@ def test_python_code_may_call_the_attention_operators_of_aten(name: str, overloa
     assert scan(f"import torch as t\n{called.replace('torch.', 't.')}") == ()
 
 
+@pytest.mark.parametrize("overload", ["", ".default"])
+@pytest.mark.parametrize("name", ["flash_attention_backward", "cudnn_attention_backward", "flash_attention_for_cpu_backward"])
+def test_python_code_may_call_their_gradients(name: str, overload: str) -> None:
+    called = f"torch.ops.aten._scaled_dot_product_{name}{overload}"
+    assert scan(f"import torch\ndef run(grad, q, k, v):\n    return {called}(grad, q, k, v)\n") == ()
+
+
 FLASH, ATEN = attention("flash"), "torch.ops.aten"
 NEAR_THE_OPERATORS = {
     "another overload": f"{FLASH}.quantized(q)",
     "another attention": f"{ATEN}._scaled_dot_product_attention_math(q)",
-    "the backward": f"{ATEN}._scaled_dot_product_flash_attention_backward(q)",
+    "another backward": f"{ATEN}._scaled_dot_product_efficient_attention_backward(q)",
     "the kernel beneath": f"{ATEN}._flash_attention_forward(q)",
     "another private operator": f"{ATEN}._softmax(q, -1, False)",
     "the packet's own parts": f"{FLASH}._qualified_op_name",

@@ -75,6 +75,12 @@ KERNELS = {
         "prefill_kernel",
         (256, BF16, 128, 64, 256, 1, 2, 132),
     ),
+    "attention to all keys": ("attention_bidirectional_tilelang", "attention_kernel", (64, BF16, 192, 128, 64, 2, 2, 132)),
+    "attention to all keys, large heads": (
+        "attention_bidirectional_tilelang",
+        "attention_kernel",
+        (128, BF16, 128, 128, 128, 2, 2, 132),
+    ),
     "attention with sinks": (
         "attention_sink_prefill_tilelang",
         "sink_prefill_kernel",

@@ -1,0 +1,256 @@
+"""The gradients of causal attention with shared key heads, Triton, without atomics: queries first, then keys and values.
+
+The log-sum-exp of each row is no input. The kernel of the queries finds it in a first pass over the keys, and keeps it for the
+other kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+MIN_PROGRAMS = 2 * 132
+"""With fewer of them for keys and values, the query heads of a key head are dealt out to several, and their sums added."""
+
+
+@triton.jit
+def _rows(base_ptr, rows, stride, cols, S, D: tl.constexpr, MASKED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of D elements; zeros past D, and past S if MASKED."""
+    ptrs = base_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(ptrs, mask=cols[None, :] < D, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+# ---- queries --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_to_sums(q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale, D: tl.constexpr, MASKED: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Add BLOCK_N keys from ``start`` on to the running sum of weights."""
+    keys = start + tl.arange(0, BLOCK_N)
+    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, BLOCK_D)
+    scores = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    sums = sums * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(scores - new_largest[:, None]), 1)
+    return sums, new_largest
+
+
+@triton.jit
+def _add_to_queries(q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale, D: tl.constexpr,
+                    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Add what BLOCK_N keys from ``start`` on give to the gradient of the queries."""
+    keys = start + tl.arange(0, BLOCK_N)
+    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, BLOCK_D)
+    v = _rows(v_ptr, keys, v_s, cols, S, D, MASKED, BLOCK_D)
+    weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - sums[:, None])
+    if MASKED:
+        weights = tl.where(keys[None, :] <= rows[:, None], weights, 0.0)
+    grad_scores = weights * (tl.dot(grad_out, tl.trans(v)) - along[:, None])
+    return tl.dot(grad_scores.to(k.dtype), k, acc)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _grad_queries(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, grad_q_ptr, sums_ptr,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, go_b, go_h, go_s, gq_b, gq_h, gq_s,
+    scale, S, Hq, group,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # The last block of queries sees the most keys: it starts first, so that the short ones fill the gaps at the end.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = (tl.program_id(0) // Hq).to(tl.int64)
+    head = (tl.program_id(0) % Hq).to(tl.int64)
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    k_ptr += batch * k_b + head // group * k_h
+    v_ptr += batch * v_b + head // group * v_h
+    q = _rows(q_ptr + batch * q_b + head * q_h, rows, q_s, cols, S, D, True, BLOCK_D)
+    # Keys before the block are seen by all of its queries; key 0 is seen by every query, so that no maximum stays infinite.
+    common = first // BLOCK_N * BLOCK_N
+    end = tl.minimum(first + BLOCK_M, S)
+    # 1. The log-sum-exp of each row, in base 2.
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for start in range(0, common, BLOCK_N):
+        sums, largest = _add_to_sums(
+            q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale * 1.4426950408889634, D, False, BLOCK_N, BLOCK_D
+        )
+    for start in range(common, end, BLOCK_N):
+        sums, largest = _add_to_sums(
+            q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale * 1.4426950408889634, D, True, BLOCK_N, BLOCK_D
+        )
+    sums = largest + tl.log2(sums)
+    # 2. The part of each row that the softmax takes away.
+    grad_out = _rows(grad_out_ptr + batch * go_b + head * go_h, rows, go_s, cols, S, D, True, BLOCK_D)
+    out = _rows(out_ptr + batch * out_b + head * out_h, rows, out_s, cols, S, D, True, BLOCK_D)
+    along = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    sums_ptr += tl.program_id(0).to(tl.int64) * 2 * S
+    tl.store(sums_ptr + rows, sums, mask=rows < S)
+    tl.store(sums_ptr + S + rows, along, mask=rows < S)
+    # 3. The gradient.
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for start in range(0, common, BLOCK_N):
+        acc = _add_to_queries(
+            q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale * 1.4426950408889634,
+            D, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for start in range(common, end, BLOCK_N):
+        acc = _add_to_queries(
+            q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale * 1.4426950408889634,
+            D, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    ptrs = grad_q_ptr + batch * gq_b + head * gq_h + rows.to(tl.int64)[:, None] * gq_s + cols[None, :]
+    tl.store(ptrs, (acc * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows[:, None] < S) & (cols[None, :] < D))
+
+
+# ---- keys and values ------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["S", "members"])
+def _grad_keys(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, grad_k_ptr, grad_v_ptr, sums_ptr,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, go_b, go_h, go_s, gk_p, gk_b, gk_h, gk_s, gv_p, gv_b, gv_h, gv_s,
+    scale, S, Hkv, parts, members,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # The first block of keys is seen by the most queries, and starts first.
+    first = tl.program_id(1) * BLOCK_N
+    part = tl.program_id(0) % parts
+    batch = (tl.program_id(0) // parts // Hkv).to(tl.int64)
+    head = (tl.program_id(0) // parts % Hkv).to(tl.int64)
+    keys = first + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_D)
+    k = _rows(k_ptr + batch * k_b + head * k_h, keys, k_s, cols, S, D, True, BLOCK_D)
+    v = _rows(v_ptr + batch * v_b + head * v_h, keys, v_s, cols, S, D, True, BLOCK_D)
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    # One loop over the blocks of queries that see some key of the block, of all members, so that loads never pause.
+    low = first // BLOCK_M
+    blocks = (S + BLOCK_M - 1) // BLOCK_M - low
+    for turn in range(0, members * blocks):
+        query_head = (head * parts + part) * members + turn // blocks
+        rows = (low + turn % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = _rows(q_ptr + batch * q_b + query_head * q_h, rows, q_s, cols, S, D, True, BLOCK_D)
+        grad_out = _rows(grad_out_ptr + batch * go_b + query_head * go_h, rows, go_s, cols, S, D, True, BLOCK_D)
+        # Rows past S have no weight.
+        own_sums = sums_ptr + (batch * Hkv * parts * members + query_head) * 2 * S
+        sums = tl.load(own_sums + rows, mask=rows < S, other=float("inf"))
+        along = tl.load(own_sums + S + rows, mask=rows < S, other=0.0)
+        # Keys lie along rows.
+        weights = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634) - sums[None, :])
+        weights = tl.where(keys[:, None] <= rows[None, :], weights, 0.0)
+        grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v)
+        grad_scores = weights * (tl.dot(v, tl.trans(grad_out)) - along[None, :])
+        grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k)
+    inside = (keys[:, None] < S) & (cols[None, :] < D)
+    offsets = keys.to(tl.int64)[:, None]
+    part_k = grad_k_ptr + part.to(tl.int64) * gk_p + batch * gk_b + head * gk_h
+    part_v = grad_v_ptr + part.to(tl.int64) * gv_p + batch * gv_b + head * gv_h
+    tl.store(part_k + offsets * gk_s + cols[None, :], (grad_k * scale).to(grad_k_ptr.dtype.element_ty), mask=inside)
+    tl.store(part_v + offsets * gv_s + cols[None, :], grad_v.to(grad_v_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S", "tokens"])
+def _add_parts(
+    parts_ptr, grad_k_ptr, grad_v_ptr, gk_b, gk_h, gk_s, gv_b, gv_h, gv_s, S, Hkv, tokens, parts,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the parts [2, parts, B, Hkv, S, D] of the gradients of keys and of values; tokens is B * Hkv * S."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.arange(0, BLOCK_D)
+    inside = (token[:, None] < tokens) & (cols[None, :] < D)
+    of_values = tl.program_id(1)
+    ptrs = parts_ptr + (of_values.to(tl.int64) * parts * tokens + token[:, None]) * D + cols[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    for _ in range(0, parts):
+        total += tl.load(ptrs, mask=inside, other=0.0)
+        ptrs += tl.cast(tokens, tl.int64) * D
+    place = token % S
+    head = token // S % Hkv
+    batch = token // S // Hkv
+    found = total.to(grad_k_ptr.dtype.element_ty)
+    if of_values > 0:
+        offsets = batch * gv_b + head * gv_h + place * gv_s
+        tl.store(grad_v_ptr + offsets[:, None] + cols[None, :], found, mask=inside)
+    else:
+        offsets = batch * gk_b + head * gk_h + place * gk_s
+        tl.store(grad_k_ptr + offsets[:, None] + cols[None, :], found, mask=inside)
+
+
+# ---- launch ---------------------------------------------------------------------------------------
+
+
+def _parts(programs: int, group: int) -> int:
+    """Return into how many parts the query heads of a key head are dealt: the fewest that give enough programs."""
+    wanted = (MIN_PROGRAMS + programs - 1) // programs
+    return next((count for count in range(1, group + 1) if group % count == 0 and count >= wanted), group)
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_q: torch.Tensor,
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
+    *,
+    KEYS=128,
+    STEP=64,
+    num_stages=2,
+):
+    """Write the gradients of q, k and v of out = softmax(scale * q k^T, causal) v.
+
+    Shapes: q, out, grad_out, grad_q [B, Hq, S, D], k, v, grad_k, grad_v [B, Hkv, S, D]; unit last strides, any others; T in
+    bfloat16, float16. Scores, weights and sums are in fp32, weights and gradients of scores are rounded to T.
+    Mapping: a program owns some queries of a head and streams the keys that they see, twice. Then a program owns KEYS keys of a
+    key head and streams the queries that see them, STEP at a time, of all query heads that share it or of some of them. No two
+    programs add to one sum.
+    """
+    B, Hq, S, D = q.shape
+    Hkv = k.shape[1]
+    if q.numel() == 0:
+        return
+    block_d = max(16, 1 << (D - 1).bit_length())
+    rows, step, keys, queries = 128, 64, KEYS, STEP
+    if block_d > 128:  # the sums of a block fill the registers
+        rows, step, keys, queries = 64, 32, 64, 32
+    if S <= 64:
+        rows, keys = 64, 64
+    warps = 8 if block_d > 128 or rows > 64 else 4
+    sums = torch.empty(B * Hq * 2 * S, dtype=torch.float32, device=q.device)
+    blocks = (S + keys - 1) // keys
+    parts = _parts(B * Hkv * blocks, Hq // Hkv)
+    _grad_queries[(B * Hq, (S + rows - 1) // rows)](
+        q, k, v, out, grad_out, grad_q, sums,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *grad_q.stride()[:3],
+        scale, S, Hq, Hq // Hkv,
+        D, rows, step, block_d, num_warps=warps, num_stages=num_stages,
+    )  # fmt: skip
+    to_k, to_v, strides = grad_k, grad_v, (0, *grad_k.stride()[:3], 0, *grad_v.stride()[:3])
+    if parts > 1:
+        workspace = torch.empty((2, parts, B, Hkv, S, D), dtype=torch.float32, device=q.device)
+        to_k, to_v = workspace[0], workspace[1]
+        strides = (*to_k.stride()[:4], *to_v.stride()[:4])
+    _grad_keys[(B * Hkv * parts, blocks)](
+        q, k, v, grad_out, to_k, to_v, sums,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *strides,
+        scale, S, Hkv, parts, Hq // Hkv // parts,
+        D, queries, keys, block_d, num_warps=8 if block_d > 128 or keys > 64 else 4, num_stages=num_stages,
+    )  # fmt: skip
+    if parts > 1:
+        tokens = B * Hkv * S
+        _add_parts[((tokens + 15) // 16, 2)](
+            workspace, grad_k, grad_v, *grad_k.stride()[:3], *grad_v.stride()[:3], S, Hkv, tokens, parts,
+            D, 16, block_d, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Attention to all keys with shared key heads, Triton: a block of queries a program, keys streamed once, softmax on the way.
+
+A head of 72, 80 or 96 is computed as 64 columns and a narrow rest, because a tile of 128 would do up to 1.8 times the work.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+MASSIVE = tl.constexpr(2.0**28)
+"""Scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8."""
+
+
+@triton.jit
+def _tile(
+    base_ptr, rows, stride, cols, end, D: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr
+):
+    """Load columns of some rows; zeros past D unless WHOLE, and past ``end`` if MASKED."""
+    ptrs = base_ptr + rows.to(tl.int64)[:, None] * stride * UNIT + cols[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(rows[:, None] < end) & (cols[None, :] < D), other=0.0)
+    elif WHOLE:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=cols[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _add_keys(
+    q, q_rest, acc, acc_rest, sums, offset, k_ptr, v_ptr, start, L, k_s, v_s, scale, power,
+    D: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Add BLOCK_N keys from ``start`` on to the running softmax. ``offset`` is the largest score so far, scaled.
+
+    The difference of a score to it is one instruction, which does not round the product: the largest weight is 2**e, with e the
+    rounding error of the offset. That factor is in the sums too. It is small unless scores are massive. Two massive ones that
+    differ are so far apart that one weighs nothing: any slope will do, and by a power of two the offset is exact.
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_D)
+    k = _tile(k_ptr, keys, k_s, cols, L, D, MASKED, BLOCK_D <= D, UNIT)
+    scores = tl.dot(q, tl.trans(k))
+    if REST > 0:
+        rest = BLOCK_D + tl.arange(0, REST)
+        k_rest = _tile(k_ptr, keys, k_s, rest, L, D, MASKED, BLOCK_D + REST <= D, UNIT)
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores)
+    if MASKED:
+        scores = tl.where(keys[None, :] < L, scores, float("-inf"))
+    found = tl.max(scores, 1)
+    steep = tl.where(tl.abs(found) * scale > MASSIVE, power, scale)
+    grown = tl.maximum(offset, found * steep)
+    weights = tl.exp2(scores * steep[:, None] - grown[:, None])
+    shrink = tl.exp2(offset - grown)
+    sums = sums * shrink + tl.sum(weights, 1)
+    v = _tile(v_ptr, keys, v_s, cols, L, D, MASKED, BLOCK_D <= D, UNIT)
+    narrow = weights.to(v.dtype)
+    acc = tl.dot(narrow, v, acc * shrink[:, None])
+    if REST > 0:
+        v_rest = _tile(v_ptr, keys, v_s, rest, L, D, MASKED, BLOCK_D + REST <= D, UNIT)
+        acc_rest = tl.dot(narrow, v_rest, acc_rest * shrink[:, None])
+    return acc, acc_rest, sums, grown
+
+
+@triton.jit(do_not_specialize=["S", "L"])
+def _attention(
+    q_ptr, k_ptr, v_ptr, out_ptr,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
+    scale, power, S, L, Hq, group,
+    D: tl.constexpr, NEGATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    REST: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    # Strides count UNIT elements, so that the compiler knows how rows are aligned.
+    batch = (tl.program_id(1) // Hq).to(tl.int64)
+    head = (tl.program_id(1) % Hq).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    q_ptr += (batch * q_b + head * q_h) * UNIT
+    k_ptr += (batch * k_b + head // group * k_h) * UNIT
+    v_ptr += (batch * v_b + head // group * v_h) * UNIT
+    q = _tile(q_ptr, rows, q_s, cols, S, D, True, False, UNIT)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    q_rest, acc_rest = q, acc
+    if REST > 0:
+        rest = BLOCK_D + tl.arange(0, REST)
+        q_rest = _tile(q_ptr, rows, q_s, rest, S, D, True, False, UNIT)
+        acc_rest = tl.zeros([BLOCK_M, REST], dtype=tl.float32)
+    if NEGATIVE:  # the scale is, and comes without its sign
+        q = -q
+        q_rest = -q_rest
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    offset = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
+    whole = L // BLOCK_N * BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        acc, acc_rest, sums, offset = _add_keys(
+            q, q_rest, acc, acc_rest, sums, offset, k_ptr, v_ptr, start, L, k_s, v_s, scale, power,
+            D, False, BLOCK_N, BLOCK_D, REST, UNIT,
+        )  # fmt: skip
+    if whole < L:
+        acc, acc_rest, sums, offset = _add_keys(
+            q, q_rest, acc, acc_rest, sums, offset, k_ptr, v_ptr, whole, L, k_s, v_s, scale, power,
+            D, True, BLOCK_N, BLOCK_D, REST, UNIT,
+        )  # fmt: skip
+    out_ptrs = out_ptr + (batch * out_b + head * out_h + rows.to(tl.int64)[:, None] * out_s) * UNIT
+    found = (acc / sums[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs + cols[None, :], found, mask=(rows[:, None] < S) & (cols[None, :] < D))
+    if REST > 0:
+        rest = BLOCK_D + tl.arange(0, REST)
+        found = (acc_rest / sums[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs + rest[None, :], found, mask=(rows[:, None] < S) & (rest[None, :] < D))
+
+
+def _widths(size: int) -> tuple[int, int]:
+    """Return the columns of the first tile of a head, and those of a second one if that saves work; else 0."""
+    whole = max(16, 1 << (size - 1).bit_length())
+    rest = max(16, 1 << (size - whole // 2 - 1).bit_length()) if size > whole // 2 >= 64 else whole
+    return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    BLOCK_M=128,
+    BLOCK_N=64,
+    num_stages=2,
+):
+    """out = T(softmax(scale * q k^T) v), scores, softmax and sums in fp32, weights rounded to T for the second product.
+
+    Shapes: q and out [B, Hq, S, D], k and v [B, Hkv, L, D], unit last strides, any others; T in bfloat16, float16.
+    Mapping: a program owns BLOCK_M queries of a head and streams all keys, BLOCK_N a step; only the last step has a mask.
+    """
+    B, Hq, S, D = q.shape
+    if q.numel() == 0:
+        return
+    block_d, rest = _widths(D)
+    block_m = 64 if S <= 64 or block_d > 128 else BLOCK_M
+    block_n = 64 if D > 128 else BLOCK_N
+    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    steep = max(abs(scale) * LOG2_E, 1e-30)
+    _attention[((S + block_m - 1) // block_m, B * Hq)](
+        q, k, v, out, *(stride // unit for stride in strides),
+        steep, 2.0 ** math.ceil(math.log2(steep)), S, k.shape[2], Hq, Hq // k.shape[1],
+        D, scale < 0, block_m, block_n, block_d, rest, unit,
+        num_warps=8 if block_m > 64 or block_d > 128 else 4, num_stages=num_stages,
+    )  # fmt: skip
