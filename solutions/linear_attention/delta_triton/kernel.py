@@ -1,6 +1,6 @@
 """The gated delta rule, Triton: one token with the state in registers, or chunks of tokens between which the state stays there.
 
-Rows of queries and keys are normalised by factors on products, so that a key of 16 bits enters products without a rounding.
+Rows of queries and keys are normalised by factors on products, so that a key of 16 bits enters products as it is.
 """
 
 import torch
@@ -86,37 +86,62 @@ def run_recurrent(
 # is W = (I + A)^-1 diag(beta) (V - e^G K S), of the state S before the chunk. The rest are sums over tokens: out = e^G Q S + P W
 # with P = tril(e^(G_i - G_j) q_i k_j), and the state becomes e^G_last S + (e^(G_last - G) K)^T W.
 #
-# A write may erase what is a million times larger than what it leaves, so products need the bits of float32. A float32 factor
-# is split into two of float16, so that 22 of its bits count. float16 has few exponents: rows of keys and queries, and the
-# state and values of a column, are first multiplied by a power of two. A key of 16 bits is then one part, and exact.
+# A write may erase what is a thousand times larger than what it leaves, so products that make the state need the bits of float32.
+# A float32 factor is split into three of bfloat16, which have its range too. Two of them are enough for what is rounded to
+# bfloat16. K and Q are exact, as their norms are factors on sums.
 
 CHUNK = tl.constexpr(64)
-LEAST, MOST = tl.constexpr(2.0**-100), tl.constexpr(2.0**126)
-ROOM = tl.constexpr(256.0)
-"""Maximum of a scaled column, about: what is made of it has up to twenty times that, and small parts stay normal numbers."""
-
-
-@triton.jit
-def _power_of_two(x):
-    """Return the power of two at or below x, and its inverse; x in float32, from LEAST to MOST or taken as one of these."""
-    bits = tl.minimum(tl.maximum(x, LEAST), MOST).to(tl.int32, bitcast=True) & 0x7F800000
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _split(x):
-    """x in float32 -> two of float16 whose sum has 22 of its bits."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
+    """x in float32 -> two of bfloat16 whose sum has 16 of its bits."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def _add_product(high, low, x_high, x_low, acc):
-    """Return acc + (high + low) (x_high + x_low) in float32; x_low = None: x is one part."""
+def _split_all(x):
+    """x in float32 -> three of bfloat16 whose sum has all of its bits."""
+    high = x.to(tl.bfloat16)
+    middle, low = _split(x - high.to(tl.float32))
+    return high, middle, low
+
+
+@triton.jit
+def _add_parts(high, middle, low, x_high, x_middle, x_low, acc):
+    """Return acc + (high + middle + low) (x_high + x_middle + x_low) in float32, without products below 2^-24."""
     acc = tl.dot(low, x_high, acc)
-    if x_low is not None:
-        acc = tl.dot(high, x_low, acc)
+    acc = tl.dot(middle, x_middle, acc)
+    acc = tl.dot(high, x_low, acc)
+    acc = tl.dot(middle, x_high, acc)
+    acc = tl.dot(high, x_middle, acc)
     return tl.dot(high, x_high, acc)
+
+
+@triton.jit
+def _add_product(x, y, acc, ROUNDED: tl.constexpr):
+    """Return acc + x y in float32, of x in float32; ROUNDED: two parts of x are enough. y is split too unless it is bfloat16."""
+    high, middle, low = _split_all(x)
+    if y.dtype == tl.bfloat16:
+        if not ROUNDED:
+            acc = tl.dot(low, y, acc)
+        acc = tl.dot(middle, y, acc)
+        acc = tl.dot(high, y, acc)
+    else:
+        y_high, y_middle, y_low = _split_all(y.to(tl.float32))
+        acc = _add_parts(high, middle, low, y_high, y_middle, y_low, acc)
+    return acc
+
+
+@triton.jit
+def _product(a, b):
+    """Return a b^T in float32."""
+    if a.dtype == tl.bfloat16:
+        acc = tl.dot(a, tl.trans(b))
+    else:
+        acc = _add_product(a.to(tl.float32), tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], dtype=tl.float32), False)
+    return acc
 
 
 @triton.jit
@@ -135,7 +160,7 @@ def _inverse(A, rows, cols):
     """Return (I + A)^-1 of A [C, C] float32, which is strictly lower.
 
     Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. With
-    E the rest of I - (I + A) T, which is about 2^-11, T (I + E + E^2) leaves the error of the split factors.
+    E = I - (I + A) T, which is about 2^-8, T (I + E + E^2) then has nearly the bits of float32.
     """
     identity = tl.where(rows[:, None] == cols[None, :], 1.0, 0.0)
     pairs = (rows[:, None] // 2 == cols[None, :] // 2) & (rows[:, None] > cols[None, :])
@@ -145,76 +170,61 @@ def _inverse(A, rows, cols):
     T = _join(T, A, rows, cols, 8)
     T = _join(T, A, rows, cols, 16)
     T = _join(T, A, rows, cols, 32)
-    rough = T.to(tl.float16)
-    high, low = _split(A)
-    rest = identity - rough.to(tl.float32) - tl.dot(low, rough, tl.dot(high, rough))
-    half = rest.to(tl.float16)
-    rest = tl.dot(half, half, rest)
-    return tl.dot(rough, rest.to(tl.float16), rough.to(tl.float32))
+    rough = T.to(tl.bfloat16)
+    rest = identity - rough.to(tl.float32) - _add_product(A, rough, tl.zeros_like(A), False)
+    high = rest.to(tl.bfloat16)
+    rest = tl.dot(high, high, rest)
+    high, low = _split(rest)
+    return tl.dot(rough, high, tl.dot(rough, low, rough.to(tl.float32)))
 
 
 @triton.jit
 def _prepare_chunk(
-    q_ptr, k_ptr, g_ptr, beta_ptr, queries_ptr, keys_ptr, inverse_ptr, attention_ptr, factors_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, inverse_ptr, attention_ptr, factors_ptr,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, g_b, g_t, beta_b, beta_t,
     T, Hv, group, chunks, scale, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     batch = part // chunks // Hv
     head = part // chunks % Hv
-    chunk = part % chunks
-    first = chunk * CHUNK
+    first = part % chunks * CHUNK
     rows, cols, depth = tl.arange(0, CHUNK), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     here = rows < T - first
     inside = here[:, None] & (depth[None, :] < K)
     k_ptr += batch * k_b + head // group * k_h + first * k_t
     q_ptr += batch * q_b + head // group * q_h + first * q_t
     square = rows[:, None] * CHUNK + cols[None, :]
-    inverse_ptr += part * (2 * CHUNK * CHUNK)
-    attention_ptr += part * (2 * CHUNK * CHUNK)
+    inverse_ptr += part * (3 * CHUNK * CHUNK)
+    attention_ptr += part * (PARTS * CHUNK * CHUNK)
     factors_ptr += part * (4 * CHUNK)
     g = tl.load(g_ptr + batch * g_b + (first + rows) * g_t + head, mask=here, other=0.0)
     beta = tl.load(beta_ptr + batch * beta_b + (first + rows) * beta_t + head, mask=here, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + rows[:, None] * k_t + depth[None, :] * k_k, mask=inside, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + rows[:, None] * q_t + depth[None, :] * q_k, mask=inside, other=0.0).to(tl.float32)
-    # 1. Rows in float16, each with its power of two; one of the heads that share them stores them.
-    power, inverse_power = _power_of_two(tl.max(tl.abs(k), axis=1))
-    of_k = _inverse_norm(k) * power
-    k_high, k_low = _split(k * inverse_power[:, None])
-    power, inverse_power = _power_of_two(tl.max(tl.abs(q), axis=1))
-    of_q = _inverse_norm(q) * scale * power
-    q_high, q_low = _split(q * inverse_power[:, None])
-    if head % group == 0:
-        shared = ((batch * (Hv // group) + head // group) * chunks + chunk) * (PARTS * CHUNK * BLOCK_K)
-        row = shared + rows[:, None] * BLOCK_K + depth[None, :]
-        tl.store(keys_ptr + row, k_high)
-        tl.store(queries_ptr + row, q_high)
-        if PARTS == 2:
-            tl.store(keys_ptr + CHUNK * BLOCK_K + row, k_low)
-            tl.store(queries_ptr + CHUNK * BLOCK_K + row, q_low)
-    # 2. Decays between the tokens of the chunk; a difference of sums above zero belongs to no pair.
+    k = tl.load(k_ptr + rows[:, None] * k_t + depth[None, :] * k_k, mask=inside, other=0.0)
+    q = tl.load(q_ptr + rows[:, None] * q_t + depth[None, :] * q_k, mask=inside, other=0.0)
+    of_k = _inverse_norm(k.to(tl.float32))
+    of_q = _inverse_norm(q.to(tl.float32)) * scale
+    # 1. Decays between the tokens of the chunk; a difference of sums above zero belongs to no pair.
     G = tl.cumsum(g, axis=0)
     last = tl.sum(g, axis=0)
     tl.store(factors_ptr + rows, of_k * tl.exp(G))
     tl.store(factors_ptr + CHUNK + rows, of_k * tl.exp(tl.minimum(last - G, 0.0)))
     tl.store(factors_ptr + 2 * CHUNK + rows, of_q * tl.exp(G))
     tl.store(factors_ptr + 3 * CHUNK, tl.exp(last))
-    # 3. Products of queries and of keys with keys.
+    # 2. Products of queries and of keys with keys.
     left = tl.exp(tl.where(rows[:, None] >= cols[None, :], G[:, None] - G[None, :], float("-inf"))) * of_k[None, :]
-    attention = tl.dot(q_high, tl.trans(k_high))
-    pairs = tl.dot(k_high, tl.trans(k_high))
-    if PARTS == 2:
-        attention = tl.dot(q_low, tl.trans(k_high), tl.dot(q_high, tl.trans(k_low), attention))
-        pairs = tl.dot(k_low, tl.trans(k_high), tl.dot(k_high, tl.trans(k_low), pairs))
-    high, low = _split(attention * left * of_q[:, None])
+    attention = _product(q, k) * left * of_q[:, None]
+    high, middle, low = _split_all(attention)
     tl.store(attention_ptr + square, high)
-    tl.store(attention_ptr + CHUNK * CHUNK + square, low)
-    pairs = pairs * left * (of_k * beta)[:, None]
-    # 4. The inverse.
+    tl.store(attention_ptr + CHUNK * CHUNK + square, middle)
+    if PARTS == 3:
+        tl.store(attention_ptr + 2 * CHUNK * CHUNK + square, low)
+    pairs = _product(k, k) * left * (of_k * beta)[:, None]
+    # 3. The inverse.
     inverse = _inverse(tl.where(rows[:, None] > cols[None, :], pairs, 0.0), rows, cols)
-    high, low = _split(inverse * beta[None, :])
+    high, middle, low = _split_all(inverse * beta[None, :])
     tl.store(inverse_ptr + square, high)
-    tl.store(inverse_ptr + CHUNK * CHUNK + square, low)
+    tl.store(inverse_ptr + CHUNK * CHUNK + square, middle)
+    tl.store(inverse_ptr + 2 * CHUNK * CHUNK + square, low)
 
 
 # A long sequence of few heads has fewer programs than the GPU has places, so it is cut into segments of chunks. The state behind
@@ -224,8 +234,9 @@ def _prepare_chunk(
 
 @triton.jit
 def _scan_chunks(
-    queries_ptr, keys_ptr, v_ptr, initial_ptr, inverse_ptr, attention_ptr, factors_ptr, states_ptr, moves_ptr, out_ptr,
-    final_ptr, v_b, v_t, v_h, v_v, initial_b, initial_h, initial_k, out_b, out_t, out_h, final_b, final_h, final_k,
+    q_ptr, k_ptr, v_ptr, initial_ptr, inverse_ptr, attention_ptr, factors_ptr, states_ptr, moves_ptr, out_ptr, final_ptr,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v,
+    initial_b, initial_h, initial_k, out_b, out_t, out_h, final_b, final_h, final_k,
     T, Hv, group, V, chunks, segments, segment_chunks,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
     AHEAD: tl.constexpr, STAGES: tl.constexpr,
@@ -240,12 +251,12 @@ def _scan_chunks(
         scanned = segments
     block = tl.program_id(0) % blocks
     segment = tl.program_id(0) // blocks % scanned
-    pair = (tl.program_id(0) // blocks // scanned).to(tl.int64)  # of a sequence and a head
+    pair = tl.program_id(0) // blocks // scanned  # of a sequence and a head
     unit = block >= of_values  # columns of unit states
     if unit & (segment == 0):
         return
-    batch = pair // Hv
-    head = pair % Hv
+    batch = (pair // Hv).to(tl.int64)
+    head = (pair % Hv).to(tl.int64)
     rows, depth = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = depth[None, :] < K, cols[None, :] < V
@@ -256,21 +267,21 @@ def _scan_chunks(
     T -= first * CHUNK
     # Pointers move to each chunk, so that threads keep offsets of 32 bits only.
     token = first.to(tl.int64) * CHUNK
+    k_ptr += batch * k_b + head // group * k_h + token * k_t
+    q_ptr += batch * q_b + head // group * q_h + token * q_t
     v_ptr += batch * v_b + head * v_h + token * v_t
     out_ptr += batch * out_b + head * out_h + token * out_t
+    k_offsets = rows[:, None] * k_t + depth[None, :] * k_k
+    q_offsets = rows[:, None] * q_t + depth[None, :] * q_k
     v_offsets = rows[:, None] * v_t + cols[None, :] * v_v
     out_offsets = rows[:, None] * out_t + cols[None, :]
-    row = rows[:, None] * BLOCK_K + depth[None, :]
-    shared = ((batch * (Hv // group) + head // group) * chunks + first) * (PARTS * CHUNK * BLOCK_K)
-    keys_ptr += shared
-    queries_ptr += shared
-    part = pair * chunks + first
+    part = pair.to(tl.int64) * chunks + first
     square = rows[:, None] * CHUNK + rows[None, :]
-    inverse_ptr += part * (2 * CHUNK * CHUNK)
-    attention_ptr += part * (2 * CHUNK * CHUNK)
+    inverse_ptr += part * (3 * CHUNK * CHUNK)
+    attention_ptr += part * (PARTS * CHUNK * CHUNK)
     factors_ptr += part * (4 * CHUNK)
     # The state and all that is made of it are transposed: rows are columns of values, and stay in registers between products.
-    between = states_ptr + (pair * segments + segment) * V * K
+    between = states_ptr + (pair.to(tl.int64) * segments + segment) * V * K
     between_offsets = cols[:, None] * K + depth[None, :]
     between_inside = (cols[:, None] < V) & in_k
     if segment == 0:
@@ -282,68 +293,70 @@ def _scan_chunks(
         state = tl.load(between + between_offsets, mask=between_inside, other=0.0)
     for _ in tl.range(0, tl.minimum(chunks - first, segment_chunks), num_stages=STAGES):
         here = rows < T
-        k = tl.load(keys_ptr + row)
-        k_low = tl.load(keys_ptr + CHUNK * BLOCK_K + row) if PARTS == 2 else None
+        k = tl.load(k_ptr + k_offsets) if WHOLE else tl.load(k_ptr + k_offsets, mask=here[:, None] & in_k, other=0.0)
         if WHOLE and not AHEAD:
             v = tl.load(v_ptr + v_offsets)
         else:
             v = tl.load(v_ptr + v_offsets, mask=here[:, None] & in_v, other=0.0)
         inverse_high = tl.load(inverse_ptr + square)
-        inverse_low = tl.load(inverse_ptr + CHUNK * CHUNK + square)
-        # 1. Powers of two that bring columns of the state and of the values into the range of float16.
-        values = tl.trans(v).to(tl.float32)
-        most = tl.maximum(tl.max(tl.abs(state), axis=1), tl.max(tl.abs(values), axis=1))
-        power, inverse_power = _power_of_two(most)
-        power, inverse_power = power * (1 / ROOM), inverse_power * ROOM
-        state = state * inverse_power[:, None]
-        # 2. What the state holds for the keys.
-        high, low = _split(state)
+        inverse_middle = tl.load(inverse_ptr + CHUNK * CHUNK + square)
+        inverse_low = tl.load(inverse_ptr + 2 * CHUNK * CHUNK + square)
+        # 1. What the state holds for the keys.
         nothing = tl.zeros([BLOCK_V, CHUNK], dtype=tl.float32)
-        if PARTS == 2:
-            known = _add_product(high, low, tl.trans(k), tl.trans(k_low), nothing)
-        else:
-            known = _add_product(high, low, tl.trans(k), None, nothing)
+        known = _add_product(state, tl.trans(k), nothing, False)
         read = tl.load(factors_ptr + rows)
-        # 3. What the tokens write, of the part of the values that is new.
-        high, low = _split(values * inverse_power[:, None] - known * read[None, :])
-        delta = _add_product(high, low, tl.trans(inverse_high), tl.trans(inverse_low), nothing)
-        # 4. What the queries read.
+        # 2. What the tokens write, of the part of the values that is new.
+        high, middle, low = _split_all(tl.trans(v).to(tl.float32) - known * read[None, :])
+        delta = _add_parts(
+            high, middle, low, tl.trans(inverse_high), tl.trans(inverse_middle), tl.trans(inverse_low), nothing
+        )
+        # 3. What the queries read.
         if not AHEAD:
-            q = tl.load(queries_ptr + row)
-            attention_high = tl.load(attention_ptr + square)
-            attention_low = tl.load(attention_ptr + CHUNK * CHUNK + square)
-            asked = tl.load(factors_ptr + 2 * CHUNK + rows)
-            high, low = _split(state)
-            if PARTS == 2:
-                q_low = tl.load(queries_ptr + CHUNK * BLOCK_K + row)
-                out = _add_product(high, low, tl.trans(q), tl.trans(q_low), nothing)
-            else:
-                out = _add_product(high, low, tl.trans(q), None, nothing)
-            high, low = _split(delta)
-            out = _add_product(
-                high, low, tl.trans(attention_high), tl.trans(attention_low), out * asked[None, :]
+            q = (
+                tl.load(q_ptr + q_offsets)
+                if WHOLE
+                else tl.load(q_ptr + q_offsets, mask=here[:, None] & in_k, other=0.0)
             )
-            out = tl.trans((out * power[:, None]).to(out_ptr.dtype.element_ty))
+            attention_high = tl.load(attention_ptr + square)
+            attention_middle = tl.load(attention_ptr + CHUNK * CHUNK + square)
+            asked = tl.load(factors_ptr + 2 * CHUNK + rows)
+            out = _add_product(state, tl.trans(q), nothing, True) * asked[None, :]
+            high, middle, low = _split_all(delta)
+            if PARTS == 3:
+                attention_low = tl.load(attention_ptr + 2 * CHUNK * CHUNK + square)
+                out = _add_parts(
+                    high,
+                    middle,
+                    low,
+                    tl.trans(attention_high),
+                    tl.trans(attention_middle),
+                    tl.trans(attention_low),
+                    out,
+                )
+            else:
+                out = tl.dot(middle, tl.trans(attention_high), out)
+                out = tl.dot(high, tl.trans(attention_middle), out)
+                out = tl.dot(high, tl.trans(attention_high), out)
+            out = tl.trans(out.to(out_ptr.dtype.element_ty))
             if WHOLE:
                 tl.store(out_ptr + out_offsets, out)
             else:
                 tl.store(out_ptr + out_offsets, out, mask=here[:, None] & in_v)
-        # 5. The state behind the chunk.
+        # 4. The state behind the chunk.
         written = tl.load(factors_ptr + CHUNK + rows)
         left = tl.load(factors_ptr + 3 * CHUNK)
-        high, low = _split(delta * written[None, :])
-        state = _add_product(high, low, k, k_low, state * left) * power[:, None]
+        state = _add_product(delta * written[None, :], k, state * left, False)
         T -= CHUNK
-        keys_ptr += PARTS * CHUNK * BLOCK_K
-        queries_ptr += PARTS * CHUNK * BLOCK_K
+        k_ptr += CHUNK * tl.cast(k_t, tl.int64)
+        q_ptr += CHUNK * tl.cast(q_t, tl.int64)
         v_ptr += CHUNK * tl.cast(v_t, tl.int64)
         out_ptr += CHUNK * tl.cast(out_t, tl.int64)
-        inverse_ptr += 2 * CHUNK * CHUNK
-        attention_ptr += 2 * CHUNK * CHUNK
+        inverse_ptr += 3 * CHUNK * CHUNK
+        attention_ptr += PARTS * CHUNK * CHUNK
         factors_ptr += 4 * CHUNK
     if AHEAD:
         if unit:
-            moves_ptr += (pair * segments + segment) * K * K
+            moves_ptr += (pair.to(tl.int64) * segments + segment) * K * K
             tl.store(moves_ptr + between_offsets, state, mask=(cols[:, None] < K) & in_k)
         else:
             tl.store(between + V * K + between_offsets, state, mask=between_inside)
@@ -360,20 +373,15 @@ def _join_segments(states_ptr, moves_ptr, V, segments, K: tl.constexpr, BLOCK_K:
     depth, moved = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K)
     offsets = cols[:, None] * K + depth[None, :]
     inside = (cols[:, None] < V) & (depth[None, :] < K)
-    move_offsets = moved[:, None] * K + depth[None, :]
-    in_move = (moved[:, None] < K) & (depth[None, :] < K)
     states_ptr += (pair * segments + 1) * V * K
     moves_ptr += (pair * segments + 1) * K * K
     state = tl.load(states_ptr + offsets, mask=inside, other=0.0)
     for _ in tl.range(2, segments):
         states_ptr += V * K
-        move_high, move_low = _split(tl.load(moves_ptr + move_offsets, mask=in_move, other=0.0))
-        made = tl.load(states_ptr + offsets, mask=inside, other=0.0)
-        power, inverse_power = _power_of_two(tl.max(tl.abs(state), axis=1))
-        power, inverse_power = power * (1 / ROOM), inverse_power * ROOM
-        high, low = _split(state * inverse_power[:, None])
-        nothing = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-        state = made + _add_product(high, low, move_high, move_low, nothing) * power[:, None]
+        move = tl.load(
+            moves_ptr + moved[:, None] * K + depth[None, :], mask=(moved[:, None] < K) & (depth[None, :] < K), other=0.0
+        )
+        state = _add_product(state, move, tl.load(states_ptr + offsets, mask=inside, other=0.0), False)
         tl.store(states_ptr + offsets, state, mask=inside)
         moves_ptr += K * K
 
@@ -410,12 +418,11 @@ def run_chunk(
     BLOCK_V and segments = None: by the number of heads, so that the programs fill an H200.
     """
     B, T, Hv, V = v.shape
-    K, group = k.shape[3], Hv // k.shape[2]
+    K = k.shape[3]
     if final_state.numel() == 0:
         return
     chunks = triton.cdiv(T, CHUNK.value)
-    of_row = 2 if q.dtype == torch.float32 else 1
-    stages = num_stages if of_row == 1 else 1  # two parts of keys and queries need the memory
+    stages = num_stages if q.dtype == torch.bfloat16 else 1  # three parts of wider keys and queries need the memory
     parts, square = B * Hv * chunks, CHUNK.value**2
     block_k = max(16, triton.next_power_of_2(K))
     best_block, best_segments = _scan_shape(B * Hv, V, chunks)
@@ -424,25 +431,25 @@ def run_chunk(
     segments = min(segments or best_segments, chunks)
     segment_chunks = triton.cdiv(chunks, segments)
     segments = triton.cdiv(chunks, segment_chunks)
-    half = {"dtype": torch.float16, "device": q.device}
-    queries, keys = torch.empty((2, B * k.shape[2] * chunks * of_row * CHUNK.value * block_k), **half)
-    inverse, attention = torch.empty((2, 2 * parts * square), **half)
+    of_attention = 2 if q.dtype == torch.bfloat16 else 3
+    inverse = torch.empty(3 * parts * square, dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty(of_attention * parts * square, dtype=torch.bfloat16, device=q.device)
     factors = torch.empty(parts * 4 * CHUNK.value, dtype=torch.float32, device=q.device)
     states = torch.empty(B * Hv * segments * V * K if segments > 1 else 1, dtype=torch.float32, device=q.device)
     moves = torch.empty(B * Hv * segments * K * K if segments > 1 else 1, dtype=torch.float32, device=q.device)
     _prepare_chunk[(parts,)](
-        q, k, g, beta, queries, keys, inverse, attention, factors,
+        q, k, g, beta, inverse, attention, factors,
         *q.stride(), *k.stride(), *g.stride()[:2], *beta.stride()[:2],
-        T, Hv, group, chunks, K**-0.5, K, block_k, of_row,
+        T, Hv, Hv // k.shape[2], chunks, K**-0.5, K, block_k, of_attention,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 
     def scan(programs, ahead):
         _scan_chunks[(programs,)](
-            queries, keys, v, initial_state, inverse, attention, factors, states, moves, out, final_state,
-            *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
-            T, Hv, group, V, chunks, segments, segment_chunks,
-            K, block_k, block_v, of_row, T % CHUNK.value == V % block_v == 0, ahead, stages,
+            q, k, v, initial_state, inverse, attention, factors, states, moves, out, final_state,
+            *q.stride(), *k.stride(), *v.stride(), *initial_state.stride()[:3], *out.stride()[:3], *final_state.stride()[:3],
+            T, Hv, Hv // k.shape[2], V, chunks, segments, segment_chunks,
+            K, block_k, block_v, of_attention, T % CHUNK.value == V % block_v == K % block_k == 0, ahead, stages,
             num_warps=block_v // 16,
         )  # fmt: skip
 
