@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
 from tilegym_db import Catalog, patched
+from tilegym_db.models.gate_product import gate_product
 from tilegym_db.models.gated_code import gated_code
 
 pytestmark = pytest.mark.slow
@@ -132,4 +134,130 @@ def test_lfm2_is_served(kernels: Catalog, build: Any, prompt: Any, logits: Any) 
     stock = logits(model, prompt())
     with patched(model, catalog=kernels) as handle:
         assert torch.equal(logits(model, prompt()), stock)
+    assert handle.report().hits()["swiglu"] == 2
+
+
+class ByLayer(Gated):
+    """A second argument, a multiplier before the activation, and a norm after the product, which comes last in the source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.norm, self.factor = nn.SiLU(), nn.LayerNorm(48), 0.7
+
+    def forward(self, x: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        up = self.w3(x).clamp(min=-1, max=1)
+        out: torch.Tensor = self.w2(self.norm(up * self.act(self.w1(x) * self.factor))) * self.factor
+        return out + layer
+
+
+class InVariables(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = functional.silu(self.w1(x))
+        up = self.w3(x)
+        product = functional.dropout(gate * up, 0.5, training=self.training)
+        return self.w2(product)  # type: ignore[no-any-return]
+
+
+class UsedTwice(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = functional.silu(self.w1(x))
+        return self.w2(gate * self.w3(x) + gate)  # type: ignore[no-any-return]
+
+
+class OfTwoProducts(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = functional.silu(self.w1(x)) * self.w3(x), functional.silu(self.w3(x)) * self.w1(x)
+        return self.w2(one + two)  # type: ignore[no-any-return]
+
+
+class OfVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.silu(x) * self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [Clamped, OneProjection, DoesMore, ByLayer, InVariables])
+def test_a_product_in_the_middle_is_served(cls: Any, dtype: torch.dtype, kernels: Catalog) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(cls()).to(dtype).eval(), torch.randn(2, 5, 64, dtype=dtype)
+    forward = cls.forward
+    with torch.no_grad():
+        stock = model(x)
+        with patched(model, catalog=kernels) as handle:
+            assert torch.equal(model(x), stock)
+        assert torch.equal(model(x), stock)
+    assert handle.report().hits()["swiglu"] == 1
+    assert cls.forward is forward
+    assert type(model[0]) is cls
+
+
+@pytest.mark.parametrize("cls", [UsedTwice, OfTwoProducts, OfVectors])
+def test_other_products_are_left_alone(cls: Any) -> None:
+    assert gate_product(cls()) is None
+
+
+def test_a_kernel_answers_for_a_product(poison: Catalog) -> None:
+    model = nn.Sequential(ByLayer()).eval()
+    with torch.no_grad(), patched(model, catalog=poison, ops=["swiglu"]):
+        assert model(torch.randn(2, 5, 64)).isnan().any()
+
+
+def test_a_product_trains_with_the_gradients_of_stock(training_kernels: Catalog) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByLayer()).train(), torch.randn(2, 5, 64)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    stock = gradients()
+    with patched(model, catalog=training_kernels) as handle:
+        found = gradients()
+    assert handle.report().hits()["swiglu_backward"] == 1
+    for got, want in zip(found, stock, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_and_replaced_activations_of_a_product_run_stock(kernels: Catalog) -> None:
+    model, x, seen = nn.Sequential(ByLayer()).eval(), torch.randn(2, 5, 64), []
+    with torch.no_grad(), patched(model, catalog=kernels) as handle:
+        hook = model[0].act.register_forward_hook(lambda *_: seen.append(1))
+        model(x)
+        hook.remove()
+        model[0].act = nn.ReLU()
+        served = model(x)
+    with torch.no_grad():
+        assert torch.equal(served, model(x))
+    assert seen == [1]
+    assert handle.report().hits()["swiglu"] == 0
+
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {}),
+    "deepseek_v4": ("", "", {}),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {"num_local_experts": 2, "intermediate_size_mlp": 48}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_models_are_served(
+    name: str, dtype: torch.dtype, kernels: Catalog, build: Any, prompt: Any, logits: Any
+) -> None:
+    config, cls, changes = MODELS[name]
+    if config:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+        model = getattr(transformers, cls)(getattr(transformers, config)(**sizes, **changes)).to(dtype).eval()
+    else:
+        model = build(name, dtype)
+    stock = logits(model, prompt(2))
+    with patched(model, catalog=kernels, ops=["swiglu"]) as handle:
+        assert torch.equal(logits(model, prompt(2)), stock)
     assert handle.report().hits()["swiglu"] == 2

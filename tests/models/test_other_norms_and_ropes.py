@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         {**SMALL, "num_local_experts": 2, "intermediate_size_mlp": 48},
         {"rms_norm": 9, "rope_complex_pairs": 2},
     ),
-    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", SMALL, {"rms_norm": 10}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", SMALL, {"rms_norm": 8, "fused_add_rms_norm": 2}),
     "helium": (
         "HeliumConfig",
         "HeliumForCausalLM",
@@ -197,9 +197,25 @@ def sites_of(module: nn.Module, catalog: Catalog) -> list[Any]:
     return list(patch(nn.Sequential(module, nn.LayerNorm(64)), catalog=catalog, dry_run=True).report().sites[:1])
 
 
+class WithoutWeights(nn.LayerNorm):
+    """A norm without weights whose forward calls that of its base."""
+
+    def __init__(self) -> None:
+        super().__init__(32, elementwise_affine=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states)
+
+
+def test_norm_of_torch_without_weights_is_served(kernels: Catalog) -> None:
+    for module in (nn.LayerNorm(32, elementwise_affine=False), WithoutWeights()):
+        (site,) = sites_of(module, kernels)
+        assert (site.definition, site.reason) == ("layer_norm_no_bias", "dry run")
+
+
 def test_norm_of_any_text_is_served(kernels: Catalog) -> None:
     (site,) = sites_of(Norm(), kernels)
-    assert site.definition == "rms_norm"
+    assert (site.definition, site.reason) == ("rms_norm", "dry run")
 
 
 @pytest.mark.parametrize(

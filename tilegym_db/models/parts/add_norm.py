@@ -82,8 +82,6 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     norm = found.norm
     if norm is None or norm.reason or norm.match is None:
         return f"its {found.function} stays stock: {'' if norm is None else norm.reason}"
-    if norm.match.code.constants:
-        return f"its {found.function} keeps its inputs in its code, and a fused norm takes them from attributes"
     fused = [
         definition
         for definition in known.definitions("add_norm")
@@ -97,7 +95,7 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
 
 
 def _code(own: Sequence[ModelCode], norm: DefinitionMatch) -> ModelCode:
-    """Return the attributes of the inputs: those of the norm, unless the fused Definition states others."""
+    """Return the attributes and constants of the inputs: those of the norm, unless the fused Definition states others."""
     return own[0] if own else norm.code
 
 
@@ -121,8 +119,9 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     assert plain is not None, "the group was found by its source"
     assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
-    attributes = [*map(str, norm_part.attributes_of(found.match, OPERANDS))]
-    weights = [found.match.attribute(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
+    attributes = norm_part.attributes_of(found.match, OPERANDS)
+    names = list(found.match.definition.inputs)[OPERANDS:]
+    weights = [names.index(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
     fused = add_norm_function(site, attributes, unpatched_class(norm), weights)
     rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
     site.shadows.append(forget)
@@ -144,7 +143,7 @@ def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: Ca
 
 
 def add_norm_function(
-    site: CallSite, attributes: Sequence[str], norm_class: type, weights: Sequence[str] = ("weight",)
+    site: CallSite, attributes: Sequence[str | float], norm_class: type, weights: Sequence[int] = (0,)
 ) -> Callable[..., Any]:
     """Return ``add_norm(layer, norm, residual, (hidden,)) -> (normed, total)``, which a rewritten forward calls.
 
@@ -153,35 +152,40 @@ def add_norm_function(
 
     Args:
         site: the call site of the fused Definition.
-        attributes: the norm's attributes for the inputs after the two operands, in order; the weight is the first.
+        attributes: the norm's attributes or constants for the inputs after the two operands, in order.
         norm_class: the class of the norms that were probed, without a patch.
-        weights: the attributes that are tensors, which may need a gradient.
+        weights: the places in ``attributes`` of those that are tensors, which may need a gradient.
     """
-    names, tensors = tuple(attributes), tuple(weights)
+    tensors = tuple(weights)
+    inputs_of = norm_part.kept_by(tuple(attributes), tensors)
     is_cast = norm_part.is_cast(norm_class)
 
-    def fused(norm: Any, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+    def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         matrices = rows(residual), rows(hidden)
         if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
             site.bypass(NOT_ROWS)
             return None
-        out: torch.Tensor | None = site.serve(*matrices, *[getattr(norm, name) for name in names])
+        out: torch.Tensor | None = site.serve(*matrices, *kept)
         if out is None:
             site.unserved()
             return None
         return out.view(hidden.shape)
 
+    def weights_of(norm: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+        kept = inputs_of(norm, hidden)
+        return [kept[place] for place in tensors]
+
     def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
         (hidden,) = box
         if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
             site.bypass(HAS_HOOKS)
-        elif not site.falls_back(norm.training, hidden, residual, *[getattr(norm, name) for name in tensors]):
+        elif not site.falls_back(norm.training, hidden, residual, *weights_of(norm, hidden)):
             if is_cast and torch.is_autocast_enabled(hidden.device.type):
                 site.bypass(AUTOCAST)
             elif type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:
-                out = fused(norm, residual, hidden)
+                out = fused(inputs_of(norm, hidden), residual, hidden)
                 if out is not None:
                     return out, hidden
         total = residual + hidden

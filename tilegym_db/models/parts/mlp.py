@@ -3,18 +3,22 @@
 The inputs of a Definition are the results of the projections, [M, I] each or packed in one. ``serving.code`` maps them to
 attributes: ``{"a": "gate_proj", "b": "up_proj", "output": "down_proj", "activation": "act_fn"}``. The activation is listed if the
 module keeps one; the probe determines which activation it is.
+
+Of a forward that does more, such as a clamp before the product or a norm after it, only the product is replaced
+(:mod:`tilegym_db.models.gate_product`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import NOT_ROWS, OTHER_ACTIVATION, CallSite, are_rows, has_hooks, rows
+from tilegym_db.models.call_site import NOT_ROWS, OTHER_ACTIVATION, CallSite, are_rows, has_hooks, rows, shadow_function
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -27,6 +31,7 @@ from tilegym_db.models.found import (
     methods,
     of_class,
 )
+from tilegym_db.models.gate_product import CALL, GateProduct, activations_of, gate_product, multiplies, with_call
 from tilegym_db.models.gated_code import GatedCode, gated_code
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
 from tilegym_db.models.upstream_code import fingerprint
@@ -36,14 +41,16 @@ AFTER = ("experts",)
 """Experts have a ``down_proj`` too."""
 OUTPUT, ACTIVATION = "output", "activation"
 ACTIVATIONS = ("act_fn", "activation_fn")
+NO_FINGERPRINT = "0" * 16
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules with a ``down_proj`` that are no experts, and those with the code of a gated MLP."""
+    """Return the modules with a ``down_proj`` and a product that are no experts, and those with the code of a gated MLP."""
     is_stated = of_class(lambda cls: known.is_stated("mlp", cls.forward) or gated_code(cls.forward) is not None)
+    is_possible = of_class(multiplies)
     experts = {id(module) for group in others if group.kind == "experts" for module in group.modules}
     return grouped(
         "mlp",
@@ -51,9 +58,14 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
             ModuleOfPart(module, key=id(probed_activation(module)), detail=likeness(module))
             for module in model.modules()
             if id(module) not in experts
-            and ("down_proj" in module._modules or "down_proj" in module._parameters or is_stated(module))
+            and (is_stated(module) or (is_possible(module) and (has_down_projection(module) or gate_product(module))))
         ],
     )
+
+
+def has_down_projection(module: Module) -> bool:
+    """Return True if a module has a submodule or a weight of the usual name."""
+    return "down_proj" in module._modules or "down_proj" in module._parameters
 
 
 def probed_activation(module: Module, names: Sequence[str] = ACTIVATIONS) -> Any:
@@ -89,17 +101,26 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     matches = known.look_up("mlp", cls.forward, methods(cls), "its mlp forward", {})
     if isinstance(matches, str):
         code = gated_code(cls.forward)
-        if code is None:
+        product = gate_product(found.modules[0]) if code is None else None
+        if code is None and product is None:
             return matches
-        matches = _of_structure(code, cls, known)
+        matches = _of_product(product, cls, known) if product is not None else _of_structure(code, cls, known)
     for match in matches:
         if stock_function(match.definition, known.catalog) is None:
             return f"{match.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
     return MatchCandidates(matches)
 
 
-def _of_structure(code: GatedCode, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
+def _of_product(product: GateProduct, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
+    """Return the Definitions of two operands; the probe decides between them."""
+    roles = {ACTIVATION: product.attribute} if product.attribute else {}
+    code = ModelCode(fingerprint=fingerprint(cls.forward) or NO_FINGERPRINT, attributes=roles)
+    return [DefinitionMatch(one, code, product) for one in known.definitions("mlp") if len(one.inputs) == 2]
+
+
+def _of_structure(code: GatedCode | None, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
     """Return the Definitions of two projections with the attributes that a forward uses; the probe decides between them."""
+    assert code is not None
     roles = {OUTPUT: code.output} | ({ACTIVATION: code.activation} if code.activation else {})
     mark = fingerprint(cls.forward) or ""
     return [
@@ -115,6 +136,12 @@ def _of_structure(code: GatedCode, cls: type[Module], known: KnownCode) -> list[
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
     """Run the module's code between random projections and a last projection that returns its input."""
     definition = match.definition
+    if match.details is not None:
+        inputs = drawn_inputs(definition, {"M": ROWS}, device_of(module))
+        with torch.no_grad():
+            return dict(inputs), (
+                _product_of(type(module), match.details)(_without_hooks(module, match), *inputs.values()),
+            )
     projections = [match.attribute(name) for name in definition.inputs]
     missing = [name for name in (*projections, match.attribute(OUTPUT)) if not hasattr(module, name)]
     if missing:
@@ -122,6 +149,23 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     inputs = drawn_inputs(definition, {"M": ROWS}, device_of(module))
     with torch.no_grad():
         return dict(inputs), (_between(module, match, inputs),)
+
+
+def _without_hooks(module: Module, match: DefinitionMatch) -> Any:
+    """Return an object whose activation is that of the module, called without its hooks."""
+    name = match.attribute(ACTIVATION)
+    activation = getattr(module, name, None)
+    return types.SimpleNamespace(**{name: activation.forward if isinstance(activation, Module) else activation})
+
+
+def _product_of(cls: type[Module], product: GateProduct) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return ``own(module, gate, other)``, the model's own product."""
+    if product.attribute:
+        return lambda self, gate, other: getattr(self, product.attribute)(gate) * other
+    scope = dict(cls.forward.__globals__)
+    exec(f"def activate(gate):\n    return {product.call}\n", scope)
+    activate = scope["activate"]
+    return lambda self, gate, other: activate(gate) * other
 
 
 def _between(module: Module, match: DefinitionMatch, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -146,6 +190,8 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     ((found, site),) = calls
     match, module = found.match, found.modules[0]
     assert match is not None, "only confirmed groups are patched"
+    if match.details is not None:
+        return _forward_with_product(stock, site, module, match)
     names = [match.attribute(name) for name in match.definition.inputs]
     kept = match.attribute(ACTIVATION) if hasattr(module, match.attribute(ACTIVATION)) else None
     probed = None if kept is None else probed_activation(module, [kept])
@@ -155,6 +201,52 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
             module, kept, list(inputs.values()), _between(module, match, inputs)
         )
     return mlp_forward(stock, site, names, match.attribute(OUTPUT), kept, probed, is_product=is_product)
+
+
+def _forward_with_product(stock: Any, site: CallSite, module: Module, match: DefinitionMatch) -> Callable[..., Any]:
+    """Return the forward of a class with its product as a call that asks for a kernel first."""
+    product: GateProduct = match.details
+    activation = product.attribute or None
+    probed = None if activation is None else probed_activation(module, [activation])
+    function = gate_function(site, _product_of(type(module), product), product, probed)
+    rewrote, forget = shadow_function(with_call(stock, product, activations_of(module)), {CALL: function})
+    site.shadows.append(forget)
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return rewrote(self, *args, **kwargs)
+
+    return forward
+
+
+def gate_function(
+    site: CallSite, own: Callable[..., Any], product: GateProduct, probed: Any
+) -> Callable[[Any, Any, Any], Any]:
+    """Return ``gate(module, left, right)``, which runs a kernel, or the model's own product.
+
+    Args:
+        site: the call site.
+        own: ``own(module, gate, other)``, the model's own product.
+        product: the activation, and the side that it is on.
+        probed: the activation at the time of the probe; see :func:`probed_activation`.
+    """
+
+    def serve(self: Any, gate: Any, other: Any) -> torch.Tensor | None:
+        function = getattr(self, product.attribute) if product.attribute else None
+        if not isinstance(gate, torch.Tensor) or not isinstance(other, torch.Tensor) or gate.shape != other.shape:
+            return None
+        if product.attribute and not is_as_probed(function, probed):
+            if not _is_compiling():
+                site.bypass(OTHER_ACTIVATION)
+            return None
+        return _activate(site, self.training, (gate, other))
+
+    def gate(self: Any, left: Any, right: Any) -> Any:
+        given = (left, right) if product.gate_is_left else (right, left)
+        out = serve(self, *given)
+        return own(self, *given) if out is None else out
+
+    return gate
 
 
 def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], found: torch.Tensor) -> bool:

@@ -41,6 +41,8 @@ MEAN_CALL, POWER_CALL = torch.mean.__name__, torch.pow.__name__
 """Code that calls both may also be a norm: a power of -0.5 is an inverse root."""
 EPSILONS = (0.0, 1e-2)
 """A number between them in the code of a norm is its epsilon."""
+SHAPE = "normalized_shape"
+"""The attribute with the only size that a norm of torch.nn takes."""
 NO_FINGERPRINT = "0" * 16
 CAST_CALL = torch.nn.functional.layer_norm.__name__
 """The norm that autocast computes, and returns, in float32. Its stock code copies an input that is not contiguous."""
@@ -129,7 +131,10 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
             return matches
     matches = [match for match in matches if not _missing_weights(module, match)]
     if not matches:
-        return f"no definition of this code takes just its parameters ({', '.join(sorted(parameters_of(module)))})"
+        own = _of_structure(module, known)
+        if isinstance(own, str):
+            return own
+        matches = own
     # With a weight of ones, norms that round at different places agree.
     inputs = {tuple(match.definition.inputs) for match in matches} if parameters_of(module) else set()
     return MatchCandidates(matches, [one for one in known.definitions("norm") if tuple(one.inputs) in inputs])
@@ -178,7 +183,17 @@ def _run_by_forward(cls: type[Module]) -> list[FunctionType]:
             # Names of methods of every module are those of tensors here: ``x.float()``.
             if isinstance(method, FunctionType) and method is not of_all.get(name) and method not in called:
                 called.append(method)
+        if super.__name__ in names_in_code(function):
+            called += [one for one in _overridden(cls, function) if one not in called]
     return called
+
+
+def _overridden(cls: type[Module], function: FunctionType) -> list[FunctionType]:
+    """Return the method of a base class that a method of a class overrides."""
+    bases = (vars(base).get(function.__name__) for base in cls.__mro__ if base is not Module)
+    methods_of_name = [one for one in bases if isinstance(one, FunctionType)]
+    place = methods_of_name.index(function) + 1 if function in methods_of_name else 0
+    return methods_of_name[place : place + 1]
 
 
 def _stated_weights(definition: Definition) -> dict[str, float]:
@@ -229,7 +244,7 @@ def random_norm(
 ) -> tuple[Module, torch.Tensor, dict[str, Any]]:
     """Return a copy of the norm with random weights, random rows for it, and the inputs that it keeps."""
     weight: Any = weight_of(module)
-    columns = SIZE if weight is None else weight.shape[0]
+    columns = getattr(module, SHAPE, (SIZE,))[-1] if weight is None else weight.shape[0]
     x = draw(max(ROWS, 512 // columns), columns)
     drawn = {name: draw(*value.shape) for name, value in module._parameters.items() if value is not None}
     twin = copy.copy(module)
@@ -281,11 +296,11 @@ def norm_forward(
         is_cast: True if autocast changes the dtype that stock code returns, so that such calls are left to it.
     """
     tensors = tuple(weights)
-    kept_by = _kept_by(tuple(attributes), tensors)
+    inputs_of = kept_by(tuple(attributes), tensors)
 
     def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
         operator = None
-        kept = kept_by(self, x)
+        kept = inputs_of(self, x)
         given = [kept[which] for which in tensors]
         if _is_compiling():
             operator = site.traced(self.training, x, *given)
@@ -326,7 +341,7 @@ def norm_forward(
     return forward
 
 
-def _kept_by(attributes: tuple[str | float, ...], tensors: Container[int]) -> Callable[[Any, torch.Tensor], list[Any]]:
+def kept_by(attributes: tuple[str | float, ...], tensors: Container[int]) -> Callable[[Any, torch.Tensor], list[Any]]:
     """Return ``kept(module, x)``, the inputs of a Definition after the activation."""
     names = tuple(name for name in attributes if isinstance(name, str))
     if len(names) == len(attributes):
