@@ -472,7 +472,7 @@ def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | s
 
 
 def _twin(module: Module, dtype: torch.dtype) -> Module:
-    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases and a copy of its linear layer."""
+    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases."""
     twin, weight = copy.copy(module), product_of(module)
     assert weight is not None, "the group was found by its product"
     experts, width = weight.shape
