@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import IN_TRAINING, NEEDS_GRAD
-from tilegym_db.models.parts.experts import CHANGED, GATE, OTHER_GATE, UNDESCRIBED
+from tilegym_db.models.parts.experts import CHANGED, GATE, OTHER_GATE, OTHER_IDENTITY, UNDESCRIBED
 
 TOKENS, EXPERTS, HIDDEN, INNER = 7, 4, 32, 16
 WIDTHS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
@@ -154,9 +154,32 @@ def test_numbers_in_the_code_between_the_products_are_no_definition(kernels: Cat
     assert reason(filled(Exchanged(config), torch.float32), kernels) == "dry run"
 
 
-@pytest.mark.parametrize("name", ["Llama4TextExperts", "LongcatFlashExperts", "NemotronHExperts"])
+@pytest.mark.parametrize("name", ["Llama4TextExperts", "NemotronHExperts"])
 def test_experts_that_no_definition_describes_have_a_reason(name: str, kernels: Catalog) -> None:
     assert reason(experts(name), kernels) in UNDESCRIBED.values()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_return_their_input_are_added(dtype: torch.dtype, kernels: Catalog) -> None:
+    module = experts("LongcatFlashExperts", dtype)
+    module.num_routed_experts, module.total_experts = 3, 4
+    module.down_proj = torch.nn.Parameter(module.down_proj[:3].clone())
+    stock = call(module, dtype)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        torch.testing.assert_close(call(module, dtype), stock)
+    assert handle.report().hits() == {"moe_experts": 1}
+    assert torch.equal(call(module, dtype), stock)
+
+
+class Doubling(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_experts_that_return_something_else_stay_stock(kernels: Catalog) -> None:
+    module = experts("LongcatFlashExperts")
+    module.identity_expert = Doubling()
+    assert reason(module, kernels) == OTHER_IDENTITY.format("num_routed_experts")
 
 
 def test_another_gate_has_a_reason(kernels: Catalog) -> None:

@@ -7,6 +7,9 @@ and unknown ones are left alone.
 A class without that wrapper is found by its loop. Code between the two products that no Definition states is recognised by a
 probe, if it reads nothing of the module but the activation, inputs of the Definition, and bounds that are infinite.
 
+Some of the experts may return their input: those from the number of ``routed`` experts on. They have no part in the kernel, and
+their share is added to its output.
+
 The first three inputs of a Definition are the arguments of a call: hidden states [M, H], ids and weights [M, K]. Every other
 input, and the ``activation``, is an attribute of the module. It has the same name unless ``serving.code`` states another.
 """
@@ -57,21 +60,22 @@ from tilegym_db.records.serving import ModelCode
 
 CALLED_WITH = 3
 """Number of a Definition's inputs that are arguments of a call; the module keeps the others."""
+ROUTED, ALL = "routed", "all"
 GATE, DOWN = "_apply_gate", "down_proj"
 UNDESCRIBED = {
     "dac37a667ed00e1f": "no definition describes experts that all run on tokens scaled by their scores",
-    "d08d0c1ae2331a35": "no definition describes experts of which some return their input",
     "9362cac990f448e8": "no definition describes experts without a gate",
     "cf29a494b01fa9b9": "no definition describes experts with a soft cap",
     "67f4d3b10242b4b3": "no definition describes shared experts with weights of their own",
     "1b022aa8ae57ce75": "no definition describes experts with a norm of their outputs",
     "bdc4d68b8c68d77a": "no definition describes gated experts with weights by column and no bias",
 }
-"""Known code that no Definition describes: Llama 4, LongCat-Flash, Nemotron-H, Inkling 2, Inkling, Muse Spark, Aria."""
+"""Known code that no Definition describes: Llama 4, Nemotron-H, Inkling 2, Inkling, Muse Spark, Aria."""
 SHARDED = "its experts are distributed over several GPUs"
 OWN_GATE = f"its {GATE} is replaced on the instance"
 NO_CONFIG = "it has no config that states the implementation"
 OTHER_GATE = "its code between the two products, {}, computes no definition of experts"
+OTHER_IDENTITY = "in its probe, experts from {} on do not return their input"
 CHANGED = "its bounds changed after the probe"
 NOT_CALLED_SO = "its arguments are not just hidden states, ids and weights, each a matrix"
 
@@ -175,9 +179,33 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     for name in others:
         if not torch.equal(results[first], results[name]):
             return f"in its probe, the {name} experts compute other bits than the {first} experts"
+    if ROUTED in match.code.attributes and not _returns_input(module, match, inputs):
+        return OTHER_IDENTITY.format(match.attribute(ROUTED))
     kept = _kept(match)
     numbers = {name: match.value(module, name) for name in kept if name not in inputs}
     return {**inputs, **numbers}, (results[first],)
+
+
+def _returns_input(module: Module, match: DefinitionMatch, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if experts without weights add a token's share of its hidden states, alone and beside another expert."""
+    x, ids, weights, *kept = inputs.values()
+    ids = torch.cat([ids[:, :1], torch.full_like(ids[:, :1], EXPERTS)], dim=1)
+
+    def run(shares: torch.Tensor) -> torch.Tensor:
+        return _run(module, match, dict(zip(inputs, (x, ids, shares, *kept), strict=True)), EAGER)
+
+    routed, other = (torch.where(ids < EXPERTS, weights, 0.0), torch.where(ids < EXPERTS, 0.0, weights))
+    alone = unweighted(x, ids, other, EXPERTS)
+    return torch.equal(run(other), alone) and torch.equal(run(weights), run(routed) + alone)
+
+
+def unweighted(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, routed: int) -> torch.Tensor:
+    """Return the share of experts that return their input: x [M, H], ids and weights [M, K] -> [M, H].
+
+    Those are the experts from number ``routed`` on.
+    """
+    shares = weights.masked_fill(ids < routed, 0.0).sum(dim=-1, keepdim=True)
+    return (x * shares).to(x.dtype)
 
 
 def _implementations(forward: Any) -> Mapping[str, Any]:
@@ -223,7 +251,10 @@ def _run(
 ) -> torch.Tensor:
     """Run one implementation with these weights; none of the module's submodules is called."""
     kept = {attribute: inputs[name] for name, attribute in _kept(match).items() if name in inputs}
-    twin = _twin(module, kept, num_experts=EXPERTS)
+    sizes = {"num_experts": EXPERTS}
+    if ROUTED in match.code.attributes:
+        sizes = {match.attribute(ROUTED): EXPERTS, match.attribute(ALL): EXPERTS + 1}
+    twin = _twin(module, kept, **sizes)
     vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
     name = match.attribute(ACTIVATION)
     activation = getattr(module, name, None)
@@ -246,7 +277,8 @@ def own_code(found: ModuleGroup) -> OwnCode:
     """Return the current implementation, and the module's own code on the inputs of the Definition."""
     module = found.modules[0]
     way = EAGER if wrapper_of(unpatched_class(module).forward) is None else way_of(module)
-    return OwnCode(way, None if found.match is None else _own_call(module, found.match))
+    is_own = found.match is not None and ROUTED not in found.match.code.attributes
+    return OwnCode(way, None if found.match is None or not is_own else _own_call(module, found.match))
 
 
 def _own_call(module: Module, match: DefinitionMatch) -> Callable[..., Any]:
@@ -277,20 +309,24 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     name = match.attribute(ACTIVATION)
     activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
     registry = None if wrapper is None else wrapper.registry
-    own = ProbedExperts(registry, _implementations(stock), activation, _unbounded(module))
+    own = ProbedExperts(
+        registry, _implementations(stock), activation, _unbounded(module), match.code.attributes.get(ROUTED, "")
+    )
     return experts_forward(stock, site, own, match, [match.attribute(one) for one in tensors])
 
 
 class ProbedExperts(NamedTuple):
     """The probed code of a module: implementation -> its function in the registry, and its activation by name.
 
-    ``registry`` is None for a class without the wrapper. The bounds ``unbounded`` were infinite.
+    ``registry`` is None for a class without the wrapper. The bounds ``unbounded`` were infinite. ``routed`` is the attribute with
+    the number of experts that have weights, if others return their input.
     """
 
     registry: Any
     implementations: Mapping[str, Any]
     activation: tuple[str, Any] | None
     unbounded: tuple[str, ...] = ()
+    routed: str = ""
 
     def way(self, module: Any) -> str:
         """Return the implementation that a module is set to."""
@@ -334,6 +370,9 @@ def experts_forward(
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         kept = [match.value(self, name) for name in names]
+        routed = getattr(self, own.routed) if own.routed else None
+        if routed is not None and isinstance(kept[0], torch.Tensor):
+            kept[0] = kept[0][:routed]  # the model also has weights, which it never reads, for the others
         for place in frozen if torch.is_grad_enabled() else ():
             kept[place] = kept[place].detach()
         parameters = [
@@ -348,7 +387,8 @@ def experts_forward(
         if reason:
             site.bypass(reason)
             return None
-        return site.ask(self.training, *given, *kept)  # type: ignore[no-any-return]
+        out: torch.Tensor | None = site.ask(self.training, *given, *kept)
+        return out if out is None or routed is None else out + unweighted(*given, routed)
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
         if own.way(self) == EAGER:
