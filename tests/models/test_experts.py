@@ -312,7 +312,7 @@ def test_an_activation_that_clamps_is_no_definition(kernels: Catalog) -> None:
 
 def test_experts_that_lie_otherwise_are_no_definition(kernels: Catalog) -> None:
     told = reason(experts(SwappedExperts), kernels)
-    assert told == "its loop over experts relies on a _apply_gate that is not the one known with it"
+    assert told == "its code between the two products, _apply_gate, computes no definition of experts"
     transposed, biased = restated(is_transposed=True), restated(has_bias=True)
     assert reason(experts(transposed), kernels).startswith("its batched_mm experts cannot be probed: RuntimeError")
     assert reason(experts(biased), kernels).startswith("its batched_mm experts cannot be probed: AttributeError")

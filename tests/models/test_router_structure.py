@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
-from tilegym_db.models.parts.router import CHANGED, NO_CHOICE
+from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, UNDESCRIBED
 from tilegym_db.models.routing_code import choices
 
 EXPERTS, HIDDEN, CHOSEN = 8, 64, 3
@@ -35,9 +35,11 @@ ROUTERS = {
     "MistralLarge4TextTopkRouter": ("mistral_large4", "mistral_large4_text", "topk_softmax"),
 }
 OTHERS = {
-    "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),  # ranks scores that are no probabilities yet
-    "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe"),  # ranks probabilities rounded to bf16
+    "Kolibri1TopKRouter": ("kolibri1", "kolibri1"),
+    "Lfm2MoeTopKRouter": ("lfm2_moe", "lfm2_moe"),
     "Mistral4TopkRouter": ("mistral4", "mistral4"),
+    "Ernie4_5_MoeTopKRouter": ("ernie4_5_moe", "ernie4_5_moe"),
+    "LongcatFlashTopkRouter": ("longcat_flash", "longcat_flash"),
 }
 SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
@@ -101,7 +103,11 @@ def test_a_router_of_other_code_is_served_with_its_own_results(name: str, dtype:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_choice_that_no_definition_makes_stays_stock(name: str, kernels: Catalog) -> None:
+def test_a_choice_that_no_definition_makes_stays_stock(
+    name: str, kernels: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason(router(name), kernels) in UNDESCRIBED.values()
+    monkeypatch.setattr("tilegym_db.models.parts.router.UNDESCRIBED", {})
     assert reason(router(name), kernels).startswith(f"{NO_CHOICE} (fingerprint ")
 
 

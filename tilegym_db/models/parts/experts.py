@@ -4,6 +4,12 @@ At each call the wrapper reads the implementation from the model's config: ``eag
 function in a registry. All known implementations compute the same, and the probe confirms it. So a kernel may serve any of them,
 and unknown ones are left alone.
 
+A class without that wrapper is found by its loop. Code between the two products that no Definition states is recognised by a
+probe, if it reads nothing of the module but the activation, inputs of the Definition, and bounds that are infinite.
+
+Some of the experts may return their input: those from the number of ``routed`` experts on. They have no part in the kernel, and
+their share is added to its output.
+
 The first three inputs of a Definition are the arguments of a call: hidden states [M, H], ids and weights [M, K]. Every other
 input, and the ``activation``, is an attribute of the module. It has the same name unless ``serving.code`` states another.
 """
@@ -12,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +28,6 @@ import torch
 
 from tilegym_db.models.call_site import AUTOCAST, NOT_PLAIN, OTHER_ACTIVATION, CallSite, unpatched_class
 from tilegym_db.models.found import (
-    WRAPPED,
     DefinitionMatch,
     KnownCode,
     MatchCandidates,
@@ -31,19 +38,45 @@ from tilegym_db.models.found import (
     grouped,
     is_plain,
     methods,
+    names_in_code,
     of_class,
 )
 from tilegym_db.models.parts.mlp import ACTIVATION, is_as_probed, likeness, probed_activation
-from tilegym_db.models.probe import CODES, WEIGHT_SCALES, WEIGHTS, Draw, Probe, activation, choice, device_of, single
-from tilegym_db.models.upstream_code import EAGER, implementations, of_models, way_of, wrapper_of
+from tilegym_db.models.probe import (
+    CODES,
+    WEIGHT_SCALES,
+    WEIGHTS,
+    Draw,
+    Probe,
+    activation,
+    choice,
+    device_of,
+    matching_definitions,
+    single,
+)
+from tilegym_db.models.upstream_code import EAGER, fingerprint, implementations, of_models, way_of, wrapper_of
 from tilegym_db.records import Definition
+from tilegym_db.records.serving import ModelCode
 
 CALLED_WITH = 3
 """Number of a Definition's inputs that are arguments of a call; the module keeps the others."""
-GATE = "_apply_gate"
+ROUTED, ALL = "routed", "all"
+GATE, DOWN = "_apply_gate", "down_proj"
+UNDESCRIBED = {
+    "dac37a667ed00e1f": "no definition describes experts that all run on tokens scaled by their scores",
+    "9362cac990f448e8": "no definition describes experts without a gate",
+    "cf29a494b01fa9b9": "no definition describes experts with a soft cap",
+    "67f4d3b10242b4b3": "no definition describes shared experts with weights of their own",
+    "1b022aa8ae57ce75": "no definition describes experts with a norm of their outputs",
+    "bdc4d68b8c68d77a": "no definition describes gated experts with weights by column and no bias",
+}
+"""Known code that no Definition describes: Llama 4, Nemotron-H, Inkling 2, Inkling, Muse Spark, Aria."""
 SHARDED = "its experts are distributed over several GPUs"
 OWN_GATE = f"its {GATE} is replaced on the instance"
 NO_CONFIG = "it has no config that states the implementation"
+OTHER_GATE = "its code between the two products, {}, computes no definition of experts"
+OTHER_IDENTITY = "in its probe, experts from {} on do not return their input"
+CHANGED = "its bounds changed after the probe"
 NOT_CALLED_SO = "its arguments are not just hidden states, ids and weights, each a matrix"
 
 _is_compiling = torch.compiler.is_compiling
@@ -51,16 +84,26 @@ Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules whose class has that wrapper around its forward."""
+    """Return the modules whose class has that wrapper around its forward, and those with a matrix of each expert."""
     is_wrapped = of_class(lambda cls: wrapper_of(cls.forward) is not None)
     return grouped(
         "experts",
         [
-            ModuleOfPart(module, key=id(probed_activation(module)), detail=_detail(module))
+            ModuleOfPart(module, key=(id(probed_activation(module)), _unbounded(module)), detail=_detail(module))
             for module in model.modules()
-            if is_wrapped(module)
+            if is_wrapped(module) or _has_matrices(module)
         ],
     )
+
+
+def _has_matrices(module: Module) -> bool:
+    down = module._parameters.get(DOWN)
+    return down is not None and down.dim() == 3
+
+
+def _unbounded(module: Module) -> tuple[str, ...]:
+    """Return the attributes that are infinite; layers of one class may have different bounds."""
+    return tuple(name for name, value in vars(module).items() if type(value) is float and math.isinf(value))
 
 
 def _detail(module: Module) -> Any:
@@ -70,12 +113,52 @@ def _detail(module: Module) -> Any:
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """Look up the source of the loop and of the code between the two products; the probe determines the activation."""
-    wrapper = wrapper_of(found.module_class.forward)
-    if wrapper is None:
-        return WRAPPED
-    callees = {**(wrapper.eager.__globals__ if is_plain(wrapper.eager) else {}), **methods(found.module_class)}
-    matches = known.look_up("experts", wrapper.eager, callees, "its loop over experts", {})
+    cls = found.module_class
+    wrapper = wrapper_of(cls.forward)
+    loop: Any = cls.forward if wrapper is None else wrapper.eager
+    own = methods(cls)
+    callees = {**(loop.__globals__ if is_plain(loop) else {}), **own}
+    matches = known.look_up("experts", loop, callees, "its loop over experts", UNDESCRIBED)
+    if isinstance(matches, str) and known.is_stated("experts", loop) and is_plain(own.get(GATE)):
+        match = nominated(found, loop, known)
+        return OTHER_GATE.format(GATE) if match is None else MatchCandidates([match])
     return matches if isinstance(matches, str) else MatchCandidates(matches)
+
+
+BOUND = 0.75
+SMALL_NUMBERS = {-1, 0, 1, 2}
+"""Numbers that code between the products may have without being an input: halves, axes, and sums with one."""
+
+
+def nominated(found: ModuleGroup, loop: Any, known: KnownCode) -> DefinitionMatch | None:
+    """Return the Definition that code of another text computes, with the attributes that are its numbers; None without one."""
+    module, gate = found.samples[0], methods(found.module_class)[GATE]
+    read = [name for name in names_in_code(gate) if name in vars(module) and name not in module._modules]
+    numbers = [one for one in gate.__code__.co_consts if type(one) in (int, float) and one not in SMALL_NUMBERS]
+    plain = [one for one in known.nominated("experts") if not _has_codes(one.definition)]
+    for match in () if numbers or device_of(module).type == "meta" else plain:
+        scalars = [
+            name for name in list(match.definition.inputs)[CALLED_WITH:] if match.definition.inputs[name].is_scalar
+        ]
+        bounded = [name for name in read if name not in _unbounded(module)]
+        for names in itertools.permutations(bounded) if len(bounded) == len(scalars) else ():
+            attributes = {**match.code.attributes, **dict(zip(scalars, names, strict=True))}
+            mark = fingerprint(loop) or ""
+            tried = DefinitionMatch(match.definition, ModelCode(fingerprint=mark, attributes=attributes))
+            other = copy.copy(module)
+            # Bounds are also probed with numbers so small that all of them show.
+            vars(other).update({name: BOUND * (place + 1) for place, name in enumerate(names)})
+            probes = [probe(found, one, tried) for one in (module, other)]
+            if all(
+                not isinstance(one, str) and matching_definitions(one, [match.definition], known.catalog)
+                for one in probes
+            ):
+                return tried
+    return None
+
+
+def _has_codes(definition: Definition) -> bool:
+    return any(_is_code(definition, name) for name in definition.inputs)
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -86,7 +169,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     names = list(match.definition.inputs)
     inputs = drawn_for(match.definition, list(_kept(match)), names[:CALLED_WITH], device_of(module))
     results = {}
-    for name in implementations(type(module).forward):
+    for name in _implementations(type(module).forward):
         try:
             results[name] = _run(module, match, inputs, name)
         except of_models() as error:  # a model's code may raise anything for other sizes, or have no kernel here
@@ -96,15 +179,44 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     for name in others:
         if not torch.equal(results[first], results[name]):
             return f"in its probe, the {name} experts compute other bits than the {first} experts"
+    if ROUTED in match.code.attributes and not _returns_input(module, match, inputs):
+        return OTHER_IDENTITY.format(match.attribute(ROUTED))
     kept = _kept(match)
     numbers = {name: match.value(module, name) for name in kept if name not in inputs}
     return {**inputs, **numbers}, (results[first],)
 
 
+def _returns_input(module: Module, match: DefinitionMatch, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if experts without weights add a token's share of its hidden states, alone and beside another expert."""
+    x, ids, weights, *kept = inputs.values()
+    ids = torch.cat([ids[:, :1], torch.full_like(ids[:, :1], EXPERTS)], dim=1)
+
+    def run(shares: torch.Tensor) -> torch.Tensor:
+        return _run(module, match, dict(zip(inputs, (x, ids, shares, *kept), strict=True)), EAGER)
+
+    routed, other = (torch.where(ids < EXPERTS, weights, 0.0), torch.where(ids < EXPERTS, 0.0, weights))
+    alone = unweighted(x, ids, other, EXPERTS)
+    return torch.equal(run(other), alone) and torch.equal(run(weights), run(routed) + alone)
+
+
+def unweighted(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, routed: int) -> torch.Tensor:
+    """Return the share of experts that return their input: x [M, H], ids and weights [M, K] -> [M, H].
+
+    Those are the experts from number ``routed`` on.
+    """
+    shares = weights.masked_fill(ids < routed, 0.0).sum(dim=-1, keepdim=True)
+    return (x * shares).to(x.dtype)
+
+
+def _implementations(forward: Any) -> Mapping[str, Any]:
+    """Return implementation -> its function in the registry; a class without the wrapper has its loop alone."""
+    return {EAGER: None} if wrapper_of(forward) is None else implementations(forward)
+
+
 def _why_not(module: Module, match: DefinitionMatch) -> str:
     """Return the reason if a module cannot be served, whatever its code computes; empty if it can."""
     config = getattr(module, "config", None)
-    if not hasattr(config, "_experts_implementation"):
+    if wrapper_of(unpatched_class(module).forward) is not None and not hasattr(config, "_experts_implementation"):
         return NO_CONFIG
     if GATE in vars(module):
         return OWN_GATE
@@ -139,7 +251,10 @@ def _run(
 ) -> torch.Tensor:
     """Run one implementation with these weights; none of the module's submodules is called."""
     kept = {attribute: inputs[name] for name, attribute in _kept(match).items() if name in inputs}
-    twin = _twin(module, kept, num_experts=EXPERTS)
+    sizes = {"num_experts": EXPERTS}
+    if ROUTED in match.code.attributes:
+        sizes = {match.attribute(ROUTED): EXPERTS, match.attribute(ALL): EXPERTS + 1}
+    twin = _twin(module, kept, **sizes)
     vars(twin)["config"] = types.SimpleNamespace(_experts_implementation=implementation)
     name = match.attribute(ACTIVATION)
     activation = getattr(module, name, None)
@@ -161,7 +276,9 @@ def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -
 def own_code(found: ModuleGroup) -> OwnCode:
     """Return the current implementation, and the module's own code on the inputs of the Definition."""
     module = found.modules[0]
-    return OwnCode(way_of(module), None if found.match is None else _own_call(module, found.match))
+    way = EAGER if wrapper_of(unpatched_class(module).forward) is None else way_of(module)
+    is_own = found.match is not None and ROUTED not in found.match.code.attributes
+    return OwnCode(way, None if found.match is None or not is_own else _own_call(module, found.match))
 
 
 def _own_call(module: Module, match: DefinitionMatch) -> Callable[..., Any]:
@@ -188,26 +305,41 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     ((found, site),) = calls
     match, module, wrapper = found.match, found.modules[0], wrapper_of(stock)
     assert match is not None, "only confirmed groups are patched"
-    assert wrapper is not None, "the group was found by its wrapper"
     tensors = [name for name in _kept(match) if not match.definition.inputs[name].is_scalar]
     name = match.attribute(ACTIVATION)
     activation = (name, probed_activation(module, [name])) if hasattr(module, name) else None
-    own = ProbedExperts(wrapper.registry, implementations(stock), activation)
+    registry = None if wrapper is None else wrapper.registry
+    own = ProbedExperts(
+        registry, _implementations(stock), activation, _unbounded(module), match.code.attributes.get(ROUTED, "")
+    )
     return experts_forward(stock, site, own, match, [match.attribute(one) for one in tensors])
 
 
 class ProbedExperts(NamedTuple):
-    """The probed code of a module: implementation -> its function in the registry, and its activation by name."""
+    """The probed code of a module: implementation -> its function in the registry, and its activation by name.
+
+    ``registry`` is None for a class without the wrapper. The bounds ``unbounded`` were infinite. ``routed`` is the attribute with
+    the number of experts that have weights, if others return their input.
+    """
 
     registry: Any
     implementations: Mapping[str, Any]
     activation: tuple[str, Any] | None
+    unbounded: tuple[str, ...] = ()
+    routed: str = ""
+
+    def way(self, module: Any) -> str:
+        """Return the implementation that a module is set to."""
+        return EAGER if self.registry is None else module.config._experts_implementation
 
     def why_other(self, module: Any) -> str:
         """Return the reason if a module no longer computes what was probed; empty if it does."""
-        implementation = module.config._experts_implementation
-        known = self.implementations
-        if implementation not in known or self.registry.get(implementation) is not known[implementation]:
+        implementation, known = self.way(module), self.implementations
+        if self.unbounded and any([getattr(module, name) != math.inf for name in self.unbounded]):
+            return CHANGED
+        if self.registry is not None and (
+            implementation not in known or self.registry.get(implementation) is not known[implementation]
+        ):
             return (
                 f"the model's experts are {implementation!r}; only {', '.join(known)} are known to compute a definition"
             )
@@ -238,6 +370,9 @@ def experts_forward(
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         kept = [match.value(self, name) for name in names]
+        routed = getattr(self, own.routed) if own.routed else None
+        if routed is not None and isinstance(kept[0], torch.Tensor):
+            kept[0] = kept[0][:routed]  # the model also has weights, which it never reads, for the others
         for place in frozen if torch.is_grad_enabled() else ():
             kept[place] = kept[place].detach()
         parameters = [
@@ -245,17 +380,18 @@ def experts_forward(
         ]  # read once: each read of a parametrized weight computes it again
         if _is_compiling():
             return traced(self, given, kept, parameters)
-        site.count_own_mode(self.config._experts_implementation)
+        site.count_own_mode(own.way(self))
         if site.falls_back(self.training, *given, *parameters):
             return None
         reason = why_stock(given, parameters) or own.why_other(self)
         if reason:
             site.bypass(reason)
             return None
-        return site.ask(self.training, *given, *kept)  # type: ignore[no-any-return]
+        out: torch.Tensor | None = site.ask(self.training, *given, *kept)
+        return out if out is None or routed is None else out + unweighted(*given, routed)
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
-        if self.config._experts_implementation == EAGER:
+        if own.way(self) == EAGER:
             return None  # a loop over the router's choice has no operation that a compiler could replace by a kernel
         operator = site.traced(self.training, given[0], *(kept[place] for place in places if place not in frozen))
         wants_gradient = torch.is_grad_enabled() and given[-1].requires_grad

@@ -66,6 +66,22 @@ CUT, WIDENED, ROUNDED = "cut", "widened", "rounded"
 """Constants of code that was recognised by its structure: the number of its choice, and 1 if scores are widened to float32 first
 or if weights are rounded to the dtype of the hidden states."""
 NO_CHOICE = "no definition computes its choice of experts"
+SOFTMAX_BIAS = "no definition ranks the probabilities of a softmax with a bias"
+RANKS_ROUNDED = "no definition ranks probabilities that are rounded to the dtype of the model"
+UNDESCRIBED = {
+    "3dc8000204bca3b3": SOFTMAX_BIAS,
+    "f584e6f708caa17e": SOFTMAX_BIAS,
+    "2333d2f3aeadbea6": RANKS_ROUNDED,
+    "4073140514fef0ba": RANKS_ROUNDED,
+    "dc8414c29eaa9ebe": "its scores are probabilities already, and no definition takes those",
+    "e2f6bd664e82c954": "no definition adds a bias to scores before their sigmoid",
+    "8990a5f32a9e98a5": "no definition ranks sigmoids without a bias",
+    "3ec8d8d5fbd3de9e": "its score function is a module, which may have hooks",
+    "a4ce3525a9b15fc5": "its score function is a module, which may have hooks",
+    "7de8fb037d883b26": "no definition ranks sigmoids with a bias in groups without a factor",
+}
+"""Known code that no Definition describes: ERNIE 4.5, LongCat-Flash, Mistral 4, LFM2, Gemma 4, Kolibri 1, Flint, Inkling 2, Muse
+Spark, Beam."""
 CHANGED = "its settings changed after the probe"
 
 _is_compiling = torch.compiler.is_compiling
@@ -110,9 +126,9 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         return matches
     if device_of(module).type == "meta":
         return MatchCandidates(known.nominated("router"))  # the probe says that nothing can be probed
-    match = nominated(module, known)
     mark = fingerprint(cls.forward) or ""
-    return MatchCandidates([match]) if match is not None else f"{NO_CHOICE} (fingerprint {mark})"
+    match = None if mark in UNDESCRIBED else nominated(module, known)
+    return MatchCandidates([match]) if match is not None else UNDESCRIBED.get(mark, f"{NO_CHOICE} (fingerprint {mark})")
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -472,7 +488,7 @@ def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | s
 
 
 def _twin(module: Module, dtype: torch.dtype) -> Module:
-    """Return a copy of a router for states of :data:`TOKENS` elements, with drawn biases and a copy of its linear layer."""
+    """Return a copy of a router for hidden states of :data:`TOKENS` elements, with drawn biases."""
     twin, weight = copy.copy(module), product_of(module)
     assert weight is not None, "the group was found by its product"
     experts, width = weight.shape
