@@ -7,26 +7,20 @@ kind of part is one more file beside those of the package.
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from published_tables import write_table
+from user_catalog import DTYPES, Desk
 
 import tilegym_db
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models import parts
 from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.paths import shipped_root
-from tilegym_db.records import Definition
 from tilegym_db.resolver import resolve
-
-SOURCE = "# Source: https://github.com/nobody/nothing/blob/0000000000000000000000000000000000000000/model.py#L1-L9\n"
-DTYPES = {"T": ["bfloat16", "float16", "float32"]}
 
 
 class MeanAbsNorm(torch.nn.Module):
@@ -145,69 +139,6 @@ def forward(stock, calls):
 
     return forward
 '''
-
-
-@dataclass
-class Desk:
-    """The user's catalog, and what is published for this user's CPU."""
-
-    home: Path
-
-    @property
-    def catalog(self) -> Catalog:
-        return Catalog((shipped_root(), self.home / "catalog"))
-
-    def add(self, record: dict[str, Any], body: str, serving: dict[str, Any] | None = None) -> Definition:
-        """Write a Definition with a stock solution and a kernel, and publish the kernel as measured."""
-        definition = Definition.from_dict(
-            {**record, **({"serving": serving} if serving else {}), "reference": self._reference(record, body)}
-        )
-        folder = self.home / "catalog" / "definitions" / definition.op_type
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{definition.name}.json").write_text(definition.to_json())
-        names, tensors = ", ".join(definition.inputs), [*definition.tensor_inputs, *definition.outputs]
-        run = f"import torch\n\n\ndef run({names}):\n{body}"
-        spec = {"language": "python", "layouts": dict.fromkeys(tensors, "strided"), "entry_point": "kernel.py::run"}
-        self._solution(definition, "stock", run, {**spec, "role": "baseline", "provides": "stock"}, writes=False)
-        written = f"{run}\n\ndef write({names}, out):\n    out.copy_(run({names}))\n"
-        self._solution(definition, "cpu", written, {**spec, "entry_point": "kernel.py::write"}, writes=True)
-        self._publish(definition)
-        return definition
-
-    def _reference(self, record: dict[str, Any], body: str) -> str:
-        return f"{SOURCE}import torch\n\n\ndef run({', '.join(record['inputs'])}):\n{body}"
-
-    def _solution(self, definition: Definition, name: str, source: str, spec: dict[str, Any], *, writes: bool) -> None:
-        name = f"{definition.name}_{name}"
-        folder = self.home / "catalog" / "solutions" / definition.op_type / definition.name / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernel.py").write_text(source)
-        record = {
-            "name": name,
-            "definition": definition.name,
-            "author": "tests",
-            "spec": {**spec, "destination_passing_style": writes},
-            "sources": [{"path": "kernel.py"}],
-        }
-        (folder / "solution.json").write_text(json.dumps(record))
-
-    def _publish(self, definition: Definition) -> None:
-        kernel = self.catalog.solution(f"{definition.name}_cpu")
-        measured = {"latency_us": 5.0, "speedup": 2.0, "speedup_ci_low": 1.9, "tier": "promotion", "envelope_cases": 9}
-        candidate = {"solution": kernel.name, "solution_digest": kernel.digest, "language": "python", "role": "kernel"}
-        point = {
-            "definition": definition.name,
-            "definition_version": definition.version,
-            "definition_digest": definition.digest,
-            "op_type": definition.op_type,
-            "candidates": [{**candidate, **measured, "sandbox_level": 3, "trace_id": "t"}],
-        }
-        entries = [
-            {**point, "dtypes": {"T": dtype}, "axes": dict.fromkeys(definition.var_axes, size)}
-            for dtype in DTYPES["T"]
-            for size in (1, 4096)
-        ]
-        write_table(self.home / "published" / "cpu", entries, self.home, sm="cpu")
 
 
 @pytest.fixture

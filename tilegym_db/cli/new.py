@@ -155,7 +155,7 @@ def new_workload(
     scalar: Annotated[list[str] | None, typer.Option(help="Scalars that the config does not have: eps=1e-5.")] = None,
     file: WorkloadFile = None,
     parallel: Annotated[
-        str, typer.Option(help="Numbers of GPUs that share a model, if no operator is named.")
+        str, typer.Option("--parallel", "--tp", help="Numbers of GPUs that share a model, if no operator is named.")
     ] = "1,2,4,8",
     gpu: Annotated[str, typer.Option(help="GPU whose peaks give the cost, if no operator is named.")] = "h200",
     add: Annotated[bool, typer.Option("--add", help="Add them to the catalog instead of writing a file.")] = False,
@@ -175,10 +175,6 @@ def new_workload(
         _write_cover(config, parallel, gpu, file, add, as_json)
         return
     path = Path(config)
-    if not path.is_file():
-        raise UsageError(
-            f"--from-config {config}: there is no such file. Give the config.json of a model.", code="config_missing"
-        )
     content = read_model_config(path)
     tag = model_name(content, path) if model is None else model
     if not tag.strip():

@@ -310,6 +310,7 @@ def recommend_command(
     prompt_tokens: PromptTokens = 128,
     dtype: ModelDtype = "bfloat16",
     layers: Layers = 1,
+    parallel: Annotated[int, typer.Option("--tp", help="Number of GPUs that share the model.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show which kernels with an award would serve a model's calls. Nothing is applied: publish and patch do that.
@@ -321,7 +322,7 @@ def recommend_command(
     chosen_gpu(gpu)  # before the slow import of PyTorch
     from tilegym_db.loop.recommend import recommend
 
-    found = recommend(config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers)
+    found = recommend(config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, parallel=parallel)
     if as_json:
         print_json(found.to_dict())
         return

@@ -24,7 +24,7 @@ from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
-from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.capture import ModelInputs, typical_inputs
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
@@ -138,7 +138,7 @@ def fit_config(
     for run in options.runs:
         check_run_fits(config, machine.device, run.dtype, run.batch, run.prompt, run.new)
     model = build_model(config, machine.device, options.dtype)
-    prompts = [random_prompt(model, run.batch, run.prompt) for run in options.runs]
+    prompts = [typical_inputs(model, run.batch, run.prompt) for run in options.runs]
     report = _fit(model, prompts, model_tag(path), machine, asked, observer)
     del model  # the runs build it again, and a GPU may not have room for both
     if not report.interrupted:
@@ -222,7 +222,7 @@ def _of_this_host(devices: DevicesLike) -> Devices:
 
 def _fit(
     model: Any,
-    prompts: Sequence[torch.Tensor],
+    prompts: Sequence[ModelInputs],
     tag: str,
     machine: Machine,
     devices: Devices,

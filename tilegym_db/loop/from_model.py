@@ -14,7 +14,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.loop.cut import cut, why_not_cut
 from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine
-from tilegym_db.models.capture import forward_arguments, random_prompt
+from tilegym_db.models.capture import ModelInputs, forward_arguments, typical_inputs
 from tilegym_db.models.found import ModuleGroup
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, patch_what_fits
@@ -136,7 +136,7 @@ def tasks_from_model(
     machine = select_machine(gpu)
     config = load_config(path, layers)
     model = build_model(config, machine.device, dtype)
-    inputs = random_prompt(model, 1, prompt)
+    inputs = typical_inputs(model, 1, prompt)
     found = pieces_of(model, inputs, model_tag(path))
     outcomes = []
     for piece in found.pieces:
@@ -150,7 +150,7 @@ def tasks_from_model(
 
 
 def _outcome(
-    piece: Piece, model: Any, inputs: torch.Tensor, machine: Machine, language: str, drafts: Path | None, tag: str
+    piece: Piece, model: Any, inputs: ModelInputs, machine: Machine, language: str, drafts: Path | None, tag: str
 ) -> str:
     if piece.share < MIN_SHARE:
         return f"below {MIN_SHARE:.0%} of the time"
@@ -196,7 +196,7 @@ def _task(piece: Piece, machine: Machine, language: str) -> Task:
     )
 
 
-def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
+def stock_times(model: Any, inputs: ModelInputs) -> StockTimes:
     """Return the time of each module class in one call of the unpatched model, and the total, in microseconds.
 
     Functions are timed apart from the modules that call them.
@@ -209,7 +209,7 @@ def stock_times(model: Any, inputs: torch.Tensor) -> StockTimes:
     return module_times(model, call, function_seams(model))
 
 
-def pieces_of(model: Any, inputs: torch.Tensor, tag: str, times: StockTimes | None = None) -> ModelPieces:
+def pieces_of(model: Any, inputs: ModelInputs, tag: str, times: StockTimes | None = None) -> ModelPieces:
     """Match each module class of a model with the Definitions of the catalog, costliest first.
 
     The model's calls are added to the user's workloads, tagged with the model. ``times`` are earlier :func:`stock_times`; they
@@ -263,7 +263,7 @@ def _is_about(group: ModuleGroup, item: ModuleTime, functions: Collection[str]) 
     return group.function == item.function if item.function else group.function not in functions
 
 
-def _calls(model: Any, inputs: torch.Tensor, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
+def _calls(model: Any, inputs: ModelInputs, catalog: Catalog) -> tuple[set[str], tuple[Workload, ...]]:
     """Return the Definitions that verified kernels serve in this model, and every kind of call that it makes."""
     handle = patch_what_fits(model, PatchOptions(verify=True, inputs=inputs, catalog=catalog))
     try:

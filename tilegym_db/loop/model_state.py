@@ -15,7 +15,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, StockTimes, pieces_of, stock_times
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
-from tilegym_db.models.capture import forward_arguments, random_prompt
+from tilegym_db.models.capture import ModelInputs, forward_arguments, typical_inputs
 from tilegym_db.models.gpu_time import time_of
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, config_content, load_config
@@ -55,9 +55,9 @@ class ModelState:
         return build_model(load_config(self.path, self.layers), self.machine.device, self.dtype)
 
     @cached_property
-    def inputs(self) -> torch.Tensor:
-        """Token ids [1, prompt]."""
-        return random_prompt(self.model, 1, self.prompt)
+    def inputs(self) -> ModelInputs:
+        """Token ids [1, prompt], or the arguments of a model that takes no tokens."""
+        return typical_inputs(self.model, 1, self.prompt)
 
     @cached_property
     def stock_times(self) -> StockTimes:

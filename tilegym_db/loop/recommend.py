@@ -9,6 +9,7 @@ from typing import Any
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.models.capture import random_inputs
+from tilegym_db.models.layer_kinds import of_one_gpu
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.models.verify_model import model_tag
@@ -53,7 +54,7 @@ class Recommendation:
 
 
 def recommend(
-    path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1
+    path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1, parallel: int = 1
 ) -> Recommendation:
     """Capture the calls of a model with random weights on the CPU, and find the nearest standing award for each.
 
@@ -63,11 +64,12 @@ def recommend(
         prompt: number of tokens; one decoding step follows.
         dtype: dtype of the model.
         layers: maximum number of layers to keep, because calls repeat per layer.
+        parallel: number of GPUs that share the model; the calls are those of one of them.
 
     Raises:
         UsageError: the config or an option is invalid.
     """
-    model = build_model(load_config(path, layers), "cpu", dtype)
+    model = build_model(of_one_gpu(load_config(path, layers), parallel), "cpu", dtype)
     handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
     handle.unpatch()
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]

@@ -139,6 +139,16 @@ def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
     return {main: drawn.to(first.device, first.dtype)}
 
 
+def typical_inputs(model: Any, batch: int, tokens: int) -> ModelInputs:
+    """Return :func:`random_prompt` for a model that takes tokens, and :func:`random_inputs` for any other.
+
+    Raises:
+        UsageError: the config states no vocabulary, or no sizes of the main input.
+    """
+    drawn = random_inputs(model, batch, tokens)
+    return drawn["input_ids"] if drawn.keys() == {"input_ids"} else drawn
+
+
 INPUT_SIZES: dict[str, tuple[str | int, ...]] = {
     "pixel_values": ("num_channels", "image_size", "image_size"),
     "input_features": ("num_mel_bins", "max_source_positions"),

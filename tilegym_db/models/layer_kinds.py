@@ -68,6 +68,45 @@ def with_few_layers(config: Any, layers: int, build: Build) -> Any:
     return config
 
 
+SHARED_SIZES = (
+    *("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
+)
+"""Entries of a config that the GPUs of a tensor-parallel model share."""
+KEYS = "num_key_value_heads"
+"""Heads that are repeated if there are fewer than GPUs."""
+
+
+def of_one_gpu(config: Any, parallel: int) -> Any:
+    """Return the config of the part of a tensor-parallel model that one of ``parallel`` GPUs computes.
+
+    Heads and intermediate sizes are shared. The hidden size, the vocabulary and the experts are whole.
+
+    Raises:
+        UsageError: a shared size is no multiple of ``parallel``.
+    """
+    if parallel == 1:
+        return config
+    part = copy.deepcopy(config)
+    for text in text_configs(part):
+        heads = getattr(text, "num_attention_heads", None)
+        if type(heads) is int and type(getattr(text, "head_dim", None)) is not int:
+            text.head_dim = text.hidden_size // heads
+        for name in SHARED_SIZES:
+            size = getattr(text, name, None)
+            if type(size) is int and size:
+                if size % parallel:
+                    raise UsageError(
+                        f"--tp {parallel}: the model's {name} of {size} is no multiple of it. Give a number that divides it.",
+                        code="parallel_indivisible",
+                    )
+                setattr(text, name, size // parallel)
+        pairs = getattr(text, KEYS, None)
+        if type(pairs) is int:
+            setattr(text, KEYS, max(1, pairs // parallel))
+    return part
+
+
 def _sets(kinds: Kinds) -> dict[str, frozenset[Any]]:
     return {name: frozenset(of_stack) for name, of_stack in kinds.items()}
 

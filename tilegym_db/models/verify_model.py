@@ -60,6 +60,8 @@ def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Pa
 
 
 def model_tag(path: Path) -> str:
-    """Return the name of a config: its folder's name, or the file's without the ending, in lower case."""
+    """Return the name of a config: its folder's name, the file's without the ending, or that of an id, in lower case."""
+    if not path.exists():
+        return path.name.lower()
     named = path.resolve().parent if path.name == "config.json" else path.resolve()
     return (named.name if named.is_dir() else named.stem).lower()

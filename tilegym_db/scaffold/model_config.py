@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.catalog.writers import check_call
-from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.errors import MissingPackageError, RecordError, UsageError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import scalars_with_axes
@@ -36,14 +36,15 @@ class MappedWorkloads:
 
 
 def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the path and content of a model's config, from the file or from a folder with a ``config.json``.
+    """Return the path and content of a model's config, from a file, a folder with a ``config.json`` or a model's id.
 
-    It reads only JSON, so that an invalid file is refused before any large import.
+    An id such as ``Qwen/Qwen3.5-0.8B`` names a config in the local cache of the hub. Only JSON is read, so that an invalid file
+    is refused before any large import.
 
     Raises:
-        UsageError: it cannot be read, is no JSON, or states no ``model_type``.
+        UsageError: it does not exist, cannot be read, is no JSON, or states no ``model_type``.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if path.is_dir() else path if path.exists() else cached_config(path)
     try:
         content = json.loads(decode(read_bytes(file, "config"), file))
     except RecordError as error:
@@ -61,6 +62,39 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
     return file, content
 
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def cached_config(name: Path) -> Path:
+    """Return the config of a model's id in the local cache of the hub. Nothing is downloaded.
+
+    Raises:
+        UsageError: it is no id, or the cache has no config of it.
+    """
+    spelled = name.as_posix()
+    if HUB_ID.fullmatch(spelled) is None or spelled.endswith(".json"):
+        raise UsageError(
+            f"'{name}' does not exist. Give a config.json, a folder with one, or the id of a model in the local hub cache.",
+            code="config_missing",
+        )
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        raise MissingPackageError(
+            f"'{name}' does not exist here, and ids of models need huggingface_hub. "
+            "Try: pip install 'tilegym-db[transformers]'",
+            code="package_missing",
+        ) from None
+    found = try_to_load_from_cache(spelled, "config.json")
+    if not isinstance(found, str):
+        raise UsageError(
+            f"'{name}' does not exist here, and the local hub cache has no config of that id. "
+            f"Try: hf download {spelled} config.json",
+            code="config_missing",
+        )
+    return Path(found)
+
+
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a model's ``config.json``, with the entries of its text model if it has several parts.
 
@@ -68,7 +102,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
         RecordError: the file cannot be read, or is no JSON object.
         UsageError: it has sizes that no model has.
     """
-    content = read_bytes(path, "config")
+    content = read_bytes(path if path.exists() else cached_config(path), "config")
     try:
         config = json.loads(content)
     except ValueError as error:
@@ -95,8 +129,8 @@ def _key(*names: str) -> Rule:
 
 
 hidden_size = _key("hidden_size", "n_embd", "d_model", "dim")
-attention_heads = _key("num_attention_heads", "n_head", "num_heads")
-intermediate_size = _key("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+attention_heads = _key("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads")
+intermediate_size = _key("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim")
 
 
 def key_value_heads(config: Config) -> int | None:

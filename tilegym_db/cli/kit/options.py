@@ -405,7 +405,8 @@ def config_file(path: Path) -> Path:
 ConfigFile = Annotated[
     Path,
     typer.Argument(
-        help="A model's config: a JSON file, or a folder with config.json.", exists=True, callback=config_file
+        help="A model's config: a JSON file, a folder with config.json, or an id in the local hub cache.",
+        callback=config_file,
     ),
 ]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import UsageError
-from tilegym_db.models.capture import forward_arguments
+from tilegym_db.models.capture import ModelInputs, forward_arguments
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def static_cache(model: Any, ids: torch.Tensor, new: int, backend: str = "induct
     return generate_from_nothing
 
 
-def prefill(model: Any, ids: torch.Tensor, backend: str | None = None) -> Generate:
+def prefill(model: Any, ids: ModelInputs, backend: str | None = None) -> Generate:
     """Return the forward over the prompt alone, with the logits of the last token, like the first step of ``generate``.
 
     Args:
         model: a causal language model.
-        ids: token ids [batch, prompt].
+        ids: token ids [batch, prompt], or the arguments of the forward by name.
         backend: the backend of torch.compile; None runs the model eagerly.
     """
     forward: Callable[..., Any] = model if backend is None else torch.compile(model, backend=backend, dynamic=False)
@@ -92,7 +92,7 @@ def prefill(model: Any, ids: torch.Tensor, backend: str | None = None) -> Genera
     options = {**forward_arguments(model, ids)}
     options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     options |= {"use_cache": True} if "use_cache" in takes else {}  # encoders have no cache
-    marks = _marks_on(ids.device)
+    marks = _marks_on(next(model.parameters()).device)
     weights = _bytes_of([*model.parameters(), *model.buffers()])
 
     def run() -> Generation:

@@ -23,7 +23,7 @@ from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
-from tilegym_db.models.capture import random_prompt
+from tilegym_db.models.capture import ModelInputs, typical_inputs
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.layer_kinds import text_configs
@@ -105,9 +105,9 @@ def model_bench(
     config = load_config(path, options.layers)
     check_run_fits(config, machine.device, options.dtype, options.batch, options.prompt, options.new)
     stock = build_model(config, machine.device, options.dtype)
-    if not stock.can_generate():
-        options = replace(options, new=0)  # an encoder is timed on its forward
-    ids = random_prompt(stock, options.batch, options.prompt)
+    ids = typical_inputs(stock, options.batch, options.prompt)
+    if not stock.can_generate() or not isinstance(ids, torch.Tensor):
+        options = replace(options, new=0)  # an encoder is timed on its forward, and so is a model of pixels or sound
     twin = _twin_of(stock)
     with (
         patched(twin, verify=options.verify, **({"inputs": ids} if options.verify else {})) as handle,
@@ -320,7 +320,7 @@ Observer = Callable[[int, int], None]
 class Entries:
     """The execution modes that take part, and the reasons for those that do not."""
 
-    def __init__(self, stock: Any, twin: Any, handle: Handle, ids: torch.Tensor, new: int, backend: str) -> None:
+    def __init__(self, stock: Any, twin: Any, handle: Handle, ids: ModelInputs, new: int, backend: str) -> None:
         """Start without modes; ``twin`` is the patched model, and :func:`model_bench` describes the other arguments."""
         self._models = {"stock": stock, "patched": twin}
         self._handle = handle
