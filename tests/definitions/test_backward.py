@@ -20,6 +20,8 @@ from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, 
 
 BACKWARDS = [
     "rms_norm_backward", "rms_norm_backward_x", "layer_norm_backward", "swiglu_backward", "rope_neox_backward",
+    "gelu_backward", "gelu_new_backward", "gelu_tanh_backward", "gelu_tanh_and_mul_backward", "quick_gelu_backward",
+    "relu_squared_backward",
 ]  # fmt: skip
 WITH_SAVED_TENSORS = ["softmax_backward", "cross_entropy_backward"]  # tests/verification/test_saved_tensors.py
 HYPER_CONNECTIONS = [
