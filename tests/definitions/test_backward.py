@@ -20,8 +20,13 @@ from tilegym_db.verification.oracle import Lifted, load_function, name_outputs, 
 
 BACKWARDS = [
     "rms_norm_backward", "rms_norm_backward_x", "layer_norm_backward", "swiglu_backward", "rope_neox_backward",
+    "gelu_backward", "gelu_new_backward", "gelu_tanh_backward", "gelu_tanh_and_mul_backward", "quick_gelu_backward",
+    "relu_squared_backward", "rms_norm_fp32_backward", "rms_norm_gemma_backward",
 ]  # fmt: skip
-WITH_SAVED_TENSORS = ["softmax_backward", "cross_entropy_backward"]  # tests/verification/test_saved_tensors.py
+WITH_SAVED_TENSORS = [
+    "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward",
+]  # fmt: skip
+"""tests/verification/test_saved_tensors.py"""
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
     "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",

@@ -1,0 +1,251 @@
+"""The gradients of RMSNorm with its weight in float32, of its activation and by a sum over all rows of its weight, Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Up to this many columns a row, its gradient and a partial sum over rows stay in registers (8 values of each a thread at 32
+# warps); longer rows are read three times.
+MAX_REGISTER_COLUMNS = 8192
+LOOP_COLUMNS = 4096
+# A partial sum of a column block over some rows, where rows are long.
+PART_COLUMNS = 256
+# Of the partial sums that are added up at once, and of the columns that a program does that for.
+SUM_PARTS = 64
+SUM_COLUMNS = 32
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_part"])
+def _rms_norm_backward_rows(
+    x_ptr,
+    weight_ptr,
+    grad_out_ptr,
+    grad_x_ptr,
+    partial_ptr,
+    x_stride,
+    grad_out_stride,
+    grad_x_stride,
+    eps,
+    M,
+    rows_per_part,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A run of rows: their gradients, and one row of partial sums for the weight."""
+    dtype = grad_x_ptr.dtype.element_ty
+    part = tl.program_id(0).to(tl.int64)
+    first = part * rows_per_part
+    last = tl.minimum(first + rows_per_part, M)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    in_row = cols < N
+    weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    # One running sum a row of the tile: a single reduction over rows at the end instead of one a tile.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(first, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None]
+        mask = (rows < last) & in_row
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        grad = tl.load(
+            grad_out_ptr + rows * grad_out_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
+        normed = x * rstd
+        grad_normed = grad * (OFFSET + weight)
+        along = tl.sum(grad_normed * normed, axis=1, keep_dims=True) / N
+        grad_x = rstd * (grad_normed - normed * along)
+        tl.store(grad_x_ptr + rows * grad_x_stride + cols, grad_x.to(dtype), mask=mask)
+        sums += grad * normed
+    totals = tl.sum(sums, axis=0, keep_dims=True)
+    tl.store(partial_ptr + part * N + cols, totals, mask=in_row)
+
+
+@triton.jit
+def _rms_norm_backward_long_row(
+    x_ptr,
+    weight_ptr,
+    grad_out_ptr,
+    grad_x_ptr,
+    rstd_ptr,
+    x_stride,
+    grad_out_stride,
+    grad_x_stride,
+    eps,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One row's gradient; what it is scaled by is kept for the partial sums."""
+    dtype = grad_x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    grad_out_ptr += row * grad_out_stride
+    grad_x_ptr += row * grad_x_stride
+    # One running sum a lane: a single cross-warp reduction at the end instead of one a block.
+    squares = tl.zeros([BLOCK_N], dtype=tl.float32)
+    products = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        in_row = cols < N
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        grad = tl.load(grad_out_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        squares += x * x
+        products += grad * (OFFSET + weight) * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    along = tl.sum(products, axis=0) * rstd / N
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        in_row = cols < N
+        x = tl.load(x_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        grad = tl.load(grad_out_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        grad_normed = grad * (OFFSET + weight)
+        grad_x = rstd * (grad_normed - x * rstd * along)
+        tl.store(grad_x_ptr + cols, grad_x.to(dtype), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_part"])
+def _sum_columns_of_rows(
+    x_ptr,
+    grad_out_ptr,
+    rstd_ptr,
+    partial_ptr,
+    x_stride,
+    grad_out_stride,
+    M,
+    rows_per_part,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Partial sums for the weight: a block of columns over a run of long rows."""
+    column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    part = (tl.program_id(0) // column_blocks).to(tl.int64)
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_row = cols < N
+    first = part * rows_per_part
+    last = tl.minimum(first + rows_per_part, M)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(first, last, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None]
+        mask = (rows < last) & in_row
+        rstd = tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_out_ptr + rows * grad_out_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        sums += grad * (x * rstd)
+    totals = tl.sum(sums, axis=0, keep_dims=True)
+    tl.store(partial_ptr + part * N + cols, totals, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _sum_parts(partial_ptr, grad_weight_ptr, parts, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Adds the partial sums in a fixed order (deterministic); zeros where there are none."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_row = cols < N
+    sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)[:, None]
+        sums += tl.load(partial_ptr + part.to(tl.int64) * N + cols, mask=(part < parts) & in_row, other=0.0)
+    totals = tl.sum(sums, axis=0, keep_dims=True)
+    tl.store(grad_weight_ptr + cols, totals.to(grad_weight_ptr.dtype.element_ty), mask=in_row)
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)  # triton.cdiv costs microseconds a call
+
+
+def _launches(offset):
+    """Fill in a function that only declares an entry: one that called a shared launcher would cost each launch a Python call.
+
+    Shapes: x, grad_out, grad_x [M, N] with unit last stride and any row stride, weight and grad_weight [N]; one dtype T in
+    bfloat16, float16, float32.
+    Mapping: PARTS programs (at most) own a run of rows each, keep a tile of BLOCK_M whole rows in registers and add up what
+    their rows give to the weight; a second kernel adds up the fp32 [PARTS, N] that they leave. No atomics: the order of the
+    sums depends on the shape only. Rows longer than MAX_REGISTER_COLUMNS take one program a row, and programs for blocks of
+    columns that read both tensors again.
+    PARTS: two a multiprocessor of an H200. BLOCK_M = None: as many rows as make a tile of 4096 values.
+    num_warps = None: 16 values of each input a thread, 8 where the tile is one row.
+    """
+
+    def run(x, weight, grad_out, eps, grad_x, grad_weight, *, PARTS=264, BLOCK_M=None, num_warps=None):
+        M, N = x.shape
+        if N == 0:
+            return
+        strides = x.stride(0), grad_out.stride(0), grad_x.stride(0)
+        block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
+        is_long = N > MAX_REGISTER_COLUMNS
+        block_m = BLOCK_M or (16 if is_long else max(1, 4096 // block_n))
+        tiles = _cdiv(M, block_m)
+        rows_per_part = _cdiv(tiles, PARTS) * block_m
+        parts = _cdiv(M, rows_per_part) if M else 0  # no part may be empty
+        partial = torch.empty((max(parts, 1), N), dtype=torch.float32, device=x.device)
+        if parts and not is_long:
+            warps = num_warps or min(32, max(1, block_m * block_n // (256 if block_m == 1 else 512)))
+            _rms_norm_backward_rows[(parts,)](
+                x,
+                weight,
+                grad_out,
+                grad_x,
+                partial,
+                *strides,
+                eps,
+                M,
+                rows_per_part,
+                N,
+                offset,
+                block_m,
+                block_n,
+                num_warps=warps,
+            )
+        elif parts:
+            rstd = torch.empty((M,), dtype=torch.float32, device=x.device)
+            _rms_norm_backward_long_row[(M,)](
+                x, weight, grad_out, grad_x, rstd, *strides, eps, N, offset, LOOP_COLUMNS, num_warps=num_warps or 16
+            )
+            _sum_columns_of_rows[(parts * _cdiv(N, PART_COLUMNS),)](
+                x, grad_out, rstd, partial, *strides[:2], M, rows_per_part, N, block_m, PART_COLUMNS, num_warps=4
+            )
+        _sum_parts[(_cdiv(N, SUM_COLUMNS),)](partial, grad_weight, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)
+
+    return lambda declared: run
+
+
+@_launches(0.0)
+def run_rms_norm_fp32_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad_out: torch.Tensor,
+    eps: float,
+    grad_x: torch.Tensor,
+    grad_weight: torch.Tensor,
+    *,
+    PARTS=264,
+    BLOCK_M=None,
+    num_warps=None,
+):
+    """grad_x = T(r * (h - n * mean(h * n))), grad_weight = T(sum over rows of grad_out * n); fp32 inside and in the sum.
+
+    r = rsqrt(mean(x^2) + eps), n = x * r, h = grad_out * weight.
+    """
+
+
+@_launches(1.0)
+def run_rms_norm_gemma_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad_out: torch.Tensor,
+    eps: float,
+    grad_x: torch.Tensor,
+    grad_weight: torch.Tensor,
+    *,
+    PARTS=264,
+    BLOCK_M=None,
+    num_warps=None,
+):
+    """grad_x = T(r * (h - n * mean(h * n))), grad_weight = T(sum over rows of grad_out * n); fp32 inside and in the sum.
+
+    r = rsqrt(mean(x^2) + eps), n = x * r, h = grad_out * (1 + weight).
+    """
