@@ -40,6 +40,10 @@ WHISPER = {
     **{"max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": None, "begin_suppress_tokens": None},
 }
+MODERNBERT = {
+    **SMALL,
+    **dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1),
+}
 ROPE = {"rope_neox": 2}
 # name -> forward Definitions with the calls of one step; each has as many calls of its backward
 DECODERS: dict[str, dict[str, int]] = {
@@ -56,6 +60,7 @@ OTHERS: dict[str, tuple[str, str, Any, dict[str, int]]] = {
     "phi": ("PhiForCausalLM", "Phi", SMALL, {"cross_entropy": 1, "layer_norm": 3, "gelu_new": 2, **ROPE}),
     "bert": ("BertForMaskedLM", "Bert", SMALL, {"layer_norm": 6, "gelu": 3}),
     "roberta": ("RobertaForMaskedLM", "Roberta", {**SMALL, "pad_token_id": 1}, {"layer_norm": 6, "gelu": 2}),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBert", MODERNBERT, {"cross_entropy": 1, "layer_norm_no_bias": 6}),
     "vit": ("ViTModel", "ViT", IMAGES, {"layer_norm": 5, "gelu": 2}),
     "siglip": ("SiglipVisionModel", "SiglipVision", IMAGES, {"layer_norm": 6, "gelu_tanh": 3}),
     "whisper": ("WhisperForConditionalGeneration", "Whisper", WHISPER, {"layer_norm": 12, "gelu": 4}),
