@@ -33,7 +33,7 @@ def _rms_norm_backward_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A run of rows: their gradients, and one row of partial sums for the weight."""
+    """Compute the gradients of a run of rows, and one row of partial sums for the weight."""
     dtype = grad_x_ptr.dtype.element_ty
     part = tl.program_id(0).to(tl.int64)
     first = part * rows_per_part
@@ -76,7 +76,7 @@ def _rms_norm_backward_long_row(
     OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row's gradient; what it is scaled by is kept for the partial sums."""
+    """Compute one row's gradient, and keep its scale for the partial sums."""
     dtype = grad_x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -121,7 +121,7 @@ def _sum_columns_of_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Partial sums for the weight: a block of columns over a run of long rows."""
+    """Compute partial sums for the weight: a block of columns over a run of long rows."""
     column_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     part = (tl.program_id(0) // column_blocks).to(tl.int64)
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -142,7 +142,7 @@ def _sum_columns_of_rows(
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum_parts(partial_ptr, grad_weight_ptr, parts, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Adds the partial sums in a fixed order (deterministic); zeros where there are none."""
+    """Add the partial sums in a fixed order (deterministic); zeros if there are no parts."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_row = cols < N
     sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
