@@ -140,6 +140,19 @@ def test_decoding_in_graphs_gives_the_tokens_of_stock(name: str, scans: Catalog,
     assert handle.report().hits()[STEP]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bamba", {"causal_conv1d_update_bias", "silu_gated_rms_norm_groups"}),
+        ("mamba2", {"causal_conv1d_update_bias", "silu_gated_rms_norm_groups"}),
+        ("falcon_h1", {"causal_conv1d_update_bias"}),
+    ],
+)
+def test_step_with_bias_and_gated_norm_are_found(name: str, expected: set[str]) -> None:
+    report = patch(built(name, torch.bfloat16), dry_run=True).report()
+    assert {site.definition for site in report.sites} >= expected
+
+
 # -- left to stock ----------------------------------------------------------------------------------------------------
 
 
