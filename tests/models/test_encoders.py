@@ -21,20 +21,30 @@ SMALL = {
 }
 # name -> (prefix of the classes in transformers, class, config, Definitions of its sites with the calls of one forward)
 ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
-    "bert": ("Bert", "Model", SMALL, {"layer_norm": 5, "gelu": 2}),
+    "bert": ("Bert", "Model", SMALL, {"layer_norm": 5, "gelu": 2, "attention_bidirectional": 2}),
     "modernbert": (
         "ModernBert",
         "Model",
         {**SMALL, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         {"layer_norm_no_bias": 5},
     ),
-    "vit": ("ViT", "Model", {**SMALL, "image_size": 16, "patch_size": 8}, {"layer_norm": 5, "gelu": 2}),
-    "siglip": ("SiglipVision", "Model", {**SMALL, "image_size": 16, "patch_size": 8}, {"gelu_tanh": 3}),
+    "vit": (
+        "ViT",
+        "Model",
+        {**SMALL, "image_size": 16, "patch_size": 8},
+        {"layer_norm": 5, "gelu": 2, "attention_bidirectional": 2},
+    ),
+    "siglip": (
+        "SiglipVision",
+        "Model",
+        {**SMALL, "image_size": 16, "patch_size": 8},
+        {"gelu_tanh": 3, "attention_bidirectional": 2},
+    ),
     "clip": (
         "CLIPVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"quick_gelu": 2, "layer_norm": 4, "fused_add_layer_norm": 2},
+        {"quick_gelu": 2, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
     ),
     "gpt2": (
         "GPT2",
