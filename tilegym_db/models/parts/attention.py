@@ -128,7 +128,7 @@ def has_mask(definition: Definition) -> bool:
 
 
 def is_bidirectional(definition: Definition) -> bool:
-    """Return True if a Definition is of whole prompts whose positions see all keys: queries and keys have axes of their own."""
+    """Return True if a Definition is of whole prompts whose positions see all keys: queries and keys have separate axes."""
     q, k = definition.inputs["q"].shape, definition.inputs["k"].shape
     return not has_mask(definition) and not is_decode(definition) and q is not None and k is not None and q[-2] != k[-2]
 
