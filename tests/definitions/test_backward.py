@@ -25,9 +25,9 @@ BACKWARDS = [
     "layer_norm_no_bias_backward",
 ]  # fmt: skip
 WITH_SAVED_TENSORS = [
-    "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward",
+    "softmax_backward", "cross_entropy_backward", "cross_entropy_smoothed_backward", "attention_prefill_backward",
 ]  # fmt: skip
-"""tests/verification/test_saved_tensors.py"""
+"""tests/verification/test_saved_tensors.py, and attention below"""
 HYPER_CONNECTIONS = [
     "mhc_expand_backward", "mhc_head_compute_mix_backward", "mhc_norm_fn_backward", "mhc_post_backward",
     "mhc_pre_apply_mix_backward", "mhc_pre_split_mixes_backward", "mhc_sinkhorn_backward",
@@ -134,3 +134,36 @@ def test_the_reference_of_a_backward_can_be_differentiated(name: str, catalog: C
     mode: Any = Lifted
     with mode():
         assert torch.autograd.gradcheck(run, values, fast_mode=True)
+
+
+def test_gradients_of_attention_are_those_of_its_forward_in_fp64(catalog: Catalog) -> None:
+    backward, forward = catalog.definition("attention_prefill_backward"), catalog.definition("attention_prefill")
+    inputs, grads = drawn(catalog, backward)
+    lift = {key: value.double() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    run = load_function(forward.reference, forward.name)
+    mode: Any = Lifted
+    with mode():
+        out = run(*lift.values())
+        want = derivative(forward, run, lift, {key: value.double() for key, value in grads.items()}, ("q", "k", "v"))
+    given = {**lift, "out": out, **{key: value.double() for key, value in grads.items()}}
+    found = run_lifted(backward, {key: given[key] for key in backward.inputs})
+    for key, value in found.items():
+        torch.testing.assert_close(value, want[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stock_gradients_of_attention_are_those_of_autograd(dtype: torch.dtype, catalog: Catalog) -> None:
+    backward = catalog.definition("attention_prefill_backward")
+    inputs, grads = (
+        {key: value.to(dtype) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for values in drawn(catalog, backward)
+    )
+    q, k, v = (inputs[name].clone().requires_grad_() for name in ("q", "k", "v"))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=inputs["scale"], enable_gqa=True
+    )
+    want = torch.autograd.grad(out, (q, k, v), grads["grad_out"])
+    stock = catalog.solution("attention_prefill_backward_stock")
+    found = load_verified(stock, stock.digest)(*inputs.values(), out.detach(), grads["grad_out"])
+    for value, one in zip(found, want, strict=True):
+        assert torch.equal(value, one)

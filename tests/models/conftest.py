@@ -200,6 +200,10 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         ]
     if definition.serving is not None and definition.serving.part == "norm":
         varying = definition.tensor_inputs[:1]
+    if definition.backward_of == "attention_prefill":  # gradients lie in memory as their tensors do
+        of_keys = {"k", "v", "grad_k", "grad_v"}
+        whole = [dict.fromkeys(names, "row_contiguous") for names in (set(varying) - of_keys, of_keys)]
+        return [{}, whole[0], whole[1], whole[0] | whole[1]]
     return [
         {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
         for chosen in itertools.product((False, True), repeat=len(varying))

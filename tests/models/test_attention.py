@@ -343,7 +343,7 @@ def test_dropout_outside_of_training_is_left_to_stock(poison: Catalog, build: An
 def served_registry(module: Any) -> Any:
     """The registry that a patched attention forward sees: a global of the copy of its code."""
     cells = type(module).forward.__closure__
-    (shadow,) = [
+    shadow, *_ = [
         plain
         for cell in cells
         if isinstance(plain := undecorated(cell.cell_contents), types.FunctionType)

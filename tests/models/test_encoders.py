@@ -22,7 +22,12 @@ SMALL = {
 }
 # name -> (prefix of the classes in transformers, class, config, Definitions of its sites with the calls of one forward)
 ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
-    "bert": ("Bert", "Model", SMALL, {"layer_norm": 1, "fused_add_layer_norm": 4, "gelu": 2}),
+    "bert": (
+        "Bert",
+        "Model",
+        SMALL,
+        {"layer_norm": 1, "fused_add_layer_norm": 4, "gelu": 2, "attention_bidirectional": 2},
+    ),
     "modernbert": (
         "ModernBert",
         "Model",
@@ -33,14 +38,14 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "ViT",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2},
+        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2, "attention_bidirectional": 2},
     ),
     # Its patches are transposed, and so is the residual stream: sums stay, and layer norms copy as stock code does.
     "siglip": (
         "SiglipVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"gelu_tanh": 3, "layer_norm": 6},
+        {"gelu_tanh": 3, "layer_norm": 6, "attention_bidirectional": 2},
     ),
     "siglip_text": (
         "SiglipText",
@@ -58,7 +63,7 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "CLIPVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"quick_gelu": 2, "layer_norm": 4, "fused_add_layer_norm": 2},
+        {"quick_gelu": 2, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
     ),
     "gpt2": (
         "GPT2",

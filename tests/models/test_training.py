@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilegym_db import Catalog, patched
 from tilegym_db.models.handle import Handle
+from tilegym_db.models.parts import attention
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +67,53 @@ def test_gradients_are_those_of_stock(
         "swiglu": 2,
         "rope_neox": 2,
     }
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("cache", [True, False])
+def test_causal_attention_trains_with_the_gradients_of_stock(
+    cache: bool, dtype: torch.dtype, training_kernels: Catalog, build: Any, prompt: Any
+) -> None:
+    model, ids = build("llama", dtype).train(), prompt(2)
+    model.config.use_cache = cache
+    stock = gradients(model, ids)
+    with patched(model, catalog=training_kernels, ops=["attention_prefill"]) as handle:
+        assert_close(gradients(model, ids), stock, dtype)
+    hits = handle.report().hits()
+    assert (hits["attention_prefill"], hits["attention_prefill_backward"]) == (2, 2)
+
+
+def test_attention_with_a_mask_or_dropout_trains_on_stock(
+    training_kernels: Catalog, build: Any, prompt: Any, left_padded: Any
+) -> None:
+    model, ids = build().train(), prompt(2)
+    padded = left_padded((9, 4))
+
+    def masked() -> torch.Tensor:
+        found: torch.Tensor = model(**padded).logits
+        return found
+
+    stock = masked()
+    with patched(model, catalog=training_kernels, ops=["attention_prefill"]) as handle:
+        assert torch.equal(masked(), stock)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        gradients(model, ids)
+    assert handle.report().hits()["attention_prefill"] == 0
+    assert attention.MASKED in reasons(handle)
+    assert attention.DROPOUT in reasons(handle)
+
+
+def test_attention_without_a_verified_backward_is_stock(
+    training_kernels: Catalog, shop: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build().train(), prompt(2)
+    stock = gradients(model, ids)
+    without = shop.offer(without=("attention_prefill_backward",))
+    with patched(model, catalog=without, ops=["attention_prefill"]) as handle:
+        assert_close(gradients(model, ids), stock, torch.float32)
+    assert handle.report().hits()["attention_prefill"] == 0
+    assert "it has no verified backward: attention_prefill_backward was not measured on cpu" in reasons(handle)
 
 
 def test_steps_of_training_go_where_stock_goes(training_kernels: Catalog, build: Any, prompt: Any) -> None:

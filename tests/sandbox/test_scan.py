@@ -226,7 +226,9 @@ def test_python_code_may_call_the_attention_operators_of_aten(name: str, overloa
 
 
 @pytest.mark.parametrize("overload", ["", ".default"])
-@pytest.mark.parametrize("name", ["flash_attention_backward", "cudnn_attention_backward", "flash_attention_for_cpu_backward"])
+@pytest.mark.parametrize(
+    "name", ["flash_attention_backward", "cudnn_attention_backward", "flash_attention_for_cpu_backward"]
+)
 def test_python_code_may_call_their_gradients(name: str, overload: str) -> None:
     called = f"torch.ops.aten._scaled_dot_product_{name}{overload}"
     assert scan(f"import torch\ndef run(grad, q, k, v):\n    return {called}(grad, q, k, v)\n") == ()

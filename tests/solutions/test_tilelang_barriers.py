@@ -75,7 +75,11 @@ KERNELS = {
         "prefill_kernel",
         (256, BF16, 128, 64, 256, 1, 2, 132),
     ),
-    "attention to all keys": ("attention_bidirectional_tilelang", "attention_kernel", (64, BF16, 192, 128, 64, 2, 2, 132)),
+    "attention to all keys": (
+        "attention_bidirectional_tilelang",
+        "attention_kernel",
+        (64, BF16, 192, 128, 64, 2, 2, 132),
+    ),
     "attention to all keys, large heads": (
         "attention_bidirectional_tilelang",
         "attention_kernel",

@@ -87,24 +87,26 @@ def _uses(tree: ast.FunctionDef, module: str, rest: str) -> Iterator[tuple[str, 
             yield None
 
 
-def why_other_bits(function: Callable[..., Any], device: torch.device, *, with_mask: bool = False) -> str:
+def why_other_bits(
+    function: Callable[..., Any], device: torch.device, *, with_mask: bool = False, is_causal: bool = True
+) -> str:
     """Return the reason if an attention function computes other bits than PyTorch's; empty if it computes the same.
 
     The calls have one or two query heads per key head, one or more positions, more keys than queries, and a scale or none.
-    ``with_mask`` gives all of them a mask of flags.
+    ``with_mask`` gives all of them a mask of flags. ``is_causal`` is what the module states.
     """
     draw = Draw(device)
     for groups, queries, keys, scale in itertools.product((1, 2), (1, ROWS), (ROWS, 2 * ROWS), (None, SCALE)):
         query = draw(2, 2 * groups, queries, HEAD_SIZE)
         key, value = draw(2, 2, keys, HEAD_SIZE), draw(2, 2, keys, HEAD_SIZE)
-        asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False, layer_idx=0)
+        asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal, training=False, layer_idx=0)
         with torch.no_grad():
             mask = drawn_mask(query, key) if with_mask else None
             try:
                 found, _ = function(asking, query, key, value, mask, dropout=0.0, scaling=scale)
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 return f"it raises {type(error).__name__} in a probe"
-            want = _bits_of_pytorch(query, key, value, mask, scale)
+            want = _bits_of_pytorch(query, key, value, mask, scale, is_causal=is_causal)
         if not any(found.shape == one.shape and torch.equal(found, one) for one in want):
             called = f"{queries} queries, {keys} keys and {groups} query heads per key head"
             called += ", with a mask," if with_mask else ""
@@ -120,10 +122,16 @@ def drawn_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _bits_of_pytorch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    *,
+    is_causal: bool,
 ) -> Iterator[Any]:
     """Yield the results of the ways in which PyTorch can share key heads."""
-    groups, is_causal = query.shape[1] // key.shape[1], query.shape[2] > 1 and mask is None
+    groups, is_causal = query.shape[1] // key.shape[1], is_causal and query.shape[2] > 1 and mask is None
     if is_causal:  # from the first key on: a cache of fixed size that is still empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}

@@ -11,7 +11,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    if all(start * x.element_size() % ALIGNMENT == 0 for start in (x.storage_offset(), *x.stride()[:-1])):
+    aligned = all(start * x.element_size() % ALIGNMENT == 0 for start in (x.storage_offset(), *x.stride()[:-1]))
+    if aligned and x.stride(-1) == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

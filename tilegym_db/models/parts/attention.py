@@ -53,6 +53,7 @@ OTHER_MASK = "its mask is not one for all heads, [batch, 1, positions, keys]"
 DROPOUT = "it drops weights at random"
 WEIGHTS = "the caller wants attention weights"
 NOT_CAUSAL = "its positions may see later ones"
+CAUSAL = "its positions see no later ones, but no module of its class is causal"
 FEWER_KEYS = "it has fewer keys than queries"
 NO_HEADS = "its inputs are not batch, heads, positions and head size"
 OTHER_HEADS = "the ratio of its query heads to its key heads is not the one that the module states"
@@ -83,18 +84,23 @@ def attention_modules(
     """Return the modules of a part whose forward asks the registry, once per Definition of the part.
 
     Definitions without a mask come first, and among those the ones of whole prompts. Modules of latent attention whose
-    values have another width than their keys have Definitions with two widths, and all other modules have the others.
+    values have another width than their keys have Definitions with two widths, and all other modules have the others. A
+    class with causal modules has the causal Definition of whole prompts, and one with others has the bidirectional one.
     """
     asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
     definitions = sorted(known.definitions(part), key=lambda one: (has_mask(one), is_decode(one), one.name))
+    modules = [module for module in model.modules() if asks(module)]
+    causalities: dict[type[Module], set[bool]] = {}
+    for module in modules:
+        causalities.setdefault(type(module), set()).add(states_causal(module))
     return grouped(
         part,
         [
             ModuleOfPart(module, definition.name, detail=next((one.device for one in module.parameters()), None))
-            for module in model.modules()
-            if asks(module)
+            for module in modules
             for definition in definitions
             if has_two_widths(definition) == states_two_widths(module)
+            and not causality_of(definition).isdisjoint(causalities[type(module)])
         ],
     )
 
@@ -121,6 +127,24 @@ def has_mask(definition: Definition) -> bool:
     return MASK in definition.inputs
 
 
+def is_bidirectional(definition: Definition) -> bool:
+    """Return True if a Definition is of whole prompts whose positions see all keys: queries and keys have separate axes."""
+    q, k = definition.inputs["q"].shape, definition.inputs["k"].shape
+    return not has_mask(definition) and not is_decode(definition) and q is not None and k is not None and q[-2] != k[-2]
+
+
+def causality_of(definition: Definition) -> frozenset[bool]:
+    """Return the answers of :func:`states_causal` of the modules that may call a Definition."""
+    if has_mask(definition) or is_decode(definition):
+        return frozenset((True, False))
+    return frozenset((not is_bidirectional(definition),))
+
+
+def states_causal(module: Module) -> bool:
+    """Return False if a module states that it is not causal, as stock code reads it."""
+    return getattr(module, "is_causal", True) is not False
+
+
 def has_two_widths(definition: Definition) -> bool:
     """Return True if the values of a Definition have another width than its keys."""
     k, v = definition.inputs["k"].shape, definition.inputs["v"].shape
@@ -143,7 +167,9 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     options = other_options(function)
     reason = options if isinstance(options, str) else ""
     if not reason and device.type != "meta":  # a module without memory is left alone anyway
-        reason = why_other_bits(function, device, with_mask=has_mask(definition))
+        reason = why_other_bits(
+            function, device, with_mask=has_mask(definition), is_causal=not is_bidirectional(definition)
+        )
     if reason:
         return f"the sdpa attention in its registry is not known: {reason}"
     return MatchCandidates([DefinitionMatch(definition, ModelCode(fingerprint=fingerprint(function) or ""))])
@@ -175,7 +201,8 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     if has_mask(definition):
         inputs[MASK] = drawn_mask(inputs["q"], inputs["k"])
     scalars = {name: SCALE for name, spec in definition.inputs.items() if spec.is_scalar}
-    asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
+    is_causal = not is_bidirectional(definition)
+    asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal, training=False)
     with torch.no_grad():
         out, _ = sdpa(asking, *(inputs[name] for name in ("q", "k", "v")), inputs.get(MASK), dropout=0.0, scaling=SCALE)
     return {**inputs, **scalars}, (out.transpose(1, 2),)
@@ -189,6 +216,8 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
 class Sites(NamedTuple):
     """The call sites of one attention function: of whole prompts and of single positions, without and with a mask.
 
+    Whole prompts without a mask have one site for causal calls, ``prefill``, and one for calls that see all keys.
+
     None leaves these calls to stock code.
     """
 
@@ -196,32 +225,45 @@ class Sites(NamedTuple):
     decode: CallSite | None = None
     masked_prefill: CallSite | None = None
     masked_decode: CallSite | None = None
+    bidirectional: CallSite | None = None
     two_widths: bool = False
     """True if values have another width than keys."""
 
-    def site_of(self, *, is_one: bool, is_masked: bool) -> CallSite | None:
-        """Return the site of a call. A call with a mask, without a site, is counted at the site without one."""
-        plain, masked = (self.decode, self.masked_decode) if is_one else (self.prefill, self.masked_prefill)
+    def site_of(self, *, is_one: bool, is_masked: bool, is_causal: bool = True) -> CallSite | None:
+        """Return the site of a call. A call with a mask, or of another causality, without a site, is counted at another site."""
+        plain, masked = (self.decode, self.masked_decode) if is_one else (self._whole(is_causal), self.masked_prefill)
         return masked if is_masked and masked is not None else plain
+
+    def _whole(self, is_causal: bool) -> CallSite | None:
+        first, second = (self.prefill, self.bidirectional) if is_causal else (self.bidirectional, self.prefill)
+        return second if first is None else first
 
 
 def seen_registry(
     stock: Any, calls: Sequence[PartCall], name: str, function: Function, serving: Callable[[Function, Sites], Function]
 ) -> FunctionOverrides:
     """Return a registry with ``serving(function, sites)`` in place of the function that a config calls ``name``."""
-    by_kind = {(has_mask(_definition(found)), is_decode(_definition(found))): site for found, site in calls}
+    by_kind = {_kind(_definition(found)): site for found, site in calls}
     sites = Sites(
-        by_kind.get((False, False)),
-        by_kind.get((False, True)),
-        by_kind.get((True, False)),
-        by_kind.get((True, True)),
+        by_kind.get((False, False, False)),
+        by_kind.get((False, True, False)),
+        by_kind.get((True, False, False)),
+        by_kind.get((True, True, False)),
+        by_kind.get((False, False, True)),
         two_widths=any(has_two_widths(_definition(found)) for found, _ in calls),
     )
     registry = undecorated(stock).__globals__[REGISTRY]
     interfaces = Interfaces(registry, name, function, serving(function, sites), next(iter(by_kind.values())).bypass)
     # Training runs whole sequences, so only their sites count, each call once.
-    counting = [site for site in (sites.prefill, sites.masked_prefill) if site is not None]
-    return FunctionOverrides({REGISTRY: interfaces}, {}, counting[:1])
+    counting = [site for site in (sites.prefill, sites.bidirectional, sites.masked_prefill) if site is not None]
+    trains = any(site.training is not None for site in counting)
+    return FunctionOverrides(
+        {REGISTRY: interfaces}, {REGISTRY: interfaces} if trains else {}, [] if trains else counting[:1]
+    )
+
+
+def _kind(definition: Definition) -> tuple[bool, bool, bool]:
+    return has_mask(definition), is_decode(definition), is_bidirectional(definition)
 
 
 def _definition(found: ModuleGroup) -> Definition:
@@ -296,11 +338,13 @@ def attention_function(stock: Function, sites: Sites) -> Function:
 
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
         is_one, mask = query.dim() == 4 and query.shape[2] == 1, options.get("attention_mask")
-        site = sites.site_of(is_one=is_one, is_masked=mask is not None)
+        is_causal = states_causal(module) if options.get("is_causal") is None else options["is_causal"] is not False
+        site = sites.site_of(is_one=is_one, is_masked=mask is not None, is_causal=is_causal)
         if site is None or site.falls_back(module.training, query, key, value):
             return None
         takes_mask = site in (sites.masked_prefill, sites.masked_decode)
-        why = why_stock_with_mask if takes_mask else why_stock
+        sees_all = site is sites.bidirectional
+        why = why_stock_with_mask if takes_mask else why_stock_bidirectional if sees_all else why_stock
         reason = why_other_values(key, value, two_widths=sites.two_widths) or why(module, query, key, options, others)
         if reason:
             site.bypass(reason)
@@ -308,20 +352,19 @@ def attention_function(stock: Function, sites: Sites) -> Function:
         scaling = options.get("scaling")
         scale = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
         if takes_mask:
-            return answer(site, query, key, value, whole_mask(mask, query, key), scale)
-        if not is_one and key.shape[2] > query.shape[2]:
+            return answer(site, module.training, query, key, value, whole_mask(mask, query, key), scale)
+        if not is_one and not sees_all and key.shape[2] > query.shape[2]:
             # A static cache that is still empty: attention is causal from its start, so stock drops the other keys as well.
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        return answer(site, query, key, value, scale)
+        return answer(site, module.training, query, key, value, scale)
 
     return served_or_stock(stock, serve)
 
 
-def answer(site: CallSite, *inputs: Any) -> torch.Tensor | None:
+def answer(site: CallSite, training: bool, *inputs: Any) -> torch.Tensor | None:
     """Return a kernel's outputs in the model's layout [B, Sq, Hq, D]; None if no kernel serves the call."""
-    out = site.serve(*inputs)
+    out = site.ask(training, *inputs)
     if out is None:
-        site.unserved()
         return None
     laid_out: torch.Tensor = out.transpose(1, 2).contiguous()
     return laid_out
@@ -371,6 +414,21 @@ def why_stock(
         return MASKED
     reason = _why_other_call(module, query, key, options, others)
     return reason or _why_not_causal(module, query.shape[2], key.shape[2], options.get("is_causal"))
+
+
+def why_stock_bidirectional(
+    module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str] = ()
+) -> str:
+    """Return the reason if no Definition describes a call whose positions see all keys; empty if one does.
+
+    For arguments, see :func:`why_stock`.
+    """
+    if options.get("attention_mask") is not None:
+        return MASKED
+    is_causal = options.get("is_causal")
+    if (states_causal(module) if is_causal is None else is_causal) is not False:
+        return CAUSAL
+    return _why_other_call(module, query, key, options, others)
 
 
 def why_stock_with_mask(

@@ -128,14 +128,14 @@ def attention_function(stock: Function, sites: Sites) -> Function:
         if not reason and first is plain:
             reason = masks.why_other(mask, query, key, window)
             if not reason:
-                return answer(plain, *tensors, *((scale,) if is_one else (window, scale)))
+                return answer(plain, module.training, *tensors, *((scale,) if is_one else (window, scale)))
             if masked is not None and masked.is_open:
                 first, reason = masked, ""
         reason = reason or why_other_numbers(mask, query, key)
         if reason:
             first.bypass(reason)
             return None
-        return answer(first, *tensors, whole_mask(mask, query, key), scale)
+        return answer(first, module.training, *tensors, whole_mask(mask, query, key), scale)
 
     return served_or_stock(stock, serve)
 
