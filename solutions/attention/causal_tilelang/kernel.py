@@ -74,6 +74,9 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
     given = min(240, 65536 // (2 * rows + 128) // 8 * 8)
     registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
     full_row = T.GemmWarpPolicy.FullRow
+    # The result leaves from the place of the last values, or from its own, and the next queries are fetched meanwhile. Large
+    # heads fill the memory: it leaves from the place of the queries.
+    is_large = columns == 256
 
     @T.prim_func
     def prefill(
@@ -104,6 +107,7 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
             v_tile = T.alloc_shared((keys, columns), dtype)
             k_first = T.alloc_shared((keys, columns), dtype)
             v_last = T.alloc_shared((keys, columns), dtype)
+            result = q_tile if is_large else v_last if rows == keys else T.alloc_shared((rows, columns), dtype)
             scores = T.alloc_fragment((rows, keys), "float32")
             weights = T.alloc_fragment((rows, keys), dtype)
             acc = T.alloc_fragment((rows, columns), "float32")
@@ -161,7 +165,9 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                                 ],
                                 "multiplier": [
                                     "place", wait("q"), wait("first"), "multiply_first", release("first"), "start", "steps",
-                                    wait("last"), "multiply_last", release("last"), "store", release("q"), "next",
+                                    *([] if is_large else [release("q")]), wait("last"), "multiply_last",
+                                    *([release("last"), "store", release("q")] if is_large else ["store", release("last")]),
+                                    "next",
                                 ],
                             },
                         ),
@@ -219,9 +225,9 @@ def prefill_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiproce
                             sums[i] = 1.0 / sums[i]
                         for i, j in T.Parallel(rows, columns):
                             acc[i, j] = acc[i, j] * sums[i]
-                        T.copy(acc, q_tile)  # the queries are not needed any more
+                        T.copy(acc, result)
                         T.fence_proxy_async()
-                        T.copy(q_tile, out[batch, head, first, 0])
+                        T.copy(result, out[batch, head, first, 0])
                     with T.ws_op("next"):
                         # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
                         wave = wave + 1
@@ -613,9 +619,8 @@ def run_prefill(q, k, v, scale, out, *, rows=None, keys=None):
         plain_prefill_kernel(D, q.dtype, columns)(q, k, v, out, sign, size, power_of_two(size))
         return
     multiprocessors = multiprocessor_count(q.device.index)
-    # Large tiles read keys the least often, and need enough tiles to even out. Large heads take the registers of 192 rows.
-    rows = rows or (192 if B * Hq * S >= 192 * 4 * multiprocessors else 128)
-    rows = rows if columns == 64 else 128
+    rows = rows or 128
+    rows = rows if columns == 64 else 128  # large heads take the registers of 192 rows
     keys = 64 if columns == 256 else keys or 128
     k_stages = 1 if columns == 256 else 2
     kernel = prefill_kernel(D, q.dtype, rows, keys, columns, k_stages, 2, multiprocessors)
