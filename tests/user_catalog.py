@@ -1,4 +1,4 @@
-"""The user's catalog with operators of its own, and what is published for this user's CPU."""
+"""The user's catalog with new operators, and what is published for this user's CPU."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def _literal(value: Any) -> str:
 
 
 class _Recorder:
-    """What runs in place of a part: it records the first call of each kind, and calls the part."""
+    """A stand-in for a part that records the first call of each kind, and calls the part."""
 
     def __init__(self, part: _Part) -> None:
         self._part = part
