@@ -568,10 +568,10 @@ def _shapes(
         for place in range(last.results[at].dim()):
             seen = tuple(run.results[at].shape[place] for run in runs)
             symbol = None if symbols is None else symbols.of_result(at, place)
-            size = _output_size(seen, symbol, names, sizes)
-            if size is None:
+            made = _output_size(seen, symbol, names, sizes)
+            if made is None:
                 return f"the size {seen[0]} of its result {output} follows from no size of its arguments"
-            found_outputs[output].append(size)
+            found_outputs[output].append(made)
     return _Shapes(inputs, found_outputs, sizes, notes)
 
 
