@@ -134,5 +134,5 @@ def test_part_of_one_gpu_has_its_share_of_heads_and_widths() -> None:
     )
     assert sizes == (64, 8, 2, 1, 24)
     assert of_one_gpu(config, 1) is config
-    with raises(UsageError, "--tp 5: the model's num_attention_heads of 8 is no multiple of it"):
+    with raises(UsageError, "parallel_indivisible", "--tp 5", "num_attention_heads"):
         of_one_gpu(config, 5)

@@ -141,8 +141,8 @@ def test_id_of_a_model_names_a_config_in_the_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     file, content = typed_config(Path("Some/Model"))
     assert (file.name, content) == ("config.json", {"model_type": "llama"})
-    with pytest.raises(UsageError, match="Try: hf download Other/Model config.json") as error:
+    with pytest.raises(UsageError, match=r"Try: hf download Other/Model config\.json") as error:
         typed_config(Path("Other/Model"))
     assert error.value.code == "config_missing"
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match=r"does not exist"):
         typed_config(Path("absent.json"))
