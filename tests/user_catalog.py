@@ -1,8 +1,9 @@
-"""The user's catalog with operators of its own, and what is published for this user's CPU."""
+"""The user's catalog with new operators, and what is published for this user's CPU."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,11 @@ class Desk:
             Definition.from_dict(made), f"import torch\n\n\ndef run({', '.join(record['inputs'])}):\n{body}"
         )
 
-    def put(self, definition: Definition, run: str) -> Definition:
-        """Write a Definition, with the source of ``run`` as its stock solution and as a kernel that is published."""
+    def put(self, definition: Definition, run: str, layouts: Sequence[dict[str, str]] = ()) -> Definition:
+        """Write a Definition, with the source of ``run`` as its stock solution and as a kernel that is published.
+
+        It is published for contiguous tensors and for further ``layouts`` of those that the Definition has.
+        """
         folder = self.home / "catalog" / "definitions" / definition.op_type
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{definition.name}.json").write_text(definition.to_json())
@@ -47,7 +51,7 @@ class Desk:
         copies = f"    for out, value in zip(({outputs},), {made}):\n        out.copy_(value)\n"
         written = f"{run}\n\ndef write({names}, {outputs}):\n    made = run({names})\n{copies}"
         self._solution(definition, "cpu", written, {**spec, "entry_point": "kernel.py::write"}, writes=True)
-        self._publish(definition)
+        self._publish(definition, layouts)
         return definition
 
     def _reference(self, record: dict[str, Any], body: str) -> str:
@@ -67,7 +71,7 @@ class Desk:
         }
         (folder / "solution.json").write_text(json.dumps(record))
 
-    def _publish(self, definition: Definition) -> None:
+    def _publish(self, definition: Definition, layouts: Sequence[dict[str, str]]) -> None:
         kernel = self.catalog.solution(f"{definition.name}_cpu")
         measured = {"latency_us": 5.0, "speedup": 2.0, "speedup_ci_low": 1.9, "tier": "promotion", "envelope_cases": 9}
         candidate = {"solution": kernel.name, "solution_digest": kernel.digest, "language": "python", "role": "kernel"}
@@ -79,7 +83,13 @@ class Desk:
             "candidates": [{**candidate, **measured, "sandbox_level": 3, "trace_id": "t"}],
         }
         entries = [
-            {**point, "dtypes": {"T": dtype}, "axes": dict.fromkeys(definition.var_axes, size)}
+            {
+                **point,
+                "dtypes": {"T": dtype},
+                "axes": dict.fromkeys(definition.var_axes, size),
+                "layouts": {name: kind for name, kind in layout.items() if name in definition.inputs},
+            }
+            for layout in ({}, *layouts)
             for dtype in definition.dtypes["T"]
             for size in (1, 4096)
         ]

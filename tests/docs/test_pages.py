@@ -24,6 +24,7 @@ PAGES = (
     "docs/how-to/measure.md",
     "docs/how-to/other-machines.md",
     "docs/how-to/report.md",
+    "docs/how-to/tune-a-hybrid-model.md",
     "docs/how-to/write-kernels-with-an-agent.md",
     "docs/measurement.md",
     "docs/python-api.md",

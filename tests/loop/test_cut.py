@@ -14,6 +14,7 @@ from cut_models import Hybrid, Mixer, Odd, Ramp, greedy
 from tilegym_db import patch
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.cut import cut
+from tilegym_db.loop.from_model import Piece, stock_times, why_no_task
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
 from tilegym_db.models.seams import Seam, function_seams
@@ -113,6 +114,27 @@ def test_reason_is_given_if_a_model_cannot_be_cut(ids: torch.Tensor) -> None:
         "Odd.noisy": "its draft does not give the numbers of the recorded prefill call in out, so they depend on more than "
         "its arguments",
     }
+
+
+def test_reason_without_a_task_says_what_to_do(model: Hybrid) -> None:
+    reasons = [
+        why_no_task(model, Piece("part", 0.5, 1, module_class=cls, function=function))
+        for cls, function in ((Mixer, ""), (Mixer, "decayed_scan"), (torch.nn.Linear, ""))
+    ]
+    assert reasons == [
+        "no definition describes it; it cannot be cut out: its code lies between its submodules (qkv, gate, out), so no tensor "
+        "bounds it",
+        "no definition describes it; --drafts DIR of task from-model writes a draft of one",
+        "a PyTorch call; no definition describes it",
+    ]
+
+
+def test_function_has_its_time_apart_from_its_module(model: Hybrid, ids: torch.Tensor) -> None:
+    times, _ = stock_times(model, ids)
+    assert (Mixer, "decayed_scan", 1) in {(one.module_class, one.function, one.calls) for one in times}
+    (scan,) = [one for one in times if one.function]
+    (mixer,) = [one for one in times if one.module_class is Mixer and not one.function]
+    assert scan.time_us > mixer.time_us > 0
 
 
 def finished(folder: Path) -> Path:

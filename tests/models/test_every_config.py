@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tilegym_db.cli.kit.options import config_file
 from tilegym_db.errors import UsageError
-from tilegym_db.models.layer_kinds import with_few_layers
+from tilegym_db.models.layer_kinds import of_one_gpu, with_few_layers
 from tilegym_db.models.random_model import config_content, load_config, model_class, unchecked_model
 from tilegym_db.records.base import canonical_json
 from tilegym_db.scaffold.model_config import read_model_config
@@ -118,3 +118,21 @@ def test_a_config_without_a_model_is_refused() -> None:
 
     with raises(UsageError, "model_absent", "unknown_to_transformers"):
         unchecked_model(Unknown(), "cpu", "float32")
+
+
+def test_part_of_one_gpu_has_its_share_of_heads_and_widths() -> None:
+    config = CONFIG_MAPPING["llama"](
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=1
+    )
+    part = of_one_gpu(config, 4)
+    sizes = (
+        part.hidden_size,
+        part.head_dim,
+        part.num_attention_heads,
+        part.num_key_value_heads,
+        part.intermediate_size,
+    )
+    assert sizes == (64, 8, 2, 1, 24)
+    assert of_one_gpu(config, 1) is config
+    with raises(UsageError, "parallel_indivisible", "--tp 5", "num_attention_heads"):
+        of_one_gpu(config, 5)

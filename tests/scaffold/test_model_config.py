@@ -9,7 +9,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.scaffold import workloads_from_config
-from tilegym_db.scaffold.model_config import read_model_config
+from tilegym_db.scaffold.model_config import read_model_config, typed_config
 
 LLAMA = {
     "model_type": "llama",
@@ -130,3 +130,19 @@ def test_infinite_limit_in_a_list_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
     assert read_model_config(file)["time_step_limit"][1] == float("inf")
+
+
+def test_id_of_a_model_names_a_config_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "models--Some--Model" / "snapshots" / "abc"
+    kept.mkdir(parents=True)
+    (tmp_path / "models--Some--Model" / "refs").mkdir()
+    (tmp_path / "models--Some--Model" / "refs" / "main").write_text("abc")
+    (kept / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    file, content = typed_config(Path("Some/Model"))
+    assert (file.name, content) == ("config.json", {"model_type": "llama"})
+    with pytest.raises(UsageError, match=r"Try: hf download Other/Model config\.json") as error:
+        typed_config(Path("Other/Model"))
+    assert error.value.code == "config_missing"
+    with pytest.raises(UsageError, match=r"does not exist"):
+        typed_config(Path("absent.json"))

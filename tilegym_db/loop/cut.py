@@ -339,7 +339,7 @@ def _literal(value: Any) -> str:
 
 
 class _Recorder:
-    """What runs in place of a part: it records the first call of each kind, and calls the part."""
+    """A stand-in for a part that records the first call of each kind, and calls the part."""
 
     def __init__(self, part: _Part) -> None:
         self._part = part
@@ -568,10 +568,10 @@ def _shapes(
         for place in range(last.results[at].dim()):
             seen = tuple(run.results[at].shape[place] for run in runs)
             symbol = None if symbols is None else symbols.of_result(at, place)
-            size = _output_size(seen, symbol, names, sizes)
-            if size is None:
+            made = _output_size(seen, symbol, names, sizes)
+            if made is None:
                 return f"the size {seen[0]} of its result {output} follows from no size of its arguments"
-            found_outputs[output].append(size)
+            found_outputs[output].append(made)
     return _Shapes(inputs, found_outputs, sizes, notes)
 
 

@@ -64,7 +64,7 @@ class Signature:
             value = given.pop(name) if name in given else getattr(module, name, UNGIVEN)
             if not is_value(value, expected):
                 return f"its {name} is not {expected}"
-        found = []
+        found: list[Any] = []
         for name, source in self.sources.items():
             if name in self.match.code.constants:
                 found.append(self.match.code.constants[name])

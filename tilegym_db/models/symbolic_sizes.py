@@ -51,7 +51,7 @@ def symbolic_sizes(
     fakes = {}
     for name, tensor in tensors.items():
         sizes = [DimDynamic.STATIC if (name, place) in known else DimDynamic.DYNAMIC for place in range(tensor.dim())]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[no-untyped-call]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         fakes[name] = mode.from_tensor(plain, source=ConstantSource(name), symbolic_context=context)
     try:
