@@ -229,7 +229,7 @@ def weights_of(definition: Definition) -> tuple[str, ...]:
 
 def _missing_weights(module: Module, match: DefinitionMatch) -> list[str]:
     """Return the weights of a Definition that a module declares and does not have, such as the bias of a norm without one."""
-    names = [match.attribute(name) for name in weights_of(match.definition)]
+    names = [match.attribute(name) for name in weights_of(match.definition) if name not in match.code.constants]
     return [name for name in names if name in module._parameters and module._parameters[name] is None]
 
 
