@@ -16,8 +16,8 @@ from tilegym_db.models.rewrite import parsed, recompiled
 
 CALL = "_tilegym_db_gate"
 """The function that a rewritten forward calls: ``CALL(self, left, right)``, in the order of the source."""
-FUNCTIONS = ("silu", "gelu")
-"""Names of functions of PyTorch that are activations of gates."""
+FUNCTIONS = frozenset(name.lower() for name in torch.nn.modules.activation.__all__)
+"""Names of the activations of PyTorch that are functions."""
 OF_MIXERS = ("attention", "rotary", "conv1d", "delta_rule", "scan")
 """Parts of names in the forward of a mixer, whose gate is part of other kinds of operators."""
 MAX_ARGUMENTS = 3
