@@ -16,8 +16,8 @@ from tilegym_db.models.rewrite import parsed, recompiled
 
 CALL = "_tilegym_db_gate"
 """The function that a rewritten forward calls: ``CALL(self, left, right)``, in the order of the source."""
-FUNCTIONS = ("silu", "gelu")
-"""Names of functions of PyTorch that are activations of gates."""
+FUNCTIONS = frozenset(name for name in map(str.lower, torch.nn.modules.activation.__all__) if not hasattr(torch, name))
+"""Names of the activations that PyTorch has as functions for networks alone; others, such as sigmoids, are in many formulas."""
 OF_MIXERS = ("attention", "rotary", "conv1d", "delta_rule", "scan")
 """Parts of names in the forward of a mixer, whose gate is part of other kinds of operators."""
 MAX_ARGUMENTS = 3
@@ -127,7 +127,9 @@ def _products(function: ast.FunctionDef, owner: str, names: Collection[str]) -> 
     found = []
     for node in ast.walk(function):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            for side, is_left in ((node.left, True), (node.right, False)):
+            for side, other, is_left in ((node.left, node.right, True), (node.right, node.left, False)):
+                if isinstance(other, ast.Attribute | ast.Constant):
+                    continue  # a setting, not another projection
                 if _is_activation(side, owner, names):
                     found.append(_Found(node, side, None, is_left))  # type: ignore[arg-type]
                 elif isinstance(side, ast.Name) and side.id in kept:

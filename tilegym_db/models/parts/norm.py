@@ -126,9 +126,10 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
         return WRAPPED
     matches = known.look_up("norm", cls.forward, methods(cls), "its norm forward", {})
     if isinstance(matches, str):
-        matches = _of_structure(module, known)
-        if isinstance(matches, str):
-            return matches
+        described = _of_structure(module, known)
+        if isinstance(described, str):
+            return f"{matches}: {described}"
+        matches = described
     matches = [match for match in matches if not _missing_weights(module, match)]
     if not matches:
         own = _of_structure(module, known)
@@ -176,7 +177,9 @@ def _of_structure(module: Module, known: KnownCode) -> list[DefinitionMatch] | s
 
 def _run_by_forward(cls: type[Module]) -> list[FunctionType]:
     """Return the forward of a class and the methods of the class that it calls, directly or not."""
-    own, of_all, called = methods(cls), methods(Module), [cls.forward]
+    own, of_all = methods(cls), methods(Module)
+    forward: Any = cls.forward
+    called: list[FunctionType] = [forward]
     for function in called:
         for name in names_in_code(function):
             method = own.get(name)
@@ -229,7 +232,7 @@ def weights_of(definition: Definition) -> tuple[str, ...]:
 
 def _missing_weights(module: Module, match: DefinitionMatch) -> list[str]:
     """Return the weights of a Definition that a module declares and does not have, such as the bias of a norm without one."""
-    names = [match.attribute(name) for name in weights_of(match.definition)]
+    names = [match.attribute(name) for name in weights_of(match.definition) if name not in match.code.constants]
     return [name for name in names if name in module._parameters and module._parameters[name] is None]
 
 
