@@ -147,7 +147,7 @@ class Exchanged(Qwen3MoeExperts):
         return up * self.act_fn(gate)
 
 
-def test_numbers_in_the_code_between_the_products_are_no_definition(kernels: Catalog) -> None:
+def test_numbers_between_the_products_are_no_definition(kernels: Catalog) -> None:
     config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
     config._experts_implementation = "grouped_mm"
     assert reason(filled(Capped(config), torch.float32), kernels) == OTHER_GATE.format(GATE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
@@ -193,3 +193,58 @@ def test_code_of_another_shape_has_no_choice() -> None:
     assert all(one.weights == "weights" for one in choices(doubled))
     assert choices(call) == ()
     assert choices(torch.nn.Linear.forward) == ()
+
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LONGCAT = {
+    "head_dim": 8,
+    **LATENT,
+    "num_layers": 2,
+    "num_key_value_heads": 4,
+    "n_routed_experts": EXPERTS,
+    "zero_expert_num": 2,
+    "moe_topk": CHOSEN,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 32,
+}
+# type of the config -> what it changes, and calls of a kernel in a prompt and three steps
+MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "minimax_m2": ({}, {"topk_sigmoid_bias_groups": 8, "moe_experts": 8}),
+    "granitemoe": ({}, {"topk_then_softmax": 8, "moe_experts": 8}),
+    "longcat_flash": (LONGCAT, {"moe_experts": 4}),  # a layer has two attentions and one mixture
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_tokens_are_those_of_stock(kind: str, kernels: Catalog) -> None:
+    changes, served = MODELS[kind]
+    torch.manual_seed(0)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(CONFIG_MAPPING[kind](**{**TINY, **changes})).eval()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    ids = torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    stock = model.generate(ids, **options).tolist()
+    with patched(model, catalog=kernels) as handle:
+        assert model.generate(ids, **options).tolist() == stock
+    hits = handle.report().hits()
+    assert {name: hits[name] for name in served} == served
+    sites = [site for site in handle.report().sites if site.kind in ("router", "experts") and site.counts]
+    assert all(site.counts.stock_calls == 0 and not site.bypassed for site in sites)
+    assert model.generate(ids, **options).tolist() == stock

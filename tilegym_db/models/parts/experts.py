@@ -66,7 +66,7 @@ UNDESCRIBED = {
     "dac37a667ed00e1f": "no definition describes experts that all run on tokens scaled by their scores",
     "9362cac990f448e8": "no definition describes experts without a gate",
     "cf29a494b01fa9b9": "no definition describes experts with a soft cap",
-    "67f4d3b10242b4b3": "no definition describes shared experts with weights of their own",
+    "67f4d3b10242b4b3": "no definition describes experts that every token uses",
     "1b022aa8ae57ce75": "no definition describes experts with a norm of their outputs",
     "bdc4d68b8c68d77a": "no definition describes gated experts with weights by column and no bias",
 }
@@ -388,7 +388,7 @@ def experts_forward(
             site.bypass(reason)
             return None
         out: torch.Tensor | None = site.ask(self.training, *given, *kept)
-        return out if out is None or routed is None else out + unweighted(*given, routed)
+        return out if out is None or routed is None else out + unweighted(given[0], given[1], given[2], routed)
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
         if own.way(self) == EAGER:

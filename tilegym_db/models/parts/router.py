@@ -93,11 +93,10 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
     routes, has_choice = of_class(_routes), of_class(_has_choice)
     modules = []
     for module in model.modules():
-        weight = module._parameters.get(WEIGHT)
-        is_known = weight is not None and weight.dim() == 2 and routes(module)
-        if is_known or (has_choice(module) and product_of(module) is not None):
-            weight = product_of(module)
-            assert weight is not None, "checked above"
+        weight: torch.Tensor | None = module._parameters.get(WEIGHT)
+        if weight is None or weight.dim() != 2 or not routes(module):
+            weight = product_of(module) if has_choice(module) else None
+        if weight is not None:
             modules.append(ModuleOfPart(module, detail=(likeness(module), weight.shape)))
     return grouped("router", modules)
 
@@ -300,7 +299,7 @@ def product_of(module: Module) -> torch.Tensor | None:
 
 
 def _holder(module: Module) -> Module | None:
-    layers = [module, *(one for one in module._modules.values() if isinstance(one, torch.nn.Linear))]
+    layers = [module, *(one for one in module._modules.values() if type(one) is torch.nn.Linear)]
     found = [one for one in layers if (weight := one._parameters.get(WEIGHT)) is not None and weight.dim() == 2]
     return found[0] if len(found) == 1 else None
 
@@ -312,7 +311,7 @@ def choice_of(forward: Any, match: DefinitionMatch) -> Choice:
 
 def nominated(module: Module, known: KnownCode) -> DefinitionMatch | None:
     """Return the first Definition that makes a choice of a router's code, with its attributes; None if there is none."""
-    forward = type(module).forward
+    forward: Any = type(module).forward
     for place, choice in enumerate(choices(forward)):
         recorded = [_recorded(module, choice, is_wide=wide) for wide in (False, True)]
         for definition in known.definitions("router"):
@@ -460,7 +459,11 @@ def _recorded(module: Module, choice: Choice, *, is_wide: bool) -> _Recorded | s
     holder = _holder(twin)
     assert holder is not None, "the group was found by its product"
     vars(holder)["_parameters"] = {
-        name: scores.to(dtype) if name == WEIGHT else None if value is None else torch.zeros_like(value, dtype=dtype)
+        name: scores.to(dtype)
+        if name == WEIGHT
+        else None
+        if value is None
+        else torch.zeros(experts, dtype=dtype, device=scores.device)
         for name, value in holder._parameters.items()
     }
     forward: Any = type(module).forward
@@ -495,7 +498,8 @@ def _twin(module: Module, dtype: torch.dtype) -> Module:
     sizes = {name: TOKENS for name, value in vars(module).items() if type(value) is int and value == width}
     vars(twin).update(sizes)
     vars(twin)["_modules"] = {
-        name: copy.copy(one) if isinstance(one, torch.nn.Linear) else one for name, one in module._modules.items()
+        name: torch.nn.Linear(1, 1, bias=one.bias is not None, device="meta") if type(one) is torch.nn.Linear else one
+        for name, one in module._modules.items()
     }
     draw = Draw(device_of(module))
     for kept in ("_parameters", "_buffers"):
