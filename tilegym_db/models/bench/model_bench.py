@@ -336,7 +336,14 @@ class Entries:
     def add_eager(self) -> None:
         """Add stock, patched and the control, which always take part."""
         for name, model in {**self._models, CONTROL: self._models["stock"]}.items():
-            self.ways[name] = dynamic_cache(model, self._ids, self._new) if self._new else prefill(model, self._ids)
+            self.ways[name] = (
+                dynamic_cache(model, self._prompt(), self._new) if self._new else prefill(model, self._ids)
+            )
+
+    def _prompt(self) -> torch.Tensor:
+        """Return the token ids that a generation begins with."""
+        assert isinstance(self._ids, torch.Tensor), "models of other inputs are timed on their forward alone"
+        return self._ids
 
     def add_static_cache(self, asked: bool) -> None:
         """Add stock and patched with a static cache and compiled decoding, if there is decoding."""
@@ -347,7 +354,9 @@ class Entries:
                 )
                 continue
             try:
-                self._add_compiled(f"{name}_static_cache", static_cache(model, self._ids, self._new, self._backend))
+                self._add_compiled(
+                    f"{name}_static_cache", static_cache(model, self._prompt(), self._new, self._backend)
+                )
             except UsageError as error:
                 self.absent[f"{name}_static_cache"] = str(error)
 
