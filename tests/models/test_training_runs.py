@@ -79,6 +79,8 @@ def test_loop_has_the_losses_of_stock(way: str, training_kernels: Catalog, build
     assert_close(loop(model, prompt, way), stock, rel)
     calls = STEPS * parts
     assert gradient_calls(handle) == {
+        # Attention is served in training where nothing casts its inputs.
+        **({} if is_cast else {"attention_prefill_backward": LAYERS * calls}),
         "cross_entropy_backward": calls,
         "rms_norm_backward": NORMS * calls,
         "swiglu_backward": LAYERS * calls,

@@ -89,7 +89,7 @@ def test_unknown_and_incomplete_models_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "llama"}))
     with raises(UsageError, "config_size_missing", "hidden_size"):
         models_of(str(path))
-    with raises(UsageError, "config_unreadable", "nowhere.json"):
+    with raises(UsageError, "config_missing", "nowhere.json"):
         models_of(str(tmp_path / "nowhere.json"))
 
 

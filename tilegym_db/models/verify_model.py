@@ -61,7 +61,7 @@ def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Pa
 
 def model_tag(path: Path) -> str:
     """Return the name of a config: its folder's name, the file's without the ending, or that of an id, in lower case."""
-    if not path.exists():
-        return path.name.lower()
+    if not path.exists():  # the id of a model, or a file that is not read
+        return (path.stem if path.suffix == ".json" else path.name).lower()
     named = path.resolve().parent if path.name == "config.json" else path.resolve()
     return (named.name if named.is_dir() else named.stem).lower()
