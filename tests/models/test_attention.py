@@ -275,10 +275,9 @@ def test_training_and_gradients_run_stock(poison: Catalog, build: Any, prompt: A
         assert not model(ids).logits.isnan().any()
         with torch.no_grad():
             assert not model.train()(ids).logits.isnan().any()
-        assert {text.split(";")[0] for text in reasons(handle)} == {
-            "the call may need a gradient",
-            "the module is in training mode",
-        }
+        asked = [report for site in handle.report().sites for report in site.training]
+        assert {report.definition for report in asked} == {"attention_prefill"}
+        assert not any(key.solution for report in asked for key in report.keys)
 
 
 def query_and_key(queries: int, keys: int, heads: tuple[int, int] = (4, 2)) -> tuple[torch.Tensor, torch.Tensor]:

@@ -136,7 +136,7 @@ def test_what_no_kernel_was_verified_for_is_left_to_stock(what: str, hyper: Cata
     stock = run(copy.deepcopy(module))
     with patched(torch.nn.ModuleList([module]), catalog=hyper) as handle:
         assert same(run(module), stock)
-    (site,) = handle.report().sites
+    (site,) = (site for site in handle.report().sites if site.definition.startswith("mhc"))
     reasons = {"gradient": NEEDS_GRAD, "autocast": AUTOCAST, "strides": NOT_ROWS, "hook": HAS_HOOKS}
     assert set(site.bypassed) == {reasons[what]}
 
@@ -187,8 +187,8 @@ def test_other_forms_say_why_they_stay_stock(hyper: Catalog) -> None:
         (other, "without a mixing matrix"),
         (normed, "relies on a input_norm that is not the one known"),
     ):
-        (site,) = patch(torch.nn.ModuleList([filled(module)]), catalog=hyper, dry_run=True).report().sites
-        assert told in site.reason
+        sites = patch(torch.nn.ModuleList([filled(module)]), catalog=hyper, dry_run=True).report().sites
+        assert any(told in site.reason for site in sites)
 
 
 @pytest.mark.parametrize("what", ["", "gradient", "autocast", "strides", "hook", "eps"])

@@ -38,9 +38,9 @@ def test_gradients_are_those_of_stock(training: bool, poison: Catalog, build: An
     reason = "training mode" if training else "the call may need a gradient"
     assert all(reason in text for texts in bypassed(handle).values() for text in texts)
     told = {op for op, texts in bypassed(handle).items() if texts}
-    assert told == {"fused_add_rms_norm", "attention_prefill"}  # of these there is no backward Definition
+    assert told == {"fused_add_rms_norm"}  # there is no backward Definition of it
     asked = {site.definition: site.training for site in handle.report().sites if site.training}
-    assert set(asked) == {"rms_norm", "swiglu", "rope_neox", "cross_entropy"}
+    assert set(asked) == {"rms_norm", "swiglu", "rope_neox", "cross_entropy", "attention_prefill"}
     keys = [key for reports in asked.values() for report in reports for key in report.keys]
     assert all(not key.solution and "it has no verified backward" in key.reason for key in keys)
 
