@@ -1,4 +1,4 @@
-"""Norms and rotations in words of their own: found by what they hold and compute, served with the bits of stock, trained."""
+"""Norms and rotations in other words: found by what they hold and compute, served with the bits of stock, trained."""
 
 from __future__ import annotations
 
