@@ -10,6 +10,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.records import Definition
+from tilegym_db.records.layouts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
 DEFINITIONS = list(CATALOG.definitions.values())
@@ -46,13 +47,16 @@ def test_outputs_have_the_shapes_and_dtypes_of_the_definition(definition: Defini
 @pytest.mark.records("definition")
 @pytest.mark.parametrize("definition", SERVED, ids=lambda record: record.name)
 def test_outputs_lie_in_memory_as_the_definition_says(definition: Definition) -> None:
-    _, _, inputs = a_call(definition)
+    axes, _, inputs = a_call(definition)
     spread = [value.transpose(1, 2).contiguous().transpose(1, 2) if is_heads(value) else value for value in inputs]
     given = dict(zip(definition.inputs, spread, strict=True))
     assert definition.serving is not None
     for name, output in made(definition, spread).items():
         layout = definition.serving.outputs.get(name)
-        if layout is None:
+        if layout is None and name in definition.layouts:
+            shape = definition.shape_of(name, axes)
+            assert output.stride() == layout_strides(definition.layouts[name], shape, axes)
+        elif layout is None:
             assert output.is_contiguous()
         elif layout.like is not None:
             assert output.stride() == given[layout.like].stride()
