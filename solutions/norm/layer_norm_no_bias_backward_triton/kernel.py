@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.partial_sums import SUM_COLUMNS, SUM_PARTS, cdiv, sum_parts
 
 # Up to this many columns a row, its gradient and a partial sum over rows stay in registers (8 values of each a thread at
 # 32 warps); longer rows are read four times.
@@ -10,9 +11,6 @@ MAX_REGISTER_COLUMNS = 8192
 LOOP_COLUMNS = 4096
 # Partial sums of a column block over some rows, where rows are long.
 PART_COLUMNS = 256
-# Of the partial sums that are added up at once, and of the columns that a program does that for.
-SUM_PARTS = 64
-SUM_COLUMNS = 32
 # The row's first value is subtracted before anything is summed, as in the forward.
 
 
@@ -166,23 +164,6 @@ def _sum_columns_of_rows(
     tl.store(partial_ptr + part * N + cols, tl.sum(scale_sums, axis=0, keep_dims=True), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _sum_parts(partial_ptr, grad_weight_ptr, parts, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Add the partial sums in a fixed order (deterministic); zeros if there are no parts."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    in_row = cols < N
-    sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
-    for start in range(0, parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)[:, None]
-        sums += tl.load(partial_ptr + part.to(tl.int64) * N + cols, mask=(part < parts) & in_row, other=0.0)
-    totals = tl.sum(sums, axis=0, keep_dims=True)
-    tl.store(grad_weight_ptr + cols, totals.to(grad_weight_ptr.dtype.element_ty), mask=in_row)
-
-
-def _cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)  # triton.cdiv costs microseconds a call
-
-
 def run(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -215,9 +196,9 @@ def run(
     block_n = 1 << (N - 1).bit_length()  # next power of two; triton.next_power_of_2 costs microseconds a call
     is_long = N > MAX_REGISTER_COLUMNS
     block_m = BLOCK_M or (16 if is_long else max(1, 4096 // block_n))
-    tiles = _cdiv(M, block_m)
-    rows_per_part = _cdiv(tiles, PARTS) * block_m
-    parts = _cdiv(M, rows_per_part) if M else 0  # no part may be empty
+    tiles = cdiv(M, block_m)
+    rows_per_part = cdiv(tiles, PARTS) * block_m
+    parts = cdiv(M, rows_per_part) if M else 0  # no part may be empty
     partial = torch.empty((max(parts, 1), N), dtype=torch.float32, device=x.device)
     if parts and not is_long:
         warps = num_warps or min(32, max(1, block_m * block_n // (256 if block_m == 1 else 512)))
@@ -229,7 +210,7 @@ def run(
         _layer_norm_backward_long_row[(M,)](
             x, weight, grad_out, grad_x, stats, *strides, eps, N, LOOP_COLUMNS, num_warps=num_warps or 16
         )
-        _sum_columns_of_rows[(parts * _cdiv(N, PART_COLUMNS),)](
+        _sum_columns_of_rows[(parts * cdiv(N, PART_COLUMNS),)](
             x, grad_out, stats, partial, *strides[:2], M, rows_per_part, N, block_m, PART_COLUMNS, num_warps=4
         )
-    _sum_parts[(_cdiv(N, SUM_COLUMNS),)](partial, grad_weight, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)
+    sum_parts[(cdiv(N, SUM_COLUMNS),)](partial, grad_weight, parts, N, SUM_PARTS, SUM_COLUMNS, num_warps=4)
