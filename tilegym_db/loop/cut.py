@@ -26,6 +26,7 @@ from tilegym_db.errors import RecordError, TilegymDBError, UsageError
 from tilegym_db.files import write_folder, writing
 from tilegym_db.models.capture import CapturedCall, ModelInputs, copied, run_model, staged, workload_of
 from tilegym_db.models.found import methods
+from tilegym_db.models.rewrite import is_name
 from tilegym_db.models.seams import Seam, watched
 from tilegym_db.models.symbolic_sizes import symbolic_sizes
 from tilegym_db.models.upstream_code import fingerprint
@@ -51,7 +52,7 @@ Module = torch.nn.Module
 
 
 @dataclass(frozen=True)
-class PartCall:
+class RecordedCall:
     """One call of a part in a run of the model: copies of its arguments by name, and of its results."""
 
     stage: str
@@ -77,7 +78,7 @@ class PartCall:
     @property
     def results(self) -> tuple[Any, ...]:
         """The results, also if there is only one."""
-        return tuple(self.returned) if isinstance(self.returned, tuple | list) else (self.returned,)
+        return _all_of(self.returned)
 
 
 @dataclass(frozen=True)
@@ -253,10 +254,8 @@ def _module_part(module: Module, code: FunctionType) -> _Part | str:
             return f"its {name} has a decorator, so its code is not the whole computation"
         trees[name] = tree
         owner = tree.args.args[0].arg if tree.args.args else ""
-        attributes = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_name(node.value, owner)
-        ]
-        if sum(_is_name(node, owner) for node in ast.walk(tree)) != len(attributes):
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_name(node.value, owner)]
+        if sum(is_name(node, owner) for node in ast.walk(tree)) != len(attributes):
             return f"its {name} passes the module on"
         for attribute in attributes:
             if attribute.attr in known:
@@ -284,10 +283,6 @@ def _module_part(module: Module, code: FunctionType) -> _Part | str:
     if unknown or fingerprint(code) is None:
         return f"the source of its {unknown or 'forward'} is not known"
     return _Part(code, reads, source, "forward", calls, tuple(trees))
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 class _WithoutModule(ast.NodeTransformer):
@@ -322,7 +317,7 @@ class _WithoutModule(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if not _is_name(node.value, self._owner):
+        if not is_name(node.value, self._owner):
             return node
         if node.attr in self._methods:
             return ast.Name(node.attr, ctx=ast.Load())
@@ -344,7 +339,7 @@ class _Recorder:
     def __init__(self, part: _Part) -> None:
         self._part = part
         self._stage = ""
-        self.calls: dict[Any, PartCall] = {}
+        self.calls: dict[Any, RecordedCall] = {}
 
     def begin(self, stage: str) -> None:
         """Note that a forward of the model in that stage comes next."""
@@ -354,7 +349,7 @@ class _Recorder:
         """Call the part, and record the call unless there is one of this kind."""
         arguments = self._part.bound(args, kwargs)
         if isinstance(arguments, str):
-            self.calls.setdefault((self._stage, arguments), PartCall(self._stage, {}, None, arguments))
+            self.calls.setdefault((self._stage, arguments), RecordedCall(self._stage, {}, None, arguments))
             return function(*args, **kwargs)
         key = (self._stage, tuple(map(_kind, arguments.values())))
         if key in self.calls or len(self.calls) >= MAX_CALLS:
@@ -364,7 +359,7 @@ class _Recorder:
         returned = function(*args, **kwargs)
         written = [name for name, version in versions.items() if arguments[name]._version != version]
         problem = f"it writes into its argument {written[0]}" if written else _why_not_apart(arguments, returned)
-        self.calls[key] = PartCall(self._stage, kept, _copies(returned), problem)
+        self.calls[key] = RecordedCall(self._stage, kept, _copies(returned), problem)
         return returned
 
 
@@ -386,11 +381,15 @@ def _copies(returned: Any) -> Any:
     return returned
 
 
+def _all_of(returned: Any) -> tuple[Any, ...]:
+    """Return the results of a call, also if there is only one."""
+    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+
+
 def _why_not_apart(arguments: Mapping[str, Any], returned: Any) -> str:
     """Return the reason if a result shares memory with an argument, which a kernel's result would not."""
-    made = returned if isinstance(returned, tuple | list) else (returned,)
     held = {value.untyped_storage().data_ptr(): name for name, value in arguments.items() if _has_memory(value)}
-    for value in made:
+    for value in _all_of(returned):
         if _has_memory(value) and value.untyped_storage().data_ptr() in held:
             return f"it returns memory of its argument {held[value.untyped_storage().data_ptr()]}"
     return ""
@@ -400,7 +399,7 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0 and value.device.type != "meta"
 
 
-def _recorded(model: Module, seam: Seam, part: _Part, given: Mapping[str, Any]) -> list[PartCall]:
+def _recorded(model: Module, seam: Seam, part: _Part, given: Mapping[str, Any]) -> list[RecordedCall]:
     """Run the model, and return the calls of a part, the first of each kind."""
     recorder = _Recorder(part)
 
@@ -423,7 +422,7 @@ def _recorded(model: Module, seam: Seam, part: _Part, given: Mapping[str, Any]) 
     return list(recorder.calls.values())
 
 
-def _why_no_part(call: PartCall) -> str:
+def _why_no_part(call: RecordedCall) -> str:
     """Return the reason if a call's arguments or results are no tensors and plain values."""
     for name, value in call.arguments.items():
         if isinstance(value, torch.Tensor):
@@ -453,7 +452,7 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _drafted(
-    seam: Seam, part: _Part, main: PartCall, other: PartCall | None, calls: Sequence[PartCall], tag: str
+    seam: Seam, part: _Part, main: RecordedCall, other: RecordedCall | None, calls: Sequence[RecordedCall], tag: str
 ) -> Cut | str:
     outputs = _output_names(part.code, main)
     fixed = {
@@ -485,7 +484,7 @@ def _drafted(
             if name not in fixed
         },
         outputs={name: (shapes.outputs[name], _spelled(main.results[at], stream)) for name, at in _places(outputs)},
-        dtypes=_dtypes(main, stream),
+        dtypes=[FLOATS[stream]] if stream in FLOATS else [],  # that of the run alone
         generators={name: _generator(value) for name, value in main.tensors.items()},
         sizes=shapes.sizes[-1],
         scalars={name: value for name, value in main.arguments.items() if type(value) is float},
@@ -531,7 +530,7 @@ class _Shapes:
 
 
 def _shapes(
-    part: _Part, runs: Sequence[PartCall], outputs: Sequence[str | None], fixed: Mapping[str, Any]
+    part: _Part, runs: Sequence[RecordedCall], outputs: Sequence[str | None], fixed: Mapping[str, Any]
 ) -> _Shapes | str:
     """Name the axes: sizes that agree in every run, and that the code does not let differ, are one axis."""
     last = runs[-1]
@@ -603,7 +602,7 @@ def _output_size(
     return seen[0] if len(set(seen)) == 1 else None
 
 
-def _callable(part: _Part, call: PartCall, fixed: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+def _callable(part: _Part, call: RecordedCall, fixed: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
     """Return ``run(tensors) -> results`` of a part, by the names of its tensors."""
     scope: dict[str, Any] = {}
     exec(compile(part.source(fixed), "<part of the model>", "exec"), scope)
@@ -617,7 +616,7 @@ def _callable(part: _Part, call: PartCall, fixed: Mapping[str, Any]) -> Callable
     return run
 
 
-def _argument_texts(part: _Part, call: PartCall, fixed: Mapping[str, Any]) -> dict[str, str]:
+def _argument_texts(part: _Part, call: RecordedCall, fixed: Mapping[str, Any]) -> dict[str, str]:
     """Return the arguments of the call in the reference: parameter -> expression."""
     texts = {}
     for name in call.arguments:
@@ -629,7 +628,7 @@ def _argument_texts(part: _Part, call: PartCall, fixed: Mapping[str, Any]) -> di
     return texts
 
 
-def _output_names(code: FunctionType, call: PartCall) -> list[str | None]:
+def _output_names(code: FunctionType, call: RecordedCall) -> list[str | None]:
     """Return a name for each result, None for None: that of the variable that the code returns, or ``out``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
@@ -658,11 +657,6 @@ def _spelled(value: Any, stream: torch.dtype) -> str:
     return "T" if value.dtype == stream and stream in FLOATS else _dtype(value)
 
 
-def _dtypes(main: PartCall, stream: torch.dtype) -> list[str]:
-    """Return the dtypes that T may have: only that of the model's run."""
-    return [FLOATS[stream]] if stream in FLOATS else []
-
-
 def _generator(value: torch.Tensor) -> dict[str, Any] | None:
     """Return a generator for contents like the recorded ones; None for a normal distribution."""
     if not value.is_floating_point() or value.numel() < 16:
@@ -678,7 +672,7 @@ def _generator(value: torch.Tensor) -> dict[str, Any] | None:
     return None
 
 
-def _output_layouts(call: PartCall, outputs: Sequence[str | None]) -> dict[str, Any] | str:
+def _output_layouts(call: RecordedCall, outputs: Sequence[str | None]) -> dict[str, Any] | str:
     layouts = {}
     for name, at in _places(outputs):
         value = call.results[at]
@@ -691,7 +685,7 @@ def _output_layouts(call: PartCall, outputs: Sequence[str | None]) -> dict[str, 
     return layouts
 
 
-def _why_other_numbers(definition: Definition, call: PartCall, outputs: Sequence[str | None]) -> str:
+def _why_other_numbers(definition: Definition, call: RecordedCall, outputs: Sequence[str | None]) -> str:
     inputs = {name: call.arguments[name] for name in definition.inputs}
     try:
         made = run_reference(definition, inputs)
@@ -707,7 +701,7 @@ def _why_other_numbers(definition: Definition, call: PartCall, outputs: Sequence
     return ""
 
 
-def _workload(definition: Definition, call: PartCall, tag: str) -> str:
+def _workload(definition: Definition, call: RecordedCall, tag: str) -> str:
     """Return a recorded call as a Workload's line; empty if none can say it."""
     given = CapturedCall(call.stage, tuple(call.arguments[name] for name in definition.inputs))
     workload = workload_of(definition, given, allocate_of(definition))
@@ -717,7 +711,7 @@ def _workload(definition: Definition, call: PartCall, tag: str) -> str:
     return workload.model_copy(update={"tags": tags}).to_json()
 
 
-def _account(seam: Seam, code: DraftedCode, calls: Sequence[PartCall], workloads: Sequence[str]) -> dict[str, Any]:
+def _account(seam: Seam, code: DraftedCode, calls: Sequence[RecordedCall], workloads: Sequence[str]) -> dict[str, Any]:
     """Return what was recorded: the place, and the tensors of each call."""
     return {
         "source": code.source,

@@ -172,9 +172,9 @@ def why_no_task(model: Any, piece: Piece) -> str:
     """Return the reason why no task can be made for a piece that no kernel serves, and what to do about it."""
     if piece.definition and not piece.workloads:
         return f"no task: the profiled call does not call {piece.definition}"
-    if _is_of_torch(piece):
-        return f"a PyTorch call; {piece.reason or NO_DEFINITION}"
     reason = piece.reason or NO_DEFINITION
+    if _is_of_torch(piece):
+        return f"a PyTorch call; {reason}"
     assert piece.module_class is not None, "only PyTorch calls have none"
     refused = why_not_cut(model, Seam(piece.module_class, piece.function))
     if refused:

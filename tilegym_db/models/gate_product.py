@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.rewrite import parsed, recompiled
+from tilegym_db.models.rewrite import is_name, parsed, recompiled
 
 CALL = "_tilegym_db_gate"
 """The function that a rewritten forward calls: ``CALL(self, left, right)``, in the order of the source."""
@@ -65,7 +65,7 @@ def gate_product(module: torch.nn.Module) -> GateProduct | None:
     if len(products) != 1:
         return None
     activation = products[0].activation.func
-    is_own = isinstance(activation, ast.Attribute) and _is_name(activation.value, owner)
+    is_own = isinstance(activation, ast.Attribute) and is_name(activation.value, owner)
     attribute = activation.attr if is_own and isinstance(activation, ast.Attribute) else ""
     products[0].activation.args = [ast.Name("gate", ctx=ast.Load())]
     return GateProduct(attribute, "" if attribute else ast.unparse(products[0].activation), products[0].gate_is_left)
@@ -162,7 +162,3 @@ def _is_activation(node: ast.expr, owner: str, names: Collection[str]) -> bool:
         case ast.Call(func=ast.Attribute(attr=name), args=[_]) | ast.Call(func=ast.Name(id=name), args=[_]):
             return name in FUNCTIONS
     return False
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

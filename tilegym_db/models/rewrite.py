@@ -155,8 +155,8 @@ def _pre_norm(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
     if first is None or second is None or third is None or operands is None:
         return None
     hidden, residual, called = first[0], second[0], _called_with(third[1])
-    is_kept = {*operands} == {hidden, residual} and hidden != residual and _is(second[1], hidden)
-    if not is_kept or called is None or third[0] != hidden or not _is(called[1], hidden):
+    is_kept = {*operands} == {hidden, residual} and hidden != residual and is_name(second[1], hidden)
+    if not is_kept or called is None or third[0] != hidden or not is_name(called[1], hidden):
         return None
     return _NormOfSum(residual, hidden, called[0], 3, keeps_sum=True)
 
@@ -196,7 +196,8 @@ def _called_with(value: ast.expr) -> tuple[str, ast.expr] | None:
     return None
 
 
-def _is(value: ast.expr, name: str) -> bool:
+def is_name(value: ast.AST, name: str) -> bool:
+    """Return True if an expression is the variable of that name."""
     return isinstance(value, ast.Name) and value.id == name
 
 

@@ -40,6 +40,10 @@ def once_per_function(ask: Callable[[FunctionType], Answer]) -> Callable[[Functi
     return asked
 
 
+NO_FINGERPRINT = "0" * 16
+"""The fingerprint in a record of code that was recognised, but has no source."""
+
+
 def fingerprint(function: Any) -> str | None:
     """Return 16 hex digits, or None if there is no source for the code that runs.
 

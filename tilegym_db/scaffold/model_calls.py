@@ -17,7 +17,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.layouts import layout_class, layout_strides
-from tilegym_db.scaffold.model_config import cached_config
+from tilegym_db.scaffold.model_config import located_config
 
 Sizes = Mapping[str, Any]
 
@@ -112,9 +112,7 @@ def models_of(config: str) -> list[dict[str, Any]]:
     """
     if config == MODELS:
         return list(known_models())
-    path = Path(config)
-    if not path.exists():
-        path = cached_config(path)
+    path = located_config(Path(config))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

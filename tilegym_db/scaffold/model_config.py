@@ -44,7 +44,7 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         UsageError: it does not exist, cannot be read, is no JSON, or states no ``model_type``.
     """
-    file = path / "config.json" if path.is_dir() else path if path.exists() else cached_config(path)
+    file = path / "config.json" if path.is_dir() else located_config(path)
     try:
         content = json.loads(decode(read_bytes(file, "config"), file))
     except RecordError as error:
@@ -65,12 +65,14 @@ def typed_config(path: Path) -> tuple[Path, dict[str, Any]]:
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def cached_config(name: Path) -> Path:
-    """Return the config of a model's id in the local cache of the hub. Nothing is downloaded.
+def located_config(name: Path) -> Path:
+    """Return a path that exists, or else the config of that model's id in the local cache of the hub. Nothing is downloaded.
 
     Raises:
-        UsageError: it is no id, or the cache has no config of it.
+        UsageError: it does not exist and is no id, or the cache has no config of it.
     """
+    if name.exists():
+        return name
     spelled = name.as_posix()
     if HUB_ID.fullmatch(spelled) is None or spelled.endswith(".json"):
         raise UsageError(
@@ -102,7 +104,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
         RecordError: the file cannot be read, or is no JSON object.
         UsageError: it has sizes that no model has.
     """
-    content = read_bytes(path if path.exists() else cached_config(path), "config")
+    content = read_bytes(located_config(path), "config")
     try:
         config = json.loads(content)
     except ValueError as error:

@@ -10,12 +10,15 @@ import importlib
 import pkgutil
 from typing import Any
 
+from tilegym_db.records.serving import ANY_CODE
+
 __all__ = ["PARTS", "listed", "part"]
 
 
 def _in_order(names: list[str]) -> tuple[str, ...]:
-    """Return the names sorted, each after those in its ``AFTER``."""
+    """Return the names sorted, each after those in its ``AFTER``; the parts for code of any kind are the last."""
     ordered: list[str] = []
+    names = sorted(names, key=lambda name: name in ANY_CODE)
     while names:
         ready = next(name for name in names if set(getattr(part(name), "AFTER", ())) <= set(ordered))
         ordered.append(ready)

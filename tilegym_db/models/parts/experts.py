@@ -136,11 +136,11 @@ def nominated(found: ModuleGroup, loop: Any, known: KnownCode) -> DefinitionMatc
     read = [name for name in names_in_code(gate) if name in vars(module) and name not in module._modules]
     numbers = [one for one in gate.__code__.co_consts if type(one) in (int, float) and one not in SMALL_NUMBERS]
     plain = [one for one in known.nominated("experts") if not _has_codes(one.definition)]
+    bounded = [name for name in read if name not in _unbounded(module)]
     for match in () if numbers or device_of(module).type == "meta" else plain:
         scalars = [
             name for name in list(match.definition.inputs)[CALLED_WITH:] if match.definition.inputs[name].is_scalar
         ]
-        bounded = [name for name in read if name not in _unbounded(module)]
         for names in itertools.permutations(bounded) if len(bounded) == len(scalars) else ():
             attributes = {**match.code.attributes, **dict(zip(scalars, names, strict=True))}
             mark = fingerprint(loop) or ""

@@ -33,14 +33,16 @@ from tilegym_db.models.seams import functions_called
 from tilegym_db.models.upstream_code import undecorated
 
 KIND = "function"
-AFTER = ("attention", "attention_sink", "causal_conv", "delta_rule", "hyper_connection", "loss", "rope", "state_space")
-"""Parts that are functions too; one that they serve is theirs."""
+AFTER = ("module",)
 
 Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules whose forward calls a function that a Definition states, once per function."""
+    """Return the modules whose forward calls a function that a Definition states, once per function.
+
+    A function that a part before this one serves is left to that part.
+    """
     if not known.fingerprints(KIND):
         return ()
     taken = {(id(module), group.function) for group in others if not group.reason for module in group.modules}

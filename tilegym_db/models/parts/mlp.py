@@ -34,14 +34,13 @@ from tilegym_db.models.found import (
 from tilegym_db.models.gate_product import CALL, GateProduct, activations_of, gate_product, multiplies, with_call
 from tilegym_db.models.gated_code import GatedCode, gated_code
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
-from tilegym_db.models.upstream_code import fingerprint
+from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint
 from tilegym_db.records.serving import ModelCode
 
 AFTER = ("experts",)
 """Experts have a ``down_proj`` too."""
 OUTPUT, ACTIVATION = "output", "activation"
 ACTIVATIONS = ("act_fn", "activation_fn")
-NO_FINGERPRINT = "0" * 16
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
@@ -102,9 +101,12 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     if isinstance(matches, str):
         code = gated_code(cls.forward)
         product = gate_product(found.modules[0]) if code is None else None
-        if code is None and product is None:
+        if code is not None:
+            matches = _of_structure(code, cls, known)
+        elif product is not None:
+            matches = _of_product(product, cls, known)
+        else:
             return matches
-        matches = _of_product(product, cls, known) if product is not None else _of_structure(code, cls, known)
     for match in matches:
         if stock_function(match.definition, known.catalog) is None:
             return f"{match.definition.name} has no stock solution that returns its outputs, for calls that no kernel serves"
@@ -118,9 +120,8 @@ def _of_product(product: GateProduct, cls: type[Module], known: KnownCode) -> li
     return [DefinitionMatch(one, code, product) for one in known.definitions("mlp") if len(one.inputs) == 2]
 
 
-def _of_structure(code: GatedCode | None, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
+def _of_structure(code: GatedCode, cls: type[Module], known: KnownCode) -> list[DefinitionMatch]:
     """Return the Definitions of two projections with the attributes that a forward uses; the probe decides between them."""
-    assert code is not None
     roles = {OUTPUT: code.output} | ({ACTIVATION: code.activation} if code.activation else {})
     mark = fingerprint(cls.forward) or ""
     return [

@@ -30,14 +30,15 @@ from tilegym_db.models.found import (
 from tilegym_db.models.probe import Probe, device_of
 
 KIND = "module"
-AFTER = ("activation", "add_norm", "experts", "gated_norm", "loss", "mlp", "norm", "router")
-"""Parts that are modules too; one that they serve, or that belongs to one that they serve, is theirs."""
 
 Module = torch.nn.Module
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
-    """Return the modules without submodules whose forward a Definition states."""
+    """Return the modules without submodules whose forward a Definition states.
+
+    A module that a part before this one serves, or that belongs to such a module, is left to that part.
+    """
     if not known.fingerprints(KIND):
         return ()
     is_stated = of_class(lambda cls: known.is_stated(KIND, cls.forward))

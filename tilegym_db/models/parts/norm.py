@@ -32,7 +32,7 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.plain_code import why_not_plain
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
-from tilegym_db.models.upstream_code import fingerprint, of_models
+from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models
 from tilegym_db.records import Definition
 from tilegym_db.records.serving import ModelCode
 
@@ -43,7 +43,6 @@ EPSILONS = (0.0, 1e-2)
 """A number between them in the code of a norm is its epsilon."""
 SHAPE = "normalized_shape"
 """The attribute with the only size that a norm of torch.nn takes."""
-NO_FINGERPRINT = "0" * 16
 CAST_CALL = torch.nn.functional.layer_norm.__name__
 """The norm that autocast computes, and returns, in float32. Its stock code copies an input that is not contiguous."""
 GATE = "gate"

@@ -46,11 +46,10 @@ from tilegym_db.models.rotary_code import (
     probed,
     rotary_code,
 )
-from tilegym_db.models.upstream_code import fingerprint, undecorated
+from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, undecorated
 from tilegym_db.records.serving import ModelCode
 
 ROTARY = "apply_rotary"
-NO_FINGERPRINT = "0" * 16
 OTHER_TABLES = "its tables have another dtype than those that it was written for"
 
 _is_compiling = torch.compiler.is_compiling
