@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tilegym_db.published.entries import Candidate, Entry, MeasuredEntries, dtypes_key, scalar_hull
+from tilegym_db.published.input_files import SUFFIX, json_lines, packed
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import ResolverTable
-from tilegym_db.published.trace_file import SUFFIX, json_lines, packed
 from tilegym_db.records.call import Call
 
 CALL_KEYS = ("definition", "axes", "dtypes", "layouts", "scalars")

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from tilegym_db.backends.aot import compile_many
-from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import SolutionError
 from tilegym_db.records import TILE_LANGUAGES, Definition, Workload

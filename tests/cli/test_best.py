@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.published.trace_file import read_traces
+from tilegym_db.published.input_files import read_traces
 
 
 @pytest.fixture

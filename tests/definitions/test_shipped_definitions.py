@@ -10,8 +10,7 @@ import torch
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.catalog import Catalog
-from tilegym_db.published.input_files import shipped_traces
-from tilegym_db.published.trace_file import read_lines
+from tilegym_db.published.input_files import read_lines, shipped_traces
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verification.comparison import check_lifted, check_outputs, followed, reference_errors
 from tilegym_db.verification.oracle import Lifted, oracle, run_reference

@@ -29,10 +29,18 @@ from safetensors.torch import load, load_file, save
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.interchange.collecting import SIDE_FILE
-from tilegym_db.interchange.export_blobs import MIB, Blob, BlobFolder, blob_of, blob_seed, drawn_together, why_drawn
-from tilegym_db.interchange.flashinfer_export import Export, build_export
-from tilegym_db.interchange.importing import import_data_set
-from tilegym_db.interchange.writing import folder_beside, imported_files, write_tree
+from tilegym_db.interchange.data_sets import folder_beside, import_data_set, imported_files, write_tree
+from tilegym_db.interchange.flashinfer_export import (
+    MIB,
+    Blob,
+    BlobFolder,
+    Export,
+    blob_of,
+    blob_seed,
+    build_export,
+    drawn_together,
+    why_drawn,
+)
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.store.imported import DataSet, data_set

@@ -23,8 +23,7 @@ from foreign_sets import (
 )
 from safetensors.torch import save_file
 
-from tilegym_db.interchange.importing import import_data_set
-from tilegym_db.interchange.writing import imported_files, write_tree
+from tilegym_db.interchange.data_sets import import_data_set, imported_files, write_tree
 from tilegym_db.store.imported import counted, data_set
 
 BLOB = "./blob/workloads/scale/scale_n8/scale_n8_0af3.safetensors"
@@ -130,13 +129,13 @@ def test_defaults_are_filled_in_and_remembered(tree: Tree, home: Path) -> None:
     ],
 )
 def test_identity_keeps_spellings_apart(one: str, two: str) -> None:
-    from tilegym_db.interchange.reading import parse
+    from tilegym_db.interchange.checks import parse
 
     assert len({parse(text.encode())[1] for text in (one, two)}) == 2
 
 
 def test_identity_leaves_white_space_out() -> None:
-    from tilegym_db.interchange.reading import parse
+    from tilegym_db.interchange.checks import parse
 
     assert parse(b'{"a": [1,  2]}')[1] == parse(b' {"a":[1,2]}\r\n')[1]
 

@@ -12,8 +12,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.auto import auto_kernelize
-from tilegym_db.loop.from_model import ModelPieces, Piece
-from tilegym_db.loop.model_state import coverage_of
+from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task

@@ -14,7 +14,7 @@ import pytest
 
 from tilegym_db.loop import model_state
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
-from tilegym_db.loop.model_state import ModelState
+from tilegym_db.loop.from_model import ModelState
 from tilegym_db.loop.tasks import attempts_of
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Experiment, Task

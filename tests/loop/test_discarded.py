@@ -16,13 +16,11 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import auto as trial_module
 from tilegym_db.loop.auto import Trial, auto_kernelize
-from tilegym_db.loop.from_model import ModelPieces, Piece
-from tilegym_db.loop.model_state import coverage_of
-from tilegym_db.loop.submission_catalog import candidate_root, enter, leave
-from tilegym_db.loop.submit import submit
+from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
+from tilegym_db.loop.submit import candidate_root, enter, leave, submit
 from tilegym_db.loop.tasks import discarded
 from tilegym_db.measurement.machine import cpu_machine
-from tilegym_db.published.trace_file import unpacked
+from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate
 from tilegym_db.store.connection import ingest_journals, open_store

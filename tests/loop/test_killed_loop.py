@@ -18,8 +18,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import submit as submit_module
 from tilegym_db.loop.auto import Trial, auto_kernelize
-from tilegym_db.loop.from_model import ModelPieces, Piece
-from tilegym_db.loop.model_state import coverage_of
+from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
 from tilegym_db.loop.submit import submit
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import loop_folder

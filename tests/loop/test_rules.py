@@ -13,8 +13,7 @@ from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.architecture import above_light, definition_findings, shared_tokens
-from tilegym_db.loop.from_model import Piece
-from tilegym_db.loop.model_state import coverage_of, decide, next_piece, why_stop
+from tilegym_db.loop.from_model import Piece, coverage_of, decide, next_piece, why_stop
 from tilegym_db.measurement.awards import claim_of, record_awards
 from tilegym_db.paths import shipped_root
 from tilegym_db.published.input_files import loop_folder

@@ -13,9 +13,8 @@ import pytest
 from loop_authors import GOOD, SLOW, TRITON, WRONG
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.prompt import prompt_of
 from tilegym_db.loop.submit import submit
-from tilegym_db.loop.tasks import attempts_of, create_task, tasks_table
+from tilegym_db.loop.tasks import attempts_of, create_task, prompt_of, tasks_table
 from tilegym_db.records.loop import Task
 from tilegym_db.report.weekly import weekly
 from tilegym_db.store.connection import open_store

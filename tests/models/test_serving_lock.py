@@ -12,8 +12,7 @@ from raising import raises
 
 from tilegym_db import Catalog, patch, patched, resolve
 from tilegym_db.errors import RecordError, UsageError
-from tilegym_db.published.serving_lock import ServingLock
-from tilegym_db.published.table import table_for
+from tilegym_db.published.table import ServingLock, table_for
 
 
 def hits(handle: Any) -> dict[str, int]:

@@ -16,8 +16,16 @@ from shipped_records import CATALOG
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.published import trace_file
-from tilegym_db.published.input_files import definition_of, shipped_traces
-from tilegym_db.published.trace_file import packed, read_lines, read_traces, rounded, trace_lines, unpacked
+from tilegym_db.published.input_files import (
+    definition_of,
+    packed,
+    read_lines,
+    read_traces,
+    rounded,
+    shipped_traces,
+    trace_lines,
+    unpacked,
+)
 from tilegym_db.records import Trace
 
 FILES = shipped_traces(CATALOG)

@@ -12,10 +12,9 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import LOCK_NAME
+from tilegym_db.published.input_files import LOCK_NAME, packed
 from tilegym_db.published.snapshot import lock_folder
 from tilegym_db.published.table import load_table
-from tilegym_db.published.trace_file import packed
 
 
 def test_nothing_published_is_no_table(shop: Any) -> None:

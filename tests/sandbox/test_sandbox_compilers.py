@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tilegym_db.backends.compile_jobs import CompileJob
+from tilegym_db.backends.aot import CompileJob
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.catalog import Catalog
 
 COMPILE = """
 from tilegym_db.backends.aot_worker import compile_job
-from tilegym_db.backends.compile_jobs import CompileJob
+from tilegym_db.backends.aot import CompileJob
 from tilegym_db.backends.toolchains import prepare_environment
 import importlib
 job = CompileJob.from_json(request["job"])

@@ -14,8 +14,7 @@ from shipped_records import CATALOG
 from tilegym_db.catalog.writers import check_call
 from tilegym_db.errors import UsageError
 from tilegym_db.published.neighbours import Neighbours, neighbours
-from tilegym_db.scaffold.covering import cover
-from tilegym_db.scaffold.model_calls import FAMILIES, PARALLEL, STAGES, Stage, known_models, models_of, questions
+from tilegym_db.scaffold.model_calls import FAMILIES, PARALLEL, STAGES, Stage, cover, known_models, models_of, questions
 
 DEFINITIONS = dict(CATALOG.definitions)
 BY_NAME = {one["name"]: one for one in known_models()}

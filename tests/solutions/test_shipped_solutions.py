@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from shipped_records import CATALOG
 
-from tilegym_db.backends.aot import compile_many
-from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.cli.compile import choose_workloads, compile_catalog
 from tilegym_db.measurement.benchmark import bench

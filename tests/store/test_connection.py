@@ -15,7 +15,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
-from tilegym_db.published.trace_file import packed, trace_lines
+from tilegym_db.published.input_files import packed, trace_lines
 from tilegym_db.store import database
 from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.database import LOCK_TIMEOUT_S, ROW_GROUP_SIZE

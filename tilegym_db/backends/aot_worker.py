@@ -23,7 +23,7 @@ from typing import Any, Protocol, TextIO, cast
 
 import torch
 
-from tilegym_db.backends.compile_jobs import CompileJob, CompileResult, CompileStatus
+from tilegym_db.backends.aot import CompileJob, CompileResult, CompileStatus
 from tilegym_db.backends.load import clipped_traceback, load_entry, unload_entry
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.errors import SolutionError, ToolchainError

@@ -17,7 +17,7 @@ import cuda.tile as ct
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.aot import Artifact, Recorder
 from tilegym_db.backends.stand_ins import as_cuda, check_grid, install_driver
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError

@@ -21,7 +21,7 @@ import tilelang.language as T
 import torch
 from tilelang.jit.kernel import JITKernel
 
-from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.aot import Artifact, Recorder
 from tilegym_db.backends.stand_ins import check_shared_memory
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.errors import SolutionError

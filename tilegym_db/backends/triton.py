@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tilegym_db.backends.compile_jobs import Artifact, Recorder
+from tilegym_db.backends.aot import Artifact, Recorder
 from tilegym_db.backends.stand_ins import DEVICES, check_grid, check_shared_memory
 from tilegym_db.errors import SolutionError
 

@@ -8,8 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from tilegym_db.catalog.blobs import add_blobs
-from tilegym_db.catalog.reader import CatalogReader
+from tilegym_db.catalog.reader import CatalogReader, add_blobs
 from tilegym_db.catalog.record_files import (
     CHECKED_RECORDS,
     RECORD_NAME,

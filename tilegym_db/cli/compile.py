@@ -17,7 +17,7 @@ from tilegym_db.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+    from tilegym_db.backends.aot import CompileJob, CompileResult
     from tilegym_db.catalog import Catalog, SolutionFiles
     from tilegym_db.records import Definition, Workload
 
@@ -74,7 +74,7 @@ def compile_catalog(
 
 def scan_refusals(jobs: Sequence[CompileJob]) -> dict[str, CompileResult]:
     """Return the solutions that the static scan refuses, with reasons. They are not built, because a build runs their code."""
-    from tilegym_db.backends.compile_jobs import CompileResult
+    from tilegym_db.backends.aot import CompileResult
     from tilegym_db.sandbox.scan import hard_findings, scan_sources
 
     refused = {}
@@ -108,7 +108,7 @@ def select_jobs(
         NotFoundError: a name is neither a Definition nor a Solution.
         UsageError: the language is unknown, or nothing is left to compile; the message has the reason.
     """
-    from tilegym_db.backends.compile_jobs import CompileJob
+    from tilegym_db.backends.aot import CompileJob
     from tilegym_db.records import TILE_LANGUAGES
     from tilegym_db.records.solution import normalise_language
 

@@ -207,7 +207,7 @@ def reproduce_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.loop.submission_catalog import with_candidates
+    from tilegym_db.loop.submit import with_candidates
     from tilegym_db.measurement.drafts import catalog_with
 
     sizes, values = parse_axes(axes), parse_scalars(scalar)

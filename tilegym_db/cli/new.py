@@ -208,8 +208,7 @@ def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: b
     """Write the points that models need, and print their number and cost."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.records.hardware import parse_gpu
-    from tilegym_db.scaffold.covering import cover_models
-    from tilegym_db.scaffold.model_calls import models_of
+    from tilegym_db.scaffold.model_calls import cover_models, models_of
 
     catalog = Catalog.default()
     models = models_of(config)

@@ -112,8 +112,7 @@ def from_model(
 @app.command("prompt")
 def prompt(task: TaskId) -> None:
     """Print the task as one Markdown page for its author. The same task and history give the same bytes."""
-    from tilegym_db.loop.prompt import prompt_of
-    from tilegym_db.loop.tasks import find_task
+    from tilegym_db.loop.tasks import find_task, prompt_of
 
     sys.stdout.write(prompt_of(find_task(task)))
 
@@ -236,7 +235,7 @@ def auto_command(
     budget_s = parse_duration(budget)
     machine = checked_machine(language, author, gpu)
     from tilegym_db.loop.auto import auto_kernelize
-    from tilegym_db.loop.model_state import ModelState
+    from tilegym_db.loop.from_model import ModelState
 
     state = ModelState(config, machine, dtype, prompt_tokens, rounds, layers)
     done: list[Experiment] = []

@@ -13,9 +13,11 @@ from typing import Any
 
 from tilegym_db.errors import RecordError
 from tilegym_db.files import reason_of
-from tilegym_db.interchange.checks import Problem, Rules, axis_kind
-from tilegym_db.interchange.reading import (
+from tilegym_db.interchange.checks import (
     LINK_OUT,
+    Problem,
+    Rules,
+    axis_kind,
     file_digest,
     leads_out,
     lfs_pointer,

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.blobs import FOLDER, SUFFIX
+from tilegym_db.catalog.reader import FOLDER, SUFFIX
 from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError, did_you_mean
 from tilegym_db.interchange import sol_execbench
 from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_solution, is_drawn, why_not_by_element

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilegym_db.interchange.checks import Problem, Rules, check_definition, check_solution
+from tilegym_db.interchange.checks import Problem, Rules, check_definition, check_solution, walk
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.flashinfer_trace import defaults_filled
-from tilegym_db.interchange.reading import walk
 
 DIALECT = "fi-trace"
 RULES = Rules(

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tilegym_db.interchange.checks import Rules, check_definition, check_solution, check_trace
+from tilegym_db.interchange.checks import Rules, check_definition, check_solution, check_trace, split_lines, walk
 from tilegym_db.interchange.collecting import Collection
-from tilegym_db.interchange.reading import split_lines, walk
 from tilegym_db.store.imported import StoredRecord
 
 DIALECT = "flashinfer-trace"

@@ -17,10 +17,11 @@ from tilegym_db.interchange.checks import (
     check_trace,
     check_workload,
     number,
+    split_lines,
+    walk,
 )
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.flashinfer_trace import defaults_filled
-from tilegym_db.interchange.reading import split_lines, walk
 from tilegym_db.store.imported import Kind
 
 DIALECT = "sol-execbench"

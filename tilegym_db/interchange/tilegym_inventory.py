@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tilegym_db.interchange.checks import Problem, Rules, check_definition, check_solution
+from tilegym_db.interchange.checks import (
+    Problem,
+    Rules,
+    check_definition,
+    check_solution,
+    leads_out,
+    path_problem,
+    walk,
+)
 from tilegym_db.interchange.collecting import Collection
 from tilegym_db.interchange.flashinfer_trace import defaults_filled
-from tilegym_db.interchange.reading import leads_out, path_problem, walk
 
 DIALECT = "tilegym"
 RULES = Rules(languages=frozenset({"cuda-tile", "cutile", "python", "triton", "tilelang", "cuda", "cpp"}))

@@ -23,15 +23,21 @@ from pathlib import Path
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, TilegymDBError, UsageError
 from tilegym_db.files import regular_files, write_atomically, write_folder, writing
-from tilegym_db.loop.from_model import MIN_SHARE, ModelPieces, Piece, why_no_task
-from tilegym_db.loop.model_state import KeepDecision, ModelState, decide, next_piece, why_stop
-from tilegym_db.loop.prompt import prompt_of
-from tilegym_db.loop.submission_catalog import withdraw
-from tilegym_db.loop.submit import submit
-from tilegym_db.loop.tasks import create_task, discarded, last_attempt, verdicts
+from tilegym_db.loop.from_model import (
+    MIN_SHARE,
+    KeepDecision,
+    ModelPieces,
+    ModelState,
+    Piece,
+    decide,
+    next_piece,
+    why_no_task,
+    why_stop,
+)
+from tilegym_db.loop.submit import submit, withdraw
+from tilegym_db.loop.tasks import create_task, discarded, last_attempt, prompt_of, verdicts
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.input_files import LOCK_NAME, loop_folder, trace_files
-from tilegym_db.published.trace_file import read_lines
+from tilegym_db.published.input_files import LOCK_NAME, loop_folder, read_lines, trace_files
 from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task, identified
 from tilegym_db.records.model_run import ModelRun

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from tilegym_db.backends.aot import CompilerProcess
-from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+from tilegym_db.backends.aot import CompileJob, CompileResult, CompilerProcess
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.catalog.record_files import library_file, record_path, write_solution

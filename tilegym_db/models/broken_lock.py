@@ -8,8 +8,7 @@ from tilegym_db.backends.toolchains import check_libraries
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, ToolchainError, UsageError
 from tilegym_db.published.entries import Candidate
-from tilegym_db.published.serving_lock import LockedKernel, ServingLock
-from tilegym_db.published.table import table_for, why_no_table
+from tilegym_db.published.table import LockedKernel, ServingLock, table_for, why_no_table
 from tilegym_db.resolver.resolve import unavailable_languages
 
 MAX_SHOWN = 3

@@ -27,7 +27,7 @@ from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
 from tilegym_db.models.undescribed import Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
-from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
+from tilegym_db.published.table import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
 from tilegym_db.resolver.hot_path import allocate_of

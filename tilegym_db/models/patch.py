@@ -28,8 +28,7 @@ from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
-from tilegym_db.published.serving_lock import ServingLock
-from tilegym_db.published.table import table_for
+from tilegym_db.published.table import ServingLock, table_for
 from tilegym_db.records import Definition
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilegym_db.published.checked import shipped_keys, source_key
-from tilegym_db.published.trace_file import damaged
+from tilegym_db.published.input_files import damaged
 from tilegym_db.records.call import Call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config, name_with_config
@@ -92,7 +92,7 @@ def entries_of(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> 
     """Return the passes of a trace file. Entries are built when their dtype binding is first used; errors name ``path``.
 
     Args:
-        traces: the lines of the file (:func:`tilegym_db.published.trace_file.read_lines`).
+        traces: the lines of the file (:func:`tilegym_db.published.input_files.read_lines`).
         path: the file.
         origin: of the folder: ``shipped``, ``local`` or ``foreign``.
 

@@ -1,18 +1,179 @@
-"""Names the files from which the database is derived, in the catalog's roots and the home folder. It reads no content."""
+"""The files from which the database is derived: their places, and the format of published traces and search steps.
+
+The format is JSON Lines in gzip, one file per Definition and GPU.
+
+``traces/<gpu>/<op_type>/<definition>.jsonl.gz`` has one trace per line, and ``<op_type>/tuning/<definition>.jsonl.gz``
+one search step per line. Any reader of JSON Lines opens them without this package:
+
+    duckdb -c "SELECT solution, axes, performance.latency_us FROM 'traces/h200/norm/*.jsonl.gz'"
+    pandas.read_json("traces/h200/norm/rms_norm.jsonl.gz", lines=True)
+
+A line has the fields of a Trace (``schema/trace.schema.json``) and up to two more. ``provides`` is the baseline that the
+Solution stands for (``stock``, ``compile``, ...). ``origin`` is ``foreign`` if the publishing installation had not measured
+the trace.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import os
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from tilegym_db.catalog.record_files import library_files, solution_folders
-from tilegym_db.files import regular_files
+from tilegym_db.errors import RecordError
+from tilegym_db.files import MiB, regular_files
 from tilegym_db.paths import home as default_home
-from tilegym_db.published.trace_file import SUFFIX
+from tilegym_db.records.trace import Trace
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
+
+
+SUFFIX = ".jsonl.gz"
+EXTRA_KEYS = ("provides", "origin")
+"""Keys of a line that are not fields of a Trace."""
+
+DIGEST_DIGITS = 8
+ERRORS = ("rel_fro", "worst_row_rel", "max_abs")
+MAX_BYTES = 256 * MiB
+"""Maximum number of bytes that a file may unpack to; the largest today has 0.6 MB."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_TIMES = ("latency_us", "ci_low_us", "ci_high_us", "host_us", "wall_us", "profiled_us")
+
+
+# ---- packing --------------------------------------------------------------------------------------
+
+
+def trace_lines(
+    traces: Iterable[Mapping[str, Any]], provides: Mapping[str, str | None], foreign: Iterable[str] = ()
+) -> bytes:
+    """Return the lines of a trace file.
+
+    Args:
+        traces: as :meth:`Trace.to_dict` gives them, in the order to keep.
+        provides: the baseline that a Solution stands for, by name.
+        foreign: ids of runs that were not measured by the installation that publishes them.
+    """
+    borrowed = frozenset(foreign)
+    lines = []
+    for trace in traces:
+        stands_for = provides.get(trace["solution"])
+        more = {} if stands_for is None else {"provides": stands_for}
+        lines.append(rounded(trace) | more | ({"origin": "foreign"} if trace["run_id"] in borrowed else {}))
+    return json_lines(lines)
+
+
+def json_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return one line of JSON per record."""
+    return b"".join(
+        json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        for record in records
+    )
+
+
+def packed(lines: bytes) -> bytes:
+    """Return the content of a file with these lines. It has no time stamp, so equal lines make an equal file."""
+    return gzip.compress(lines, 9, mtime=0)
+
+
+def rounded(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trace's fields with the digits that are published.
+
+    Times of a microsecond or more are whole nanoseconds. Errors have three significant digits, as every report prints
+    them, and the digest of an envelope has its first eight.
+    """
+    result = dict(trace)
+    correctness = result.get("correctness")
+    if correctness is not None:
+        errors = {name: float(f"{correctness[name]:.2e}") for name in ERRORS if correctness.get(name) is not None}
+        result["correctness"] = {**correctness, **errors}
+    for name in ("performance", "audit"):
+        if result.get(name) is not None:
+            result[name] = {**result[name], **_whole_nanoseconds(result[name])}
+    if result.get("envelope") is not None:
+        result["envelope"] = {**result["envelope"], "digest": result["envelope"]["digest"][:DIGEST_DIGITS]}
+    return result
+
+
+def _whole_nanoseconds(part: Mapping[str, Any]) -> dict[str, float]:
+    # Shorter times would lose significant digits.
+    return {name: round(part[name], 3) for name in _TIMES if (part.get(name) or 0) >= 1}
+
+
+# ---- reading --------------------------------------------------------------------------------------
+
+
+def is_packed(content: bytes) -> bool:
+    """Return True if content is a published file, by its first two bytes; a journal is plain text."""
+    return content.startswith(_GZIP_MAGIC)
+
+
+def unpacked(content: bytes, source: str | Path) -> bytes:
+    """Return the lines of a published file; errors name ``source``.
+
+    Raises:
+        RecordError: the content is not gzip, is cut off, or unpacks to more than :data:`MAX_BYTES`.
+    """
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            lines = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise damaged(source, error) from None
+    if len(lines) > MAX_BYTES:
+        raise RecordError(
+            f"{source}: this file unpacks to more than {MAX_BYTES // MiB} MiB, which is the most that is read.",
+            code="file_too_large",
+        )
+    return lines
+
+
+def read_lines(content: bytes, source: str | Path) -> list[dict[str, Any]]:
+    """Return the object of every line of a published file.
+
+    Raises:
+        RecordError: as :func:`unpacked`, or a line is not a JSON object.
+    """
+    found = []
+    for number, line in enumerate(unpacked(content, source).splitlines(), start=1):
+        try:
+            record = from_json(line, cache_strings="all")
+        except ValueError as error:
+            raise damaged(f"{source}:{number}", error) from None
+        if not isinstance(record, dict):
+            raise damaged(f"{source}:{number}", TypeError("the line is not a JSON object"))
+        found.append(record)
+    return found
+
+
+def read_traces(content: bytes, source: str | Path) -> list[Trace]:
+    """Return the traces of a published file, validated.
+
+    Raises:
+        RecordError: as :func:`read_lines`, or a line is not a valid trace.
+    """
+    return [
+        Trace.from_parsed({name: value for name, value in line.items() if name not in EXTRA_KEYS}, source)
+        for line in read_lines(content, source)
+    ]
+
+
+def damaged(source: str | Path, error: Exception) -> RecordError:
+    """Return the error for a published file that cannot be read."""
+    return RecordError(
+        f"{source}: not a valid file of published traces: {type(error).__name__}: {error}. Publish it again.",
+        code="trace_file_damaged",
+    )
+
+
+# ---- Names of files --------------------------------------------------------------------------------------
 
 LOCK_NAME = "traces.lock.json"
 PEAKS_NAME = "peaks.json"

@@ -20,9 +20,8 @@ from pydantic_core import from_json
 from tilegym_db.catalog import read_bytes, write_atomically
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.input_files import LOCK_NAME, trace_files
+from tilegym_db.published.input_files import LOCK_NAME, is_packed, trace_files, unpacked
 from tilegym_db.published.installation import Origin, RejectedLine, is_signed, signature, split_line
-from tilegym_db.published.trace_file import is_packed, unpacked
 from tilegym_db.records.base import NAME_PATTERN, Record, canonical_json
 
 _SHA256 = r"^[0-9a-f]{64}$"

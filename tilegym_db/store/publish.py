@@ -27,14 +27,18 @@ from tilegym_db.published.checked import shipped_keys
 from tilegym_db.published.input_files import (
     LOCK_NAME,
     PEAKS_NAME,
+    SUFFIX,
     TUNING_FOLDER,
+    json_lines,
     model_files,
+    packed,
     trace_files,
+    trace_lines,
     tuning_files,
+    unpacked,
 )
 from tilegym_db.published.servable import Audience, Refusal
 from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
-from tilegym_db.published.trace_file import SUFFIX, json_lines, packed, trace_lines, unpacked
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.roofline import GpuPeaks

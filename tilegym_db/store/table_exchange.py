@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import RECORD_BYTES, read_bytes, write_folder, writing
 from tilegym_db.paths import remove_tree
-from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME
+from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME, SUFFIX, packed, read_traces
 from tilegym_db.published.installation import is_signed, signature
 from tilegym_db.published.shared_place import SharedPlace
 from tilegym_db.published.shared_tables import (
@@ -36,7 +36,6 @@ from tilegym_db.published.shared_tables import (
     trust_table,
 )
 from tilegym_db.published.snapshot import TraceLock, sha256, signed_lock
-from tilegym_db.published.trace_file import SUFFIX, packed, read_traces
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store import queries

@@ -18,9 +18,8 @@ from pydantic import AwareDatetime, Field
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import read_bytes
-from tilegym_db.published.input_files import own_tuning_files, published_tuning_files
+from tilegym_db.published.input_files import own_tuning_files, published_tuning_files, read_lines
 from tilegym_db.published.snapshot import read_published
-from tilegym_db.published.trace_file import read_lines
 from tilegym_db.records.base import NAME_PATTERN, Record
 from tilegym_db.records.solution import Tunable, config_id
 from tilegym_db.records.trace import Status

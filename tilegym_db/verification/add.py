@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog, SolutionFiles, check_entry_point
-from tilegym_db.catalog.blobs import check_blobs
+from tilegym_db.catalog.reader import check_blobs
 from tilegym_db.catalog.record_files import LIBRARY, WORKLOAD_BYTES, file_of, library_file, of_family_file
 from tilegym_db.catalog.writers import check_call, check_fits
 from tilegym_db.errors import NotFoundError, RecordError, UsageError, check_kind

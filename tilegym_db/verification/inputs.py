@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
-from tilegym_db.catalog.blobs import find_blob
+from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.backward import forward_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.backends.compile_jobs import CompileResult
+from tilegym_db.backends.aot import CompileResult
 from tilegym_db.backends.toolchains import toolchain_status
 from tilegym_db.catalog import Catalog
 from tilegym_db.measurement.tune.search import CompileAhead, ConfigCandidate, refusal

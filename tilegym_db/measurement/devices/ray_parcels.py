@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.catalog.blobs import find_blob
+from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError
 from tilegym_db.files import write_atomically
 from tilegym_db.measurement.devices.messages import Order

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
-from tilegym_db.backends.aot import compile_many
-from tilegym_db.backends.compile_jobs import CompileJob, CompileResult
+from tilegym_db.backends.aot import CompileJob, CompileResult, compile_many
 from tilegym_db.backends.toolchains import TOOLCHAINS
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.measurement.machine import Machine, require_healthy, timing_lock
