@@ -47,9 +47,9 @@ from tilegym_db.measurement.timing import median, median_interval, paired_ratio
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
+from tilegym_db.records.definition import limits_for
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import TILE_LANGUAGES
-from tilegym_db.records.tolerance import limits_for
 from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.timing import BlockTimer
 from tilegym_db.verification.inputs import draw_inputs

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from foreign_sets import DEFINITION, SOLUTION, WORKLOADS, Tree, definition, lines, of_workload, solution, workload
 
-from tilegym_db.interchange.adapt import Adapted, adapted_definition
+from tilegym_db.interchange.adapt import Adapted, adapted_definition, draft_of
 from tilegym_db.interchange.data_sets import import_data_set
-from tilegym_db.interchange.drafts import draft_of
 from tilegym_db.store.imported import DataSet
 
 BOTH = "import torch\n\ndef run(x, w, eps):\n    return x * w + eps, x.sum(-1)\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.loop.recommend import match, recommend
+from tilegym_db.loop.from_model import match, recommend
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
 from tilegym_db.store.connection import open_store

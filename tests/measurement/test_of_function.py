@@ -11,7 +11,7 @@ from raising import raises
 
 import tilegym_db
 from tilegym_db.errors import UsageError
-from tilegym_db.scaffold.function_source import function_source, language_of
+from tilegym_db.scaffold.solution_draft import function_source, language_of
 
 SCALE = 2.0
 TABLE = [1.0]

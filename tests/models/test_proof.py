@@ -16,8 +16,8 @@ from tilegym_db.models.call_site import HELD
 from tilegym_db.models.capture import CapturedCall, captured_calls, copied, new_workloads, workload_of
 from tilegym_db.models.proof import allowed_error
 from tilegym_db.records import Workload
+from tilegym_db.records.definition import LIMITS
 from tilegym_db.records.layouts import layout_strides
-from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.resolver.hot_path import allocate_of
 
 OF_STOCK = """\

@@ -10,9 +10,9 @@ from raising import raises
 from verification.low_precision import RECORD, TOLERANCE
 
 from tilegym_db.errors import RecordError
-from tilegym_db.published.plausible import bounds_of, why_implausible
+from tilegym_db.published.checked import bounds_of, why_implausible
 from tilegym_db.records import Definition
-from tilegym_db.records.tolerance import limits_for
+from tilegym_db.records.definition import limits_for
 
 AXES = {"M": 64, "K": 64, "I": 64, "N": 64}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.records.definition import LIMITS
 from tilegym_db.verification.gates import (
     OutputComparison,
     ReferenceDeviation,

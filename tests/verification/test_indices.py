@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.records.definition import LIMITS
 from tilegym_db.verification.comparison import check_gathered
 
 SCORES = torch.tensor([[5.0, 9.0, 5.0, 1.0, 9.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 2.0]])

@@ -7,7 +7,7 @@ import pytest
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.tolerance import LIMITS, Limits, limits_for
+from tilegym_db.records.definition import LIMITS, Limits, limits_for
 
 CATALOG = Catalog((shipped_root(),))
 REASON = "because the test says so"

@@ -1,7 +1,8 @@
 """Compiles Solutions ahead of time in worker processes, for GPUs that this machine may not have.
 
 A worker intercepts the language and calls the Solution's ``run`` on arguments without contents. So it compiles exactly
-the code of a launch: same grid choice, same constants, same specialisation of sizes and strides. Jobs and results cross the process boundary as JSON.
+the code of a launch: same grid choice, same constants, same specialisation of sizes and strides.
+Jobs and results cross the process boundary as JSON.
 """
 
 from __future__ import annotations

@@ -305,8 +305,8 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
 
 
 def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
+    from tilegym_db.interchange.adapt import STILL_TO_WRITE
     from tilegym_db.interchange.data_sets import write_tree
-    from tilegym_db.interchange.drafts import STILL_TO_WRITE
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
 
@@ -452,7 +452,7 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
 def _verified(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.reader import open_reader
-    from tilegym_db.interchange.drafts import origin_tag
+    from tilegym_db.interchange.adapt import origin_tag
     from tilegym_db.judging.judging import verified_pairs
     from tilegym_db.store.sharing import shareable_traces
 

@@ -319,7 +319,7 @@ def recommend_command(
     from tilegym_db.cli.best import chosen_gpu
 
     chosen_gpu(gpu)  # before the slow import of PyTorch
-    from tilegym_db.loop.recommend import recommend
+    from tilegym_db.loop.from_model import recommend
 
     found = recommend(config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, parallel=parallel)
     if as_json:

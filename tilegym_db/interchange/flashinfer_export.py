@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.catalog.reader import find_blob
 from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.interchange.adapt import WIDE_INTEGERS
 from tilegym_db.interchange.checks import FIB_DTYPES
 from tilegym_db.interchange.collecting import SIDE_FILE
-from tilegym_db.interchange.drafts import WIDE_INTEGERS
 from tilegym_db.records import Config, Definition, Trace, Workload
 from tilegym_db.records.backward import forward_of
 from tilegym_db.records.dtypes import STORED_BYTES

@@ -14,11 +14,12 @@ from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.interchange.adapt import (
     CALLED_BY_NAME,
     Adapted,
+    Draft,
     adapted_definition,
     adapted_solution,
+    draft_of,
     reference_entry,
 )
-from tilegym_db.interchange.drafts import Draft, draft_of
 from tilegym_db.judging.same_call import DIFFERENT, DRAFT_FAILED, ORIGINAL_FAILED, SAME, Called, code_of
 from tilegym_db.judging.sandboxed import Confined
 from tilegym_db.paths import scratch_folder

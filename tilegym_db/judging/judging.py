@@ -27,14 +27,18 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import write_atomically
 from tilegym_db.interchange import sol_execbench
 from tilegym_db.interchange.adapt import (
+    WIDE_INTEGERS,
     Adapted,
     AdaptedSolution,
     adapted_definition,
     adapted_solution,
+    base_of,
+    blob_of,
+    imported_tag,
     native_name,
+    origin_tag,
     why_not_by_element,
 )
-from tilegym_db.interchange.drafts import WIDE_INTEGERS, base_of, blob_of, imported_tag, origin_tag
 from tilegym_db.judging.sandboxed import Confined, expected_by_reference, prepare_solution
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.paths import scratch_folder

@@ -35,7 +35,7 @@ from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.resolver.hot_path import allocate_of
 from tilegym_db.sandbox.scan import hard_findings, scan_definition
 from tilegym_db.scaffold.definition_draft import DraftedCode, Size, code_files
-from tilegym_db.scaffold.function_source import function_source, rewritten_source
+from tilegym_db.scaffold.solution_draft import function_source, rewritten_source
 from tilegym_db.verification.oracle import run_reference
 
 MAX_CALLS = 16

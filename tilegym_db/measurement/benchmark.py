@@ -37,7 +37,7 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.records.solution import signature_problem
 from tilegym_db.records.trace import new_run_id
 from tilegym_db.sandbox.worker import prepare_workers
-from tilegym_db.scaffold.function_source import function_source, language_of
+from tilegym_db.scaffold.solution_draft import function_source, language_of
 from tilegym_db.store.journal import Journal
 from tilegym_db.store.queries import (
     disagreements,

@@ -15,7 +15,7 @@ from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import decode, read_bytes
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Solution
-from tilegym_db.scaffold.function_source import language_of
+from tilegym_db.scaffold.solution_draft import language_of
 from tilegym_db.verification.add import Sources, read_draft
 
 

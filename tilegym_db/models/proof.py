@@ -17,7 +17,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.models.capture import CapturedCall, copied
 from tilegym_db.records import Definition
 from tilegym_db.records.call import Call, bind_call
-from tilegym_db.records.tolerance import LIMITS
+from tilegym_db.records.definition import LIMITS
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate
 from tilegym_db.verification.comparison import check_outputs, followed

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
+from tilegym_db.published.checked import bounds_of, why_implausible
 from tilegym_db.published.entries import (
     Candidate,
     DtypesKey,
@@ -41,7 +42,6 @@ from tilegym_db.published.input_files import (
     read_lines,
     trace_files,
 )
-from tilegym_db.published.plausible import bounds_of, why_implausible
 from tilegym_db.published.shared_tables import SharedTable, serving, tables_folder, tables_in
 from tilegym_db.published.snapshot import Snapshot, open_snapshot
 from tilegym_db.records import Definition

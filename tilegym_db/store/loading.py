@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.published.checked import bounds_of
 from tilegym_db.published.installation import RejectedLine
-from tilegym_db.published.plausible import bounds_of
 from tilegym_db.published.snapshot import Batch, Sorted, sorted_files, sorted_snapshots
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.roofline import GpuPeaks
@@ -228,7 +228,7 @@ def _clean(files: Sequence[Path], target: Path) -> tuple[int, tuple[RejectedLine
 
 
 # ---- doubts ---------------------------------------------------------------------------------------
-# Marks passes whose figures cannot be true (:mod:`tilegym_db.published.plausible`).
+# Marks passes whose figures cannot be true (:mod:`tilegym_db.published.checked`).
 
 
 def judge_passes(connection: DuckDBPyConnection, last: int = -1, plausible: frozenset[str] = frozenset()) -> bool:

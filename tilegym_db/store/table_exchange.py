@@ -24,9 +24,9 @@ from tilegym_db.files import RECORD_BYTES, read_bytes, write_folder, writing
 from tilegym_db.paths import remove_tree
 from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME, SUFFIX, packed, read_traces
 from tilegym_db.published.installation import is_signed, signature
-from tilegym_db.published.shared_place import SharedPlace
 from tilegym_db.published.shared_tables import (
     SOURCE_NAME,
+    SharedPlace,
     damage_of,
     folder_of,
     remove_superseded,

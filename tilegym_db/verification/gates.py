@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilegym_db.records.tolerance import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
+from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS, TAU_CAP, WORST_ROW_FACTOR, Limits
 
 # ---- distance -------------------------------------------------------------------------------------
 # Errors of a result against the oracle's, as a whole and per element.

@@ -17,8 +17,8 @@ import torch
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
+from tilegym_db.records.definition import LIMITS
 from tilegym_db.records.definition_rules import ROUNDING
-from tilegym_db.records.tolerance import LIMITS
 from tilegym_db.verification.gates import PASSED, OutputComparison, failed, row_of_most
 from tilegym_db.verification.oracle import Lifted, evaluate_function, lift
 

@@ -17,7 +17,7 @@ import torch
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
-from tilegym_db.records.tolerance import limits_for
+from tilegym_db.records.definition import limits_for
 from tilegym_db.records.trace import Correctness, Status
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import (
