@@ -125,12 +125,6 @@ class MissingPackageError(ToolchainError):
     code = "package_missing"
 
 
-class CompileError(TilegymDBError):
-    """A Solution's source that did not compile for a target; carries the compiler's message, clipped."""
-
-    code = "compile_failed"
-
-
 class SolutionError(TilegymDBError):
     """A Solution's source that failed to load or raised while it ran."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tilegym_db.loop import model_state
+from tilegym_db.loop import from_model
 from tilegym_db.loop.auto import Kernelizer, auto_kernelize
 from tilegym_db.loop.from_model import ModelState
 from tilegym_db.loop.tasks import attempts_of
@@ -75,8 +75,8 @@ def state(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     (tmp_path / "Tiny-MoE").mkdir()
     (tmp_path / "Tiny-MoE" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(model_state, "MIN_TOTAL_SPEEDUP", 0.2)
-    monkeypatch.setattr(model_state, "MIN_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
+    monkeypatch.setattr(from_model, "MIN_TOTAL_SPEEDUP", 0.2)
+    monkeypatch.setattr(from_model, "MIN_SHARE", 0.0)  # one operator's share is about 1%, now below and now above
     return ModelState(tmp_path / "Tiny-MoE", cpu_machine(), dtype="float32", prompt=1024, rounds=8)
 
 
@@ -84,7 +84,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> Counter[str]:
     """How often a model was measured in each of these ways, from now on."""
     found: Counter[str] = Counter()
     for name in names:
-        owner, held = (model_state, name) if name == "stock_times" else (ModelState, name)
+        owner, held = (from_model, name) if name == "stock_times" else (ModelState, name)
         real = getattr(owner, held)
 
         def noted(*args: Any, name: str = name, real: Any = real) -> Any:

@@ -328,10 +328,10 @@ def check_texts(record: Mapping[str, Any], key: str, where: str = "") -> Iterato
         yield where + key, "must be a list of texts"
 
 
-def check_optional_text(record: Mapping[str, Any], key: str) -> Iterator[Problem]:
-    """Yield a problem unless an optional key has a text or null."""
-    if not isinstance(record.get(key), str | None):
-        yield key, f"must be a text or null, not {record[key]!r:.80}"
+def check_description(record: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem unless the description is a text, null or absent."""
+    if not isinstance(record.get("description"), str | None):
+        yield "description", f"must be a text or null, not {record['description']!r:.80}"
 
 
 def is_one_of(value: Any, allowed: Collection[str]) -> bool:
@@ -359,7 +359,7 @@ def is_count(value: Any) -> bool:
 
 def check_definition(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
     """Return the problems of a Definition; empty if it is accepted."""
-    problems = [*check_name(record, "name"), *check_texts(record, "tags"), *check_optional_text(record, "description")]
+    problems = [*check_name(record, "name"), *check_texts(record, "tags"), *check_description(record)]
     if rules.op_type_required or record.get("op_type") is not None:
         problems += check_name(record, "op_type")
     groups = {key: record.get(key) for key in ("axes", "inputs", "outputs")}
@@ -472,7 +472,7 @@ def _reference(record: Mapping[str, Any], rules: Rules) -> Iterator[Problem]:
 def check_solution(record: Mapping[str, Any], rules: Rules) -> list[Problem]:
     """Return the problems of a Solution. Its sources are inline by now in every dialect."""
     problems = [*check_name(record, "name"), *check_name(record, "definition"), *check_name(record, "author")]
-    problems += check_optional_text(record, "description")
+    problems += check_description(record)
     spec = record.get("spec")
     if not isinstance(spec, dict):
         return [*problems, ("spec", "missing key" if "spec" not in record else "must be an object")]

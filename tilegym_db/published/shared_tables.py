@@ -328,9 +328,13 @@ class SharedPlace:
 
         Every other failure is left to the file system, which repeats and explains it.
         """
-        url = "" if self.is_local or self._has_answered else _endpoint()
+        url = (
+            ""
+            if self.is_local or self._has_answered
+            else os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        )
         self._has_answered = True
-        if url and not _answers(url, ANSWER_TIMEOUT_S):
+        if url and not _answers(url):
             self._has_answered = False
             reason = f"{hidden(url)} accepts connections and has not answered for {ANSWER_TIMEOUT_S:g} s"
             raise self.refused(what, OSError(reason))
@@ -359,12 +363,7 @@ class SharedPlace:
         )
 
 
-def _endpoint(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of another service than Amazon's; empty without one."""
-    return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""
-
-
-def _answers(url: str, timeout_s: float) -> bool:
+def _answers(url: str) -> bool:
     """Return False if a service takes a connection and sends nothing; True for any answer and any other failure."""
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
@@ -372,7 +371,7 @@ def _answers(url: str, timeout_s: float) -> bool:
     if not parts.hostname or parts.scheme not in ("http", "https"):
         return True
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+    connection = kind(parts.hostname, parts.port, timeout=ANSWER_TIMEOUT_S)
     is_connected = False
     try:
         connection.connect()

@@ -37,8 +37,6 @@ FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float
 INTEGER_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("int", "uint")))
 RECORD_DTYPES = frozenset(DTYPE_BYTES) - {"float64"}  # float64 is only for oracles, not for Definitions
 
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-
 
 def _known(name: str) -> str:
     if name not in RECORD_DTYPES:
@@ -47,11 +45,6 @@ def _known(name: str) -> str:
 
 
 DType = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": sorted(RECORD_DTYPES)})]
-
-
-def short_dtype(name: str) -> str:
-    """Return the usual abbreviation of a dtype (``bfloat16`` -> ``bf16``), for tables."""
-    return _SHORT.get(name, name)
 
 
 def scalar_type(dtype: str) -> type:

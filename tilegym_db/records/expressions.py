@@ -145,13 +145,13 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
         ) from None
 
 
-def evaluate_int(text: str | int, axes: Mapping[str, int], dtypes: Mapping[str, str] | None = None) -> int:
+def evaluate_int(text: str | int, axes: Mapping[str, int]) -> int:
     """Return the value of a shape or stride; see :func:`evaluate`. Raise :class:`RecordError` unless it is a whole number."""
     if isinstance(text, int):
         return text
     if text in axes:  # fast path: most entries of a shape are an axis
         return axes[text]
-    value = evaluate(text, axes, dtypes)
+    value = evaluate(text, axes)
     if isinstance(value, bool) or value != int(value):
         raise RecordError(
             f"{text!r} must be a whole number but is {value} at {_spelled(axes)}", code="number_not_whole"
