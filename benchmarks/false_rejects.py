@@ -120,7 +120,7 @@ def by_size(definition: Definition, workloads: Sequence[Workload]) -> list[Workl
 
 
 def interrupt_after(seconds: float) -> threading.Event:
-    """Ctrl-C by itself: whatever runs then keeps what it has finished. The event says that it was that."""
+    """Send Ctrl-C to this process after some seconds, and set the returned event. Finished work is kept."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts programs of its background without it
     due = threading.Event()
 

@@ -126,7 +126,7 @@ def outputs_of(definition: Definition, given: Arguments, returned: Any) -> dict[
 
 
 def error_of(definition: Definition, case: Case, racer: Racer, slot: Slot) -> tuple[float, float]:
-    """(relative Frobenius error against fp64, what is allowed), of the worst output."""
+    """Return the relative Frobenius error of the worst output against fp64, and the allowed error."""
     slot.restore(tuple(slot.pristine))
     truth = oracle(definition, {name: slot.given[name] for name in definition.inputs})
     for name in definition.written_outputs:

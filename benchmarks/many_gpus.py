@@ -227,7 +227,7 @@ def record(report: BenchReport, run: Run, watch: Watch) -> dict[str, Any]:
 
 
 def key(trace: Trace) -> str:
-    """Solution, config and workload of a trace."""
+    """Return the Solution, config and workload of a trace."""
     return f"{trace.solution} {json.dumps(trace.config, sort_keys=True)} {trace.workload_uuid}"
 
 

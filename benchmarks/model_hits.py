@@ -85,7 +85,7 @@ def twin_of(model: Any) -> Any:
 
 
 def prompts(model: Any, batch: int, length: int) -> torch.Tensor:
-    """Random token ids [batch, length] on the model's device."""
+    """Return random token ids [batch, length] on the model's device."""
     generator = torch.Generator().manual_seed(batch)
     return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
@@ -97,7 +97,7 @@ def synchronize() -> None:
 
 
 def interleaved_ms(ways: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median wall time of each way, in ms; each round runs them all, the first round is thrown away."""
+    """Return the median wall time of each way in ms. Each round runs all of them; the first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(REPEATS + 1):
         for name, call in ways.items():
@@ -117,7 +117,7 @@ class Hits:
         self._before = handle.report().hits()
 
     def take(self) -> dict[str, int]:
-        """Operator -> calls by kernel since the last call of this."""
+        """Return operator -> calls by kernel since the last call of this method."""
         now = self._handle.report().hits()
         new = {op: now.get(op, 0) - self._before.get(op, 0) for op in OPS}
         self._before = now
@@ -163,7 +163,7 @@ def prefill(stock: Any, patched: Any, precise: Any, ids: torch.Tensor, hits: Hit
 def decode(
     stock: Any, patched: Any, ids: torch.Tensor, options: dict[str, Any], tokens: int, hits: Hits
 ) -> dict[str, Any]:
-    """Greedy generation on both models: tokens, kernel calls of the decode steps alone, time per output token."""
+    """Generate greedily on both models; return tokens, kernel calls of the decode steps, and time per output token."""
 
     def generate(model: Any, count: int) -> torch.Tensor:
         given: torch.Tensor = model.generate(

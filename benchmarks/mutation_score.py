@@ -106,7 +106,7 @@ class Score:
     """Fate of the mutants of each Definition."""
 
     def __init__(self, out: TextIO | None = None) -> None:
-        """Nothing yet; ``out`` gets a line for each mutant."""
+        """Start without mutants; ``out`` gets a line for each one."""
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.kinds: dict[str, Counter[str]] = defaultdict(Counter)
         self.survivors: list[str] = []
@@ -272,7 +272,7 @@ def judged_in(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """``0/2``: the first half."""
+    """Parse a part of the whole, such as ``0/2`` for the first half."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise argparse.ArgumentTypeError(f"{text}: the number of a part, from 0 on, and of how many, as 0/2")

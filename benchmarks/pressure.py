@@ -55,7 +55,7 @@ class Device:
     """A worker of one device; another one where the first died."""
 
     def __init__(self, device: str, catalog: Catalog, folder: Path, load: Load) -> None:
-        """Nothing is started yet."""
+        """Prepare; no worker is started yet."""
         self.device = device
         self._catalog, self._folder, self._load = catalog, folder, load
         self._worker: WorkerProcess | None = None
@@ -200,7 +200,7 @@ def load_of(options: argparse.Namespace) -> Load:
 
 
 def devices(asked: str) -> list[tuple[str, str]]:
-    """(torch's name, ``sm_XX``) of every device that ``--gpu`` means.
+    """Return (torch's name, ``sm_XX``) of every device that ``--gpu`` means.
 
     Raises:
         TilegymDBError: there is no such device here.

@@ -118,7 +118,7 @@ class Job:
     cold: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the message as JSON."""
         return {**dataclasses.asdict(self), "case": case_to_json(self.case)}
 
     @classmethod
@@ -153,7 +153,7 @@ class Turns:
     """Shared order of the workers' next Solutions. None repeats what another has had before all had their turn."""
 
     def __init__(self, catalog: Catalog, found: Sequence[Candidate], sm: str, shapes: int, seed: int) -> None:
-        """``shapes`` is how many different ones are drawn for each Solution."""
+        """Draw ``shapes`` different shapes for each Solution."""
         self._catalog, self._rows, self._shapes = catalog, rows_on(sm), shapes
         self._draw = random.Random(seed)
         self._order, self._lock = in_turns(found, self._draw), threading.Lock()
@@ -186,7 +186,7 @@ class Record:
     """Figures of all devices, the log, and what is printed at once. Safe to use from several threads."""
 
     def __init__(self, log: TextIO | None) -> None:
-        """Nothing has run yet."""
+        """Start without results."""
         self.counts: dict[tuple[str, str], Counter[str]] = {}
         self._shapes: dict[tuple[str, str], set[str]] = {}
         self._log, self._lock = log, threading.Lock()

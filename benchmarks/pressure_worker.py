@@ -116,7 +116,7 @@ class Job:
             fill_slot(memory_of(self.plan, self.pristine), index, self.definition, self.expected, poison)
 
     def empty_slot(self) -> torch.Tensor:
-        """Memory for a call, uninitialised."""
+        """Return uninitialised memory for a call."""
         return torch.empty_like(self.pristine[0])
 
     def call(self, slot: torch.Tensor, fill: int) -> torch.Tensor:

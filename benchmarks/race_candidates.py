@@ -104,7 +104,7 @@ def published(definition: Definition, case: Case, table: ResolverTable | None, f
 
 
 def our_racers(catalog: Catalog, definition: Definition, case: Case, machine: Machine) -> tuple[list[Racer], Absent]:
-    """Our fastest kernel per language, and the baselines of the catalog."""
+    """Return our fastest kernel per language, and the baselines of the catalog."""
     table = load_table(machine.gpu) if machine.is_gpu else None
     best: dict[str, tuple[float, Racer]] = {}
     absent: Absent = {}
@@ -129,7 +129,7 @@ def our_racers(catalog: Catalog, definition: Definition, case: Case, machine: Ma
 
 
 def compiled_racer(catalog: Catalog, definition: Definition) -> Racer | str:
-    """torch.compile of the stock code: one static graph, compiled at the first call."""
+    """Return torch.compile of the stock code: one static graph, compiled at the first call."""
     stock = stock_of(catalog.solutions_for(definition.name))
     if stock is None or stock.record.spec.destination_passing_style:
         return "no stock code that returns its outputs"

@@ -34,7 +34,7 @@ Checks = Set[tuple[str, str]]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file, none where it does not exist."""
+    """Return the JSON lines of a file; an empty list if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -162,7 +162,7 @@ class Sweep:
         self._judge(batch, text, ended, time.monotonic() - started)
 
     def _judge(self, batch: Batch, text: str, ended: str, seconds: float) -> None:
-        """Tell what is known, and queue what is not: the rest of the batch, and its next tool."""
+        """Report known verdicts, and queue the rest of the batch and its next tool."""
         report = parse_report(text)
         report.is_complete = not ended and (report.is_complete or batch.tool == PLAIN)
         results, left = verdicts_of(batch.tool, batch.solutions, report)

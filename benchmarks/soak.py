@@ -84,7 +84,7 @@ class Episode:
 
 
 def episodes(steps: int, longest: int, most_steps: int, seed: int) -> Iterator[Episode]:
-    """Random episodes that have ``steps`` steps in all; half of them without padding."""
+    """Return random episodes with ``steps`` steps in all; half of them have no padding."""
     draw = random.Random(seed)
     left = steps
     while left:
@@ -98,7 +98,7 @@ def episodes(steps: int, longest: int, most_steps: int, seed: int) -> Iterator[E
 
 
 def tokens_of(episode: Episode, vocabulary: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random token ids [batch, longest + steps] and their mask: 0 where a prompt is padded."""
+    """Return random token ids [batch, longest + steps] and their mask, which is 0 in the padding of a prompt."""
     longest = max(episode.lengths)
     generator = torch.Generator().manual_seed(seed)
     shape = (len(episode.lengths), longest + episode.steps)
@@ -221,9 +221,9 @@ def why_not_judged(kind: str, run: Run) -> str:
 
 
 def memory_growth(samples: Sequence[Sample], run: Run, control: float = 0) -> dict[str, dict[str, Any]]:
-    """Per kind of memory: growth after the warm-up in bytes, the same per 1000 steps, the limit, and why it is not judged.
+    """Return, per kind of memory, the growth after the warm-up in bytes and per 1000 steps, the limit, and why it is not judged.
 
-    ``control`` is :func:`growth_of_control`; as much for as many steps is allowed on the host beyond the limit.
+    ``control`` is :func:`growth_of_control`. The host may grow beyond the limit by as much for as many steps.
     """
     settled = [sample for sample in samples if sample.steps >= WARM_UP_SHARE * run.steps]
     series = {"host": [(sample.steps, sample.host) for sample in settled]}
@@ -303,7 +303,7 @@ def _unlike_stock(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def host_bytes() -> int:
-    """Resident memory of this process, as Linux says."""
+    """Return the resident memory of this process, as Linux states it."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -376,7 +376,7 @@ def soak(
 
 
 def main() -> int:
-    """Soak; print what came of it; 1 where something does not hold."""
+    """Soak, print the result, and return 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="auto", help="auto, cpu, or the GPU in this machine")
     parser.add_argument("--steps", type=int, default=10000, help="steps of decoding in all")

@@ -83,7 +83,7 @@ def agreement(runs: Sequence[Rounds], noise: float = NOISE) -> Agreement:
 
 
 def stratified(groups: Mapping[str, Sequence[Workload]], count: int, generator: random.Random) -> list[Pair]:
-    """``count`` pairs, or all there are: one of each group in turn, drawn at random within it."""
+    """Return ``count`` pairs, or all if there are fewer: one of each group in turn, drawn at random in the group."""
     shuffled = {name: generator.sample(list(items), len(items)) for name, items in sorted(groups.items())}
     turns = itertools.zip_longest(*([Pair(name, item) for item in items] for name, items in shuffled.items()))
     return [pair for turn in turns for pair in turn if pair is not None][:count]

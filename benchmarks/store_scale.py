@@ -69,7 +69,7 @@ class Measurement:
 
 
 def write_catalog(root: Path, workloads: int = WORKLOADS) -> Catalog:
-    """``DEFINITIONS`` operators, each with a Solution per entry of ``LANGUAGES`` and so many shapes."""
+    """Write ``DEFINITIONS`` operators, each with a Solution per entry of ``LANGUAGES`` and ``workloads`` shapes."""
     for index in range(DEFINITIONS):
         name = f"op{index:02d}"
         definition = Definition.from_dict(
@@ -123,9 +123,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def trace_lines(catalog: Catalog, count: int) -> Iterator[str]:
-    """``count`` journal lines: every solution on every shape of two GPUs, again and again.
+    """Yield ``count`` journal lines: every solution on every shape of two GPUs, again and again.
 
-    Each is screened once, a tenth failing, and verified from then on.
+    Each is screened once and then verified. A tenth of the screens fail.
     """
     rng = random.Random(0)
     points = [
@@ -220,7 +220,7 @@ def _pass(rng: random.Random) -> dict[str, Any]:
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Wall time and CPU time (all threads) of one call, in seconds; the latter says more on a busy machine."""
+    """Return the wall time and CPU time (all threads) of one call in seconds. CPU time says more on a busy machine."""
     wall, cpu = time.perf_counter(), time.process_time()
     action()
     return time.perf_counter() - wall, time.process_time() - cpu

@@ -188,7 +188,7 @@ def optimizer_of(model: Any, settings: Settings) -> torch.optim.Optimizer:
 
 
 def random_tokens(config: Any, settings: Settings) -> torch.Tensor:
-    """Random token ids [rows, tokens] on the device."""
+    """Return random token ids [rows, tokens] on the device."""
     generator = torch.Generator().manual_seed(settings.seed)
     ids = torch.randint(1, config.vocab_size, (settings.rows, settings.tokens), generator=generator)
     return ids.to(settings.device)

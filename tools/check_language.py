@@ -72,6 +72,15 @@ NOT_VERBS = CLAUSES | frozenset(
         "There",
         "Here",
         "Also",
+        "Both",
+        "Most",
+        "Our",
+        "Their",
+        "They",
+        "Nothing",
+        "Something",
+        "Random",
+        "Like",
     ]
 )
 VERBS_IN_S = frozenset(
@@ -202,9 +211,11 @@ def check_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     """Yield what is wrong with the first word of a docstring."""
     text = ast.get_docstring(node) or ""
     first = (re.match(r"\W*(\w+)", text) or [""])[0].strip(" *`:(")
+    is_noun = isinstance(node, ast.ClassDef) or any("property" in ast.unparse(item) for item in node.decorator_list)
+    if not is_noun and re.match(r"[`(\[{\d]", text):
+        yield f"{node.name}: the docstring begins with code or a number; begin with an imperative verb"
     if not text or not first[:1].isupper():
         return
-    is_noun = isinstance(node, ast.ClassDef) or any("property" in ast.unparse(item) for item in node.decorator_list)
     if is_noun and first in CLAUSES:
         yield f"{node.name}: the docstring begins with the clause '{first} ...'; begin with a noun"
     elif not is_noun and (first in NOT_VERBS or (first.endswith("s") and first not in VERBS_IN_S)):

@@ -1,4 +1,4 @@
-"""The import graph of the package in docs/architecture.md: its layers, and which imports which.
+"""The import graph of the package in docs/architecture.md: the layers and their imports.
 
     python tools/import_graph.py            # writes the block
     python tools/import_graph.py --check
@@ -28,7 +28,7 @@ def layers() -> list[list[str]]:
 
 
 def edges(parts: set[str]) -> set[tuple[str, str]]:
-    """(importer, imported) among the parts, without what a longer way implies."""
+    """Return (importer, imported) pairs of the parts, without those that a longer way implies."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     direct = set()
     for module in graph.modules:
@@ -71,7 +71,7 @@ def mermaid() -> str:
 
 
 def wanted() -> dict[Path, str]:
-    """File -> what it must hold."""
+    """Return file -> the content that it must have."""
     return {PAGE: with_block(PAGE.read_text(), "import graph", mermaid())}
 
 

@@ -58,37 +58,37 @@ def rows_of(axes: Mapping[str, int]) -> int:
 
 
 def prefill(axes: Mapping[str, int]) -> bool:
-    """4,096 tokens and more."""
+    """Return True for 4,096 tokens and more."""
     return rows_of(axes) >= 4096
 
 
 def few(axes: Mapping[str, int]) -> bool:
-    """1 to 16 tokens."""
+    """Return True for 1 to 16 tokens."""
     return 1 <= rows_of(axes) <= 16
 
 
 def one(axes: Mapping[str, int]) -> bool:
-    """1 token."""
+    """Return True for 1 token."""
     return rows_of(axes) == 1
 
 
 def small(axes: Mapping[str, int]) -> bool:
-    """64 tokens or fewer."""
+    """Return True for 64 tokens or fewer."""
     return rows_of(axes) <= 64
 
 
 def longest(axes: Mapping[str, int]) -> bool:
-    """16,384 tokens."""
+    """Return True for 16,384 tokens."""
     return rows_of(axes) == 16384
 
 
 def many_rows(axes: Mapping[str, int]) -> bool:
-    """4,096 rows of all experts and more."""
+    """Return True for 4,096 rows of all experts and more."""
     return axes["S"] >= 4096
 
 
 def anywhere(axes: Mapping[str, int]) -> bool:
-    """Measured shapes."""
+    """Return True for every measured shape."""
     return True
 
 
@@ -180,7 +180,7 @@ def points(rows: Iterable[Any]) -> list[Point]:
 
 
 def figures_of(point: Point, bar: Bar) -> dict[str, float]:
-    """Language -> the figure that the bar is about; none where there is nothing to compare with."""
+    """Return language -> the figure of the bar; empty without a baseline to compare with."""
     if bar.figure == LIGHT:
         return {language: point.sol_us / us for language, us in point.times.items()}
     if bar.figure == LATENCY:

@@ -109,7 +109,7 @@ def picture(rows: list[Row]) -> str:
 
 
 def table() -> str:
-    """Five operators of a Llama at 4096 tokens, as Markdown."""
+    """Return five operators of a Llama at 4096 tokens, as Markdown."""
     from tilegym_db.store.sql import run_user_query
 
     lines = [
@@ -128,7 +128,7 @@ def table() -> str:
 
 
 def wanted() -> dict[Path, str]:
-    """File -> what it must hold."""
+    """Return file -> the content that it must have."""
     with shipped_store():
         from tilegym_db.store.sql import run_user_query
 

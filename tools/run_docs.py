@@ -150,7 +150,7 @@ class Runner:
     def __init__(
         self, installation: Installation, place: Path, home: Path | None = None, columns: int = COLUMNS
     ) -> None:
-        """``place`` is made; ``home`` is copied, where the page starts with one."""
+        """Make ``place``, and copy ``home`` into it if the page starts with one."""
         self.folder, self.home = place / "work", place / "home"
         self.folder.mkdir(parents=True)
         if home is None:
@@ -254,7 +254,7 @@ class Pages:
     """Pages that are run at most once each, in separate folders."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is made, with an installation in it."""
+        """Make ``folder`` with an installation in it."""
         self.installation = Installation.make(folder / "installed")
         self._place = folder / "pages"
         self._done: dict[Path, list[Step]] = {}

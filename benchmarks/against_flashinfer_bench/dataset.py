@@ -77,7 +77,7 @@ def subset(
 
 
 def their_name(name: str, dtypes: Mapping[str, str]) -> str:
-    """``rms_norm`` with ``T=bfloat16`` is ``rms_norm_bfloat16``."""
+    """Return the exported name of a dtype binding, such as ``rms_norm_bfloat16``."""
     return "_".join([name, *(dtypes[variable] for variable in sorted(dtypes))])
 
 
@@ -126,7 +126,7 @@ def their_solution(solution: SolutionFiles, dtypes: Mapping[str, str]) -> dict[s
 
 
 def _without_options(solution: SolutionFiles) -> tuple[str, dict[str, str]]:
-    """(entry point, sources) whose entry takes inputs and outputs alone: they count tunables as inputs, and refuse them."""
+    """Return (entry point, sources) without tunables, which FlashInfer-Bench counts as inputs and refuses."""
     sources = {path: source.decode() for path, source in solution.sources.items()}
     path, _, symbol = solution.record.spec.entry_point.partition("::")
     functions = [node for node in ast.parse(sources[path]).body if isinstance(node, ast.FunctionDef)]

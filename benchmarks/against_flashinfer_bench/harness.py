@@ -120,7 +120,7 @@ def run_ours(folder: Path, gpu: str, quick: bool) -> SideReport:
 
 
 def run_theirs(folder: Path, iterations: int) -> SideReport:
-    """flashinfer-bench over the dataset in ``folder/theirs``, with ``iterations`` timed calls for each of its trials."""
+    """Run flashinfer-bench on the dataset in ``folder/theirs``, with ``iterations`` timed calls per trial."""
     from flashinfer_bench.bench import Benchmark, BenchmarkConfig
     from flashinfer_bench.data import TraceSet
 

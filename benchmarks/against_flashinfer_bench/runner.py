@@ -64,7 +64,7 @@ class Row:
 
 
 def exported(folder: Path, gpu: str, names: Sequence[str] = ()) -> Any:
-    """Our export of some operators, or of all, with the published traces of a GPU, as their loader reads it."""
+    """Export some operators, or all, with the published traces of a GPU, and return what their loader reads."""
     from flashinfer_bench.data import TraceSet
 
     catalog = Catalog.default()
@@ -204,7 +204,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def rows(ours: dict[PairKey, Any], found: Any) -> Iterator[Row]:
-    """Their lines beside ours."""
+    """Return their lines beside ours."""
     for name, lines in found.traces.items():
         for line in lines:
             key = (name, line.solution, line.workload.uuid)

@@ -125,7 +125,7 @@ class Took(NamedTuple):
     cpu: float
 
     def plus(self, other: Took) -> Took:
-        """Both calls, one after the other."""
+        """Return the figures of both calls, one after the other."""
         return Took(self.wall + other.wall, self.cpu + other.cpu)
 
 
@@ -145,9 +145,9 @@ def summary(samples: Sequence[Took], unit: float = 1e3) -> tuple[float, float]:
 
 
 def peak_mb() -> float:
-    """Most memory that this process ever held, in MB.
+    """Return the most memory that this process ever held, in MB.
 
-    Not of ``getrusage``, where a process starts with what the one that started it held.
+    ``getrusage`` would also count the memory of the process that started this one.
     """
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) / 1024

@@ -177,7 +177,7 @@ def _build(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: A
 
 
 def _prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
-    """Random token ids [batch, length], none of them the padding token."""
+    """Return random token ids [batch, length] without the padding token."""
     return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 

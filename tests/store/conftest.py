@@ -80,7 +80,7 @@ def write_solution(root: Path, op_type: str, definition: str, kind: str, note: s
 
 
 def write_catalog(root: Path) -> Path:
-    """``scale`` and ``shift``, each with stock code, two kernels and two shapes."""
+    """Write ``scale`` and ``shift``, each with stock code, two kernels and two shapes."""
     for name, op_type in (("scale", "norm"), ("shift", "activation")):
         write_definition(root, definition_record(name, op_type))
         for kind in LANGUAGES:
@@ -116,7 +116,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(home: Path, root: Path) -> Callable[..., AbstractContextManager[Store]]:
-    """``opened(read_only=True)``: the store under ``home``, over the catalog as it is on disk now."""
+    """Open the store under ``home``, over the catalog as it is on disk now: ``opened(read_only=True)``."""
 
     @contextmanager
     def open_now(*, read_only: bool = False, lock_timeout_s: float = 0.3) -> Iterator[Store]:
@@ -207,7 +207,7 @@ def trace(catalog: Catalog) -> TraceWriter:
 
 @pytest.fixture
 def write_traces(tmp_path: Path, home: Path) -> Callable[..., Path]:
-    """``write_traces(trace, ...)``: a JSONL file of them, signed as what was measured here is."""
+    """Write traces as a JSONL file, signed as if measured here: ``write_traces(trace, ...)``."""
     numbers = itertools.count()
 
     def write(*traces: Trace) -> Path:
@@ -231,7 +231,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Catalog]:
 
 @pytest.fixture
 def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
-    """``with file_size_limit(n)``: the kernel refuses writes past ``n`` bytes of a file, as a full disk does."""
+    """Make the kernel refuse writes past ``n`` bytes of a file, as a full disk does: ``with file_size_limit(n)``."""
 
     return full_disk
 

@@ -22,7 +22,7 @@ SELF_TEST: dict[str, Any] = {
 
 @pytest.fixture
 def operator(definition_record: Callable[..., dict[str, Any]]) -> Callable[..., Definition]:
-    """``row_scale`` with a self-test; ``reference`` is the body of ``run``, every other change a key of the record."""
+    """Make ``row_scale`` with a self-test. ``reference`` is the body of ``run``; other changes are keys of the record."""
 
     def make(reference: str | None = None, **changes: Any) -> Definition:
         if reference is not None:

@@ -83,7 +83,7 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Compile what one Solution launches for one Workload, under one config, for one target."""
+    """A job: compile the kernels that one Solution launches for one Workload, under one config, for one target."""
 
     definition: Definition
     solution: SolutionFiles

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m tilegym_db.backends.aot_worker LANGUAGE``.
 
-Jobs arrive on stdin and results leave on stdout, one JSON object a line; the first line out says whether the language
-imports. Solutions get neither: their stdin is empty and what they print goes to stderr, which the parent keeps for
-logs. No GPU is visible here, nothing is launched, and a job that hangs ends the process with a traceback of where.
+Jobs arrive on stdin and results leave on stdout, one JSON object per line. The first line of stdout says if the language
+can be imported. The stdin of Solutions is empty, and their output goes to stderr, which the parent keeps for logs. No GPU
+is visible here, and nothing is launched. A job that hangs ends the process with a traceback of its place.
 """
 
 from __future__ import annotations

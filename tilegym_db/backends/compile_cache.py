@@ -144,7 +144,7 @@ def _compile_first() -> None:
 
 
 def _normalise(x: torch.Tensor) -> torch.Tensor:
-    """Something with a reduction, a product and two dtypes in it, as most operators have."""
+    """Normalise rows: a reduction, a product and two dtypes, as most operators have."""
     wide = x.float()
     return (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
 

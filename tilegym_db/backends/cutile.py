@@ -1,8 +1,9 @@
-"""cuTile ahead of time: ``cuda.tile.launch`` replaced by an export of the specialisation that the launch would compile.
+"""Compiles cuTile ahead of time: ``cuda.tile.launch`` exports the specialisation that the launch would compile.
 
-Imported in worker processes only. cuTile derives the specialisation (static sizes, divisibility, aliasing) from the
-launch's arguments with its own code, ``KernelSignature.from_kernel_args``. That code insists on CUDA arrays and on a
-driver, which it asks for nothing: arguments are presented as CUDA memory through DLPack, and the driver is a stand-in.
+Only worker processes import this module. cuTile derives the specialisation (static sizes, divisibility, aliasing) from
+the launch's arguments with its own code, ``KernelSignature.from_kernel_args``. That code needs CUDA arrays and a driver,
+although it does not use the driver. Arguments are therefore presented as CUDA memory through DLPack, and the driver is a
+stand-in.
 """
 
 from __future__ import annotations

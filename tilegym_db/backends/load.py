@@ -77,9 +77,9 @@ def clipped_traceback(error: BaseException, *folders: Path) -> str:
 
 
 def _keep_tilelang_off_stdout() -> None:
-    """TileLang prints a line about each kernel, and a program whose output this is may print JSON there.
+    """Stop the line that TileLang prints about each kernel, because a program may print JSON to the same output.
 
-    A program that imported TileLang itself before, or that sets the variable, has its lines.
+    A program that imported TileLang before, or that sets the variable, keeps these lines.
     """
     if "tilelang" not in sys.modules:
         os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
@@ -141,13 +141,13 @@ def _package_name(solution: SolutionFiles) -> str:
 
 
 def _module_name(path: str) -> str:
-    """``kernel`` for ``kernel.py``, ``parts.tile`` for ``parts/tile.py``, ``parts`` for ``parts/__init__.py``."""
+    """Return ``kernel`` for ``kernel.py``, ``parts.tile`` for ``parts/tile.py``, ``parts`` for ``parts/__init__.py``."""
     parts = PurePosixPath(path).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 class _ExactSource(importlib.machinery.SourceFileLoader):
-    """Runs bytes that are already read, and leaves no ``__pycache__`` in the catalog."""
+    """A loader that runs bytes that are already read, and leaves no ``__pycache__`` in the catalog."""
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
         super().__init__(name, path)
@@ -158,7 +158,7 @@ class _ExactSource(importlib.machinery.SourceFileLoader):
 
 
 class _SiblingFinder:
-    """Resolves a Solution's own files by their names inside its package and, while ``plain``, by their plain names."""
+    """A finder of a Solution's own files by their names inside its package and, while ``plain``, by their plain names."""
 
     def __init__(self, solution: SolutionFiles) -> None:
         self.package = _package_name(solution)

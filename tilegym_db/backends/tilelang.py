@@ -1,6 +1,6 @@
-"""TileLang ahead of time: its default target chosen by variable, and compiled kernels that are recorded, not called.
+"""Compiles TileLang ahead of time: a variable sets its default target, and compiled kernels are recorded but not called.
 
-Imported in worker processes only. A factory (``@tilelang.jit``) compiles when it is called; calling the kernel that it
+Only worker processes import this module. A factory (``@tilelang.jit``) compiles when it is called; calling the kernel that it
 returns is the launch.
 """
 
@@ -107,8 +107,8 @@ _LAUNCH = re.compile(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) (\w+), 
 def dynamic_shared_bytes(host_source: str, device_source: str) -> int:
     """Return the maximum shared memory that the generated host code requests at a launch, or 0.
 
-    nvcc does not check it: the size is an argument of the launch, a constant after the grid and the block, which is
-    there only for a kernel that declares an array of open size.
+    nvcc does not check it. The size is an argument of the launch, a constant after the grid and the block. It exists only
+    for a kernel that declares an array of open size.
     """
     open_sized = {
         name
@@ -126,7 +126,7 @@ def dynamic_shared_bytes(host_source: str, device_source: str) -> int:
 
 
 def _device_code_bytes(kernel: Any) -> int:
-    """Size of the cubin inside the library that TileLang saved; 0 where its cache is switched off."""
+    """Return the size of the cubin inside the library that TileLang saved; 0 if its cache is switched off."""
     folder = getattr(kernel, "_tilelang_cache_path", None)
     library = Path(folder) / "executable.so" if folder else None
     return _embedded_cubin_bytes(library.read_bytes()) if library and library.is_file() else 0

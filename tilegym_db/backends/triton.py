@@ -22,7 +22,7 @@ from tilegym_db.errors import SolutionError
 
 
 class _CompileOnlyDriver:
-    """Answers what a launch asks its driver before it compiles. One device per target, whose number is its capability.
+    """A driver that answers the questions of a launch before it compiles. The number of a device is the capability of its target.
 
     Triton keeps compiled kernels by device number, so different numbers keep the targets apart.
     """
@@ -73,7 +73,7 @@ def recording(target: str, identity: str = "") -> Iterator[Recorder]:
         yield recorder
     finally:
         JITFunction.run = original
-        triton.runtime.driver._active = None  # the default driver is made again, if anyone asks for it
+        triton.runtime.driver._active = None  # the default driver is made again when it is needed
 
 
 def _named_arguments(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:

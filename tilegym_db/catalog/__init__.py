@@ -86,8 +86,8 @@ class Catalog(CatalogReader):
     def add_solution(self, record: Solution, sources: Mapping[str, bytes], *, replace: bool = False) -> Path:
         """Write a new Solution folder in one step, and return it: it appears whole or not at all.
 
-        A Solution that the catalog has with the same record and bytes is left as it is. With ``replace``, one of the user's
-        with other content is replaced; its traces then belong to a source that is not in the catalog.
+        A Solution that the catalog has with the same record and bytes is left as it is. ``replace`` allows to
+        replace a Solution of the user's that has other content. Its traces then belong to a source that is not in the catalog.
 
         Raises:
             ConflictError: a Solution of that name exists with other content, or is shipped; or a folder or file is in the way.
@@ -103,7 +103,7 @@ class Catalog(CatalogReader):
         A Definition goes with its Workloads and its versions in the lock. Make a new catalog to see the change.
 
         Raises:
-            ConflictError: the record is shipped, is one of a family's file, or is a Definition that other records use.
+            ConflictError: the record is shipped, is listed in the file of a family, or is a Definition that other records use.
             NotFoundError: there is no such record.
             StoreError: a file cannot be removed, or another process holds the catalog's lock.
         """

@@ -43,9 +43,9 @@ class CatalogReader:
 
     roots: tuple[Path, ...]
     warns: bool = True
-    """Whether a warning on stderr names each broken record; commands that list broken records turn it off."""
+    """True if a warning on stderr names each broken record. Commands that list broken records turn it off."""
     trust_foreign: bool = False
-    """Whether foreign traces count (``--trust``): neither shipped with the package nor measured by this installation."""
+    """True if foreign traces count (``--trust``), which the package does not ship and this installation did not measure."""
     lock: Any = field(default=None, kw_only=True)
     """The :class:`~tilegym_db.published.table.ServingLock` of the only kernels that may serve; None allows all."""
 

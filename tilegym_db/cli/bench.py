@@ -334,7 +334,7 @@ def regress_command(
     quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time every solution that changed since then, old and new version interleaved on this machine.
+    """Time every solution that changed since a revision or run, with the old and the new version interleaved.
 
     Exit status 1 if a new version is slower by more than noise, or fails although the old one passes. Exit status 4 if a
     control, one source timed against itself, shows that the times are not reliable. Nothing is stored.

@@ -128,7 +128,7 @@ def _told(error: Exception) -> int | None:
 
 
 def _told_broken(error: Exception) -> int | None:
-    """Like :func:`_told`, for a failed import of an installed package, mostly of a shared library."""
+    """Explain, as :func:`_told` does, a failed import of an installed package, mostly of a shared library."""
     from tilegym_db.errors import broken_package
 
     broken = broken_package(error)

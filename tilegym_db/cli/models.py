@@ -297,7 +297,7 @@ def _rows(run: ModelRun) -> list[tuple[object, ...]]:
 
 
 def _way_rows(run: ModelRun, name: str) -> list[tuple[object, ...]]:
-    """Return one row per way that this one is compared with; the first row has its own times."""
+    """Return one row for each way that ``name`` is compared with. The first row also has the times of ``name``."""
     timing = run.ways[name].timing
     figures: tuple[object, ...] = (
         name,

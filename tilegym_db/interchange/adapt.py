@@ -239,7 +239,7 @@ def _reference(found: DataSet, item: StoredRecord, entry: str) -> str:
 
 
 def _lacking(found: DataSet, source: str | bytes, function: str, names: Iterable[str]) -> str | None:
-    """Return why a function cannot be called by name, as its dialect does; None if it can or the dialect does not."""
+    """Return why a dialect that passes arguments by name cannot call a function; None if it can, and for other dialects."""
     node = find_function(source, function) if found.dialect in CALLED_BY_NAME else None
     if node is None or node.args.kwarg is not None:
         return None
@@ -610,7 +610,7 @@ def known_sampler(definition: Definition, catalog: Catalog) -> KnownSampler | st
 
 
 def _samplers(catalog: Catalog) -> dict[tuple[str, ...], Definition]:
-    """Map the inputs between probabilities and random numbers to our sampler with exactly these inputs."""
+    """Return our samplers by their inputs, without the probabilities at the start and the random numbers at the end."""
     found = {}
     for definition in catalog.definitions.values():
         first, *given, last = definition.inputs if len(definition.inputs) > 1 else ("", "")

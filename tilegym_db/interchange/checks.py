@@ -71,7 +71,7 @@ def walk(root: Path) -> tuple[list[tuple[str, Path]], list[Refusal]]:
 
 
 def leads_out(file: Path, root: Path) -> bool:
-    """Return True if a file is a link to a target outside a folder or inside a ``.git``. Broken and cyclic links are not."""
+    """Return True if a file is a link to a target outside a folder or inside a ``.git``. Broken and cyclic links give False."""
     # Path.resolve raises for a link to itself.
     real, real_root = Path(os.path.realpath(file)), os.path.realpath(root)
     return not real.is_relative_to(real_root) or _GIT in real.relative_to(real_root).parts

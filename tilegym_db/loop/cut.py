@@ -41,7 +41,7 @@ from tilegym_db.verification.oracle import run_reference
 MAX_CALLS = 16
 """The most kinds of calls of one part that are recorded."""
 OTHER_BATCH, MORE_TOKENS = 3, 13
-"""Sequences of the second run if the first has fewer, and its further tokens: no size of the first run in either place."""
+"""Minimum number of sequences of the second run, and the number of tokens that it adds to those of the first run."""
 FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 PLAIN = (bool, int, str, type(None), torch.dtype)
 AXES = "MNKHDEFGIJLPQRTUVWXYZ"
@@ -132,7 +132,7 @@ def cut(model: Module, seam: Seam, inputs: ModelInputs, tag: str = "") -> Cut | 
 
 
 def why_not_cut(model: Module, seam: Seam) -> str:
-    """Return the reason if the code at a place of a model is no part by itself; empty if only its calls can tell."""
+    """Return the reason why the code at a place of a model cannot be a part; empty if its calls decide."""
     part = _part_of(model, seam)
     return part if isinstance(part, str) else ""
 
@@ -423,7 +423,7 @@ def _recorded(model: Module, seam: Seam, part: _Part, given: Mapping[str, Any]) 
 
 
 def _why_no_part(call: RecordedCall) -> str:
-    """Return the reason if a call's arguments or results are no tensors and plain values."""
+    """Return the reason if a call's arguments or results are neither tensors nor plain values."""
     for name, value in call.arguments.items():
         if isinstance(value, torch.Tensor):
             if type(value) not in (torch.Tensor, torch.nn.Parameter) or _dtype(value) not in RECORD_DTYPES:
@@ -702,7 +702,7 @@ def _why_other_numbers(definition: Definition, call: RecordedCall, outputs: Sequ
 
 
 def _workload(definition: Definition, call: RecordedCall, tag: str) -> str:
-    """Return a recorded call as a Workload's line; empty if none can say it."""
+    """Return a recorded call as a Workload's line; empty if a Workload cannot state it."""
     given = CapturedCall(call.stage, tuple(call.arguments[name] for name in definition.inputs))
     workload = workload_of(definition, given, allocate_of(definition))
     if workload is None:

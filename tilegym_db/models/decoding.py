@@ -490,7 +490,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
 
 
 def _why_not_layers(cache: Any) -> str:
-    """Return the reason against a cache of fixed size for the layers of a cache; empty if there is one."""
+    """Return the reason why the layers of a cache cannot have a fixed size; empty if they can."""
     from transformers import cache_utils
 
     known = [getattr(cache_utils, name, None) for name in _FIXED]

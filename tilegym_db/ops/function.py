@@ -300,7 +300,7 @@ class CatalogOperator:
                 torch.autograd.graph.increment_version(tensor)
 
     def returned(self, inputs: Sequence[Any], written: Any) -> Any:
-        """Return the result of a call from its inputs and the outputs that are not written in place: one, or a tuple."""
+        """Return the outputs of a call: a tuple, or the value if there is one. ``written`` has those that are not in place."""
         if not self.definition.in_place:
             return written
         values = written if isinstance(written, tuple) else (written,)

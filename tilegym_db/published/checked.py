@@ -74,7 +74,7 @@ class Checked:
         return self._contents[path]
 
     def record(self, path: Path) -> Solution:
-        """Return the Solution at a listed place. A record in its own file is validated only as far as its fields go.
+        """Return the Solution at a listed place. If the record has its own file, only its fields are validated.
 
         Raises:
             RecordError: it cannot be read or is not valid.

@@ -40,7 +40,7 @@ MIN_GROWTH = 1.5
 MAX_UNVERIFIED_SIZE = (1 << 16) - 1
 """Maximum size beyond the measured ones for such a trace. A grid dimension and a 16-bit number end there."""
 MAX_UNVERIFIED_ELEMENTS = 1 << 31
-"""Elements of a tensor that such a trace does not reach: 32-bit indices end there."""
+"""Number of elements of a tensor at which 32-bit indices end. A trace that states no verified elements does not serve beyond."""
 
 
 class Neighbours(NamedTuple):

@@ -216,7 +216,7 @@ class Definition(Record):
 
     @property
     def texts(self) -> dict[str, str]:
-        """Every text of Python in the record by the name of its file: what runs when it is checked, drawn for or compared."""
+        """Every Python text in the record, by the name of its file. These texts run in a check, a draw or a comparison."""
         found = {"reference.py": self.reference}
         if self.joint_inputs is not None:
             found["joint_inputs.py"] = self.joint_inputs.source

@@ -596,7 +596,10 @@ def check_self_test(test: SelfTest | None, reference: str, inputs: Collection[st
 
 
 def copied_formulation(reference: str, test: SelfTest | None) -> RecordError | None:
-    """Return the error if the formulation is the reference, but for comments, docstrings and spacing. A new draft has that."""
+    """Return the error if the formulation differs from the reference only by comments, docstrings and spacing.
+
+    A new draft has the reference in both places.
+    """
     if test is None or _code(test.independent) != _code(reference):
         return None
     return RecordError(

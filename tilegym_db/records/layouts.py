@@ -100,7 +100,7 @@ def layout_strides(text: str, shape: Sequence[int], axes: Mapping[str, int]) -> 
 
 
 def overlap(shape: Sequence[int], strides: Sequence[int]) -> Overlap:
-    """Return whether two elements share an address, which must not happen in written tensors.
+    """Return ``certain`` if two elements share an address, which must not happen in written tensors; else ``none``.
 
     The result is ``possible`` if dimensions interleave and the elements are too many to count their addresses.
     """

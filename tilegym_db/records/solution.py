@@ -259,8 +259,8 @@ class Solution(Record):
         return length_prefixed_digest(parts)
 
     def check_against(self, definition: Definition) -> None:
-        """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have, or declares
-        TF32 for one without products of float32.
+        """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have. Also raise it
+        if the spec declares TF32 and the Definition has no products of float32.
         """
         if self.spec.math == "tf32" and not definition.multiplies_float32:
             raise RecordError(

@@ -54,7 +54,7 @@ class SlotPlan:
         return self.inputs + self.outputs
 
     def to_message(self) -> dict[str, Any]:
-        """JSON for the worker."""
+        """Return JSON for the worker."""
         return {
             "size": self.size,
             "inputs": [vars(tensor) for tensor in self.inputs],

@@ -64,7 +64,7 @@ class SupervisorProcess:
             self._printed += piece
 
     def kill(self) -> bytes:
-        """SIGKILL, for a supervisor that does not finish; what it had printed."""
+        """Kill a supervisor that does not finish; return what it printed."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         return self._printed
@@ -156,7 +156,7 @@ _lock = threading.Lock()
 
 @atexit.register
 def _close_fork_servers() -> None:
-    """They would end by themselves; this leaves no socket and no child behind that Python could complain of."""
+    """End the servers before Python exits, which would warn about their sockets and processes."""
     for (process, *_), fork_server in _fork_servers.items():
         if process == os.getpid():  # a fork of this process ends as well, and they are not its own
             fork_server.close()

@@ -42,7 +42,7 @@ HEADS_AFTER_TOKENS = "strided(S*{heads}*D, D, {heads}*D, 1)"
 
 
 class Stage(NamedTuple):
-    """A forward of a number of sequences: ``tokens`` new ones of each, after ``context`` tokens in the cache."""
+    """One forward over several sequences. Each has ``tokens`` new tokens and ``context`` tokens in the cache before them."""
 
     sequences: int
     tokens: int
@@ -486,7 +486,7 @@ class Cover:
 def cover_models(
     catalog: Catalog, models: Sequence[Sizes], gpu: str, *, parallel: Sequence[int]
 ) -> tuple[Cover, float]:
-    """Return the points that models need beside the catalog's Workloads, and the seconds of one GPU that they cost.
+    """Return the points that models need in addition to the catalog's Workloads, and the seconds of one GPU that they cost.
 
     Args:
         catalog: its Workloads count as measured.
@@ -506,7 +506,7 @@ def cover_models(
 
 
 def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], known: Iterable[Workload] = ()) -> Cover:
-    """Return a set of points, none of them superfluous, that answers questions beside points that are known already.
+    """Return the points that answer questions in addition to known points. Each point is needed by a question.
 
     Args:
         asked: the calls of models.
@@ -569,7 +569,7 @@ def _kind(
 
 
 def _is_answered(definition: Definition, asked: Axes, dtypes: Mapping[str, str], points: Sequence[Axes]) -> bool:
-    """Return True if points answer a call exactly or from both sides; beyond the measured work is not counted."""
+    """Return True if points answer a call exactly or from both sides. An answer beyond the measured work does not count."""
     if any(all(point[name] == asked[name] for name in definition.var_axes) for point in points):
         return True
     found = neighbours(definition, asked, dtypes, points) if points else ""
@@ -603,7 +603,7 @@ def _points(
     asked: list[tuple[Question, dict[str, int]]],
     free: Sequence[Axes],
 ) -> list[Point]:
-    """Return the points that answer questions of equal widths, beside the free ones."""
+    """Return the points that answer questions of equal widths, in addition to the free ones."""
     distinct: dict[tuple[int, ...], tuple[Question, dict[str, int]]] = {}
     for question, axes in asked:
         distinct.setdefault(tuple(axes.values()), (question, axes))

@@ -204,7 +204,7 @@ def _tile_kernel(definition: Definition, language: str) -> str:
 
 
 def unfinished(record: Solution, sources: Mapping[str, bytes], definition: Definition) -> list[str]:
-    """Return one line for each TODO of a draft that is still in a Solution. An author's own remarks are none."""
+    """Return one line for each TODO of a draft that is still in a Solution. An author's own remarks do not count."""
     draft = draft_solution(definition, record.spec.language, record.name, record.author)
     places = {line.strip() for text in draft.values() for line in text.splitlines() if "TODO" in line}
     found = [f"{RECORD_NAME}: {record.description}"] if record.description.startswith("TODO") else []

@@ -105,7 +105,7 @@ def _may_be_ill_conditioned(
 
 
 class _Moved(NamedTuple):
-    """The effect of a draw on an output: moves of all inputs together, and squares of moves of half-precision inputs."""
+    """The distances that one draw moves an output by: with all inputs at once, and squared, by half-precision inputs alone."""
 
     together: torch.Tensor
     half_precision: torch.Tensor

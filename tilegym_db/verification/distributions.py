@@ -492,9 +492,9 @@ def modified(
 
 
 def ragged_lengths(total: int, groups: int, generator: torch.Generator) -> torch.Tensor:
-    """Return lengths of groups that add up to a total: most empty or next to the edge of a tile, and one with the rest.
+    """Return lengths of groups that add up to a total. Most are 0 or next to the edge of a tile, and one has the rest.
 
-    The first or the last group is empty in half of the cases each, if another one is left.
+    The first group is empty in half of the cases, and so is the last, unless no other group is left.
     """
     device = generator.device
     tiles = [tile for tile in EDGES if tile <= max(total // 2, EDGES[0])]

@@ -133,9 +133,9 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the equal elements that the layouts of a case give one address.
+    """Return the inputs as the layouts of a case store them: elements that share an address are equal.
 
-    They repeat along strides of zero, and an input at the place of another input is that input.
+    Elements repeat along strides of zero. An input that lies at the place of another input is replaced by it.
     """
     found = dict(inputs)
     places = {name: shared_place(layout) for name, layout in case.call.layouts.items() if name in inputs}
@@ -170,8 +170,8 @@ def broken_constraint(definition: Definition, axes: Mapping[str, int], inputs: M
 def _may_overflow(definition: Definition, case: Case, inputs: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
     """Return True if another order of operations may overflow, for contents near the end of a dtype's range.
 
-    A reference that is its own oracle shows this itself. For others, a sum is known to stay in range only in its own order,
-    unless it also does with all terms of one sign.
+    A reference that is its own oracle shows an overflow in its result. For other references, the check repeats the call with
+    all terms of one sign: a sum that stays in range then does so in any order.
     """
     if not may_overflow(case.distribution) or not all(map(_is_finite, inputs.values())):
         return False

@@ -1,4 +1,4 @@
-"""Removes a record of the user's from a catalog, and says which traces no longer have it."""
+"""Removes a user's record from a catalog, and lists the traces that lose it."""
 
 from __future__ import annotations
 

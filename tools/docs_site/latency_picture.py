@@ -29,9 +29,9 @@ Series = Mapping[str, Sequence[Point]]
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Language -> (bytes, us) of its fastest solution per size, smallest first; of several shapes of one size the mean.
+    """Return language -> (bytes, us) of its fastest solution per size, smallest first; shapes of one size give their mean.
 
-    Only rows of the most measured dtypes: two dtypes of one size are no line.
+    Only rows of the most measured dtypes count, because two dtypes of one size make no line.
     """
     usable = [row for row in rows if row["bytes"] and row["is_fastest_in_language"] and not row["layouts_key"]]
     if not usable:
@@ -97,7 +97,10 @@ _MARKS: dict[str, Callable[[float, float], str]] = {
 
 
 def _log_axis(values: Sequence[float], start: float, end: float) -> tuple[Callable[[float], float], list[float]]:
-    """Value -> position between ``start`` and ``end``, and powers of ten inside; at least a factor of four wide."""
+    """Return value -> position between ``start`` and ``end``, and the powers of ten inside.
+
+    The axis spans a factor of four or more.
+    """
     low, high = math.log10(min(values)), math.log10(max(values))
     if high - low < math.log10(4):
         middle = (low + high) / 2

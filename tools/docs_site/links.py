@@ -33,7 +33,7 @@ class _Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """``page: link`` of each one that leads nowhere inside the site, or that a page loads from outside of it."""
+    """Return ``page: link`` for each link that leads nowhere inside the site or loads something from outside of it."""
     pages = {path: _read(path) for path in sorted(site.rglob("*.html"))}
     return [f"{path.relative_to(site)}: {link}" for path, page in pages.items() for link in _broken(path, page, pages)]
 

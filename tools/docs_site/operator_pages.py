@@ -20,7 +20,7 @@ SHAPES_SHOWN = 12
 
 
 def operator_files(catalog: Catalog, store: Store, report: ReportData) -> dict[str, str]:
-    """Path below the site's ``operators/`` -> text: a page and pictures a Definition, and the index of all."""
+    """Return path below the site's ``operators/`` -> text: a page and pictures per Definition, and an index."""
     files: dict[str, str] = {}
     leaders = []
     for name, definition in sorted(catalog.definitions.items()):

@@ -1,9 +1,8 @@
-"""Runs cuTile kernels on CPU tensors, in place of a device that is not there.
+"""Runs cuTile kernels on CPU tensors, on machines without a GPU.
 
-cuTile's own front end settles every type, shape and constant of a kernel, and contracts products and sums, exactly as it does
-ahead of the compiler; what it hands on is executed here with NumPy, block after block. So the rules of verification are not
-written down a second time. What this does not show is how a device rounds transcendental functions and sums, how it orders
-blocks, and anything about speed.
+cuTile's own front end determines every type, shape and constant of a kernel, and contracts products and sums, as it does before
+the compiler. NumPy then executes the result, block after block. The rules of cuTile are therefore not written a second time. A
+run does not show how a device rounds transcendental functions and sums, in which order it runs blocks, or how fast it is.
 
 Imported in worker processes and tests only.
 """
@@ -83,7 +82,7 @@ def run(grid: Any, kernel: Any, arguments: tuple[Any, ...]) -> None:
     """Run a launch on CPU tensors.
 
     Raises:
-        SolutionError: the grid is none, the kernel needs what is not interpreted, or does what has no defined result.
+        SolutionError: the grid is not valid, or the kernel has an operation without a rule or without a defined result.
     """
     name = kernel._pyfunc.__name__
     check_grid(name, grid)

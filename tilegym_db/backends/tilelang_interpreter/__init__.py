@@ -1,8 +1,8 @@
-"""Runs TileLang kernels on CPU tensors, as Triton's interpreter runs Triton's: what a machine without a GPU can verify.
+"""Runs TileLang kernels on CPU tensors, as Triton's interpreter does, on machines without a GPU.
 
-A kernel is run from the tree that TileLang's language makes of it, before any lowering: wrong masks, indices, dtypes and
-roundings show, an access outside of a tensor or lanes that disagree raise, and what only the compiler or the device could do
-wrong (layouts, pipelines, missing barriers) does not show. There is a rule for each operation or an error that names it.
+A kernel runs from the tree that TileLang's language makes of it, before any lowering. Wrong masks, indices, dtypes and roundings
+show. An access outside of a tensor raises, and so do lanes that disagree. Errors of the compiler or the device do not show, such
+as layouts, pipelines and missing barriers. An operation without a rule raises an error that names it.
 """
 
 from __future__ import annotations

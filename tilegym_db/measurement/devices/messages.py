@@ -237,7 +237,7 @@ def divide(plans: Sequence[DefinitionPlan], devices: int) -> list[WorkItem]:
 class _Part:
     """Some workloads of a Definition: uuid -> number of planned pairs.
 
-    ``fixed`` is the cost of its candidates wherever a part of it is measured, in pairs.
+    ``fixed`` is the cost of the Definition's candidates in pairs. Every device that measures a part of it pays this cost.
     """
 
     plan: DefinitionPlan

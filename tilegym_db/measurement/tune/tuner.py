@@ -163,7 +163,7 @@ class PairSearch:
         return self.result is None and self.leader is not None
 
     def compile_ahead(self, stack: ExitStack) -> None:
-        """Start to compile the next candidates in other processes; ``stack`` ends them at the latest."""
+        """Start to compile the next candidates in other processes, which end with ``stack`` or earlier."""
         if self._ahead is not None or self.runner.handle.broken is not None:
             return
         candidates = self._candidates(self.tuner.known.history(self.key))

@@ -1,8 +1,8 @@
 """Activations without weights that a model calls as modules, between two projections without a gate.
 
 The input of a Definition is the activation [M, I]. The settings of a module decide which function it computes, such as
-``approximate`` of torch.nn.GELU, so modules with other settings are other groups. An activation of a gated MLP or of experts
-that a Definition describes belongs to these.
+``approximate`` of torch.nn.GELU, so modules with other settings are other groups. If a Definition describes a gated MLP or
+experts as a whole, it covers their activation too.
 """
 
 from __future__ import annotations
