@@ -296,7 +296,7 @@ class SolutionGroup:
     def rest(self) -> None:
         """Clear the cache after a batch, and end workers that run under a tuned config.
 
-        Each workload may have another config, so that such workers would pile up.
+        Each workload may have another config, so such workers would pile up.
         """
         self.cache.clear()
         for runner in self.runners:

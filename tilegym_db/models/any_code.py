@@ -46,7 +46,7 @@ class Signature:
 
     @property
     def problem(self) -> str:
-        """The reason if the code has not the parameters that ``serving.code`` states; empty if it has."""
+        """The reason if the code lacks parameters that ``serving.code`` states; empty if it has all of them."""
         unset = next((name for name, value in self.fixed.items() if value is UNGIVEN), None)
         return "" if unset is None else f"serving.code says nothing of its parameter '{unset}'"
 

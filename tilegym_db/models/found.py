@@ -92,7 +92,7 @@ class DefinitionMatch(NamedTuple):
 
 
 class MatchCandidates(NamedTuple):
-    """The Definitions that a piece of code may compute, and ``alternatives`` from which its bits must differ."""
+    """The Definitions that a piece of code may compute. Its bits must differ from those of each of the ``alternatives``."""
 
     matches: Sequence[DefinitionMatch]
     alternatives: Sequence[Definition] = ()

@@ -383,7 +383,7 @@ def check_gathers(
             )
         if not indices.shape or not values.shape or indices.shape[:-1] != values.shape[:-1]:
             raise RecordError(
-                f"gathers '{output}': '{source}' must have its shape but for the last axis",
+                f"gathers '{output}': '{source}' must have the same shape except for the last axis",
                 code="gathers_shape_differs",
             )
     for output in unordered:

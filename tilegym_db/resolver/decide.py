@@ -144,10 +144,10 @@ def not_in_compiled_code(decision: Decision) -> str | None:
 def decide_first_call(
     request: Request, table: ResolverTable | None, solutions: Mapping[str, SolutionFiles]
 ) -> Decision | None:
-    """Return the kernel to check at the first call of a request that was not measured; None if it was, or without such a kernel.
+    """Return the kernel to check at the first call of a request that was not measured.
 
-    It is the fastest kernel at the nearest measured point, and verified for the request. Its time at the request is not known,
-    so it must not serve unchecked.
+    Return None if the request was measured or no kernel can be checked. The kernel is the fastest one at the nearest
+    measured point, and verified for the request. Its time at the request is not known, so it must not serve unchecked.
     """
     if table is None or request.mode != "inference":
         return None

@@ -455,7 +455,7 @@ def is_index(definition: Definition, name: str) -> bool:
 
 
 def _targets(definition: Definition) -> list[str]:
-    """Return the inputs that modifiers may change: data without a generator or joint draw, and the rows of a choice."""
+    """Return the inputs that modifiers may change: data without a generator or joint draw, else the rows of a choice."""
     matrices = [name for name in definition.tensor_inputs if len(definition.inputs[name].shape or ()) >= _MATRIX]
     drawn = [name for name in matrices if _is_drawn(definition, name) and _is_floating(definition, name)]
     rows = chosen_from(definition)
@@ -482,7 +482,7 @@ def modifiers_of(definition: Definition, contents: str, seed: int) -> dict[str, 
 def modified(
     value: torch.Tensor, modifiers: tuple[str, ...], generator: torch.Generator, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return drawn values, changed by these modifiers, perhaps in place; ``dtype`` is the one that they round to later."""
+    """Return drawn values changed by these modifiers, perhaps in place. They are rounded to ``dtype`` later."""
     if not modifiers or not value.dim() or not value.numel():
         return value
     value, drawn = value.contiguous(), random.Random(generator.initial_seed())

@@ -355,7 +355,7 @@ class DeviceProcess:
         return True
 
     def leave(self) -> None:
-        """Let it end by closing its socket."""
+        """Close the socket of the supervisor, so that it ends."""
         self.connection.close()
 
     def send(self, order: Order) -> None:
