@@ -19,7 +19,7 @@ import pytest
 from disk_limit import full_disk
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.published.installation import signed_line
+from tilegym_db.published.snapshot import signed_line
 from tilegym_db.records import Definition, Solution, Trace, Workload
 from tilegym_db.records.trace import new_trace_id
 from tilegym_db.store.connection import open_store

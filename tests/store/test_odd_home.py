@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import imported_manifests, own_tuning_files
-from tilegym_db.published.installation import KEY_NAME, signature
+from tilegym_db.published.snapshot import KEY_NAME, signature
 from tilegym_db.records.loop import Task
 from tilegym_db.store import connection
 from tilegym_db.store.connection import DATABASE_NAME, database_path, open_store, rebuild

@@ -13,8 +13,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, RecordError
 from tilegym_db.published.input_files import LOCK_NAME
-from tilegym_db.published.installation import KEY_NAME, signed_line
-from tilegym_db.published.snapshot import open_snapshot
+from tilegym_db.published.snapshot import KEY_NAME, open_snapshot, signed_line
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import ingest, open_store, rebuild

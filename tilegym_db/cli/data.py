@@ -316,7 +316,7 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
             code="option_missing",
         )
     found = data_set(home(), origin)  # before the slow import of PyTorch
-    from tilegym_db.judging.compared_draft import compared_draft
+    from tilegym_db.judging.sandboxed import compared_draft
 
     draft = compared_draft(found, name)
     write_tree(folder, draft.files, draft.copies)

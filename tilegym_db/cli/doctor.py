@@ -28,7 +28,7 @@ from tilegym_db.cli.kit.output import note, print_json, print_line, print_table,
 from tilegym_db.errors import TilegymDBError, broken_package
 
 if TYPE_CHECKING:
-    from tilegym_db.published.installation import RejectedLine
+    from tilegym_db.published.snapshot import RejectedLine
     from tilegym_db.records.roofline import GpuPeaks, Measured
     from tilegym_db.sandbox.confine import Sandbox
     from tilegym_db.store.broken_files import BrokenFiles

@@ -25,7 +25,7 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.paths import home
 from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import published_folders
-from tilegym_db.published.installation import RejectedLine
+from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.store import statements
 from tilegym_db.store.database import (

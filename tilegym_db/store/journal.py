@@ -23,7 +23,7 @@ from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import read_bytes, regular_files, sync_folder
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import is_packed, read_traces
-from tilegym_db.published.installation import RejectedLine, signed_line, split_line
+from tilegym_db.published.snapshot import RejectedLine, signed_line, split_line
 from tilegym_db.records import Trace
 
 CUT_OFF = "cut off in mid write"

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.published.checked import bounds_of
-from tilegym_db.published.installation import RejectedLine
-from tilegym_db.published.snapshot import Batch, Sorted, sorted_files, sorted_snapshots
+from tilegym_db.published.snapshot import Batch, RejectedLine, Sorted, sorted_files, sorted_snapshots
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store import statements

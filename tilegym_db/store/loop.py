@@ -23,7 +23,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import decode, read_bytes, writing
 from tilegym_db.published.input_files import loop_folder, pattern_files
-from tilegym_db.published.installation import RejectedLine
+from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
 from tilegym_db.store import statements

@@ -23,7 +23,6 @@ from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.files import RECORD_BYTES, read_bytes, write_folder, writing
 from tilegym_db.paths import remove_tree
 from tilegym_db.published.input_files import LOCK_NAME, PEAKS_NAME, SUFFIX, packed, read_traces
-from tilegym_db.published.installation import is_signed, signature
 from tilegym_db.published.shared_tables import (
     SOURCE_NAME,
     SharedPlace,
@@ -35,7 +34,7 @@ from tilegym_db.published.shared_tables import (
     tables_in,
     trust_table,
 )
-from tilegym_db.published.snapshot import TraceLock, sha256, signed_lock
+from tilegym_db.published.snapshot import TraceLock, is_signed, sha256, signature, signed_lock
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.store import queries
