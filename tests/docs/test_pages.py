@@ -81,8 +81,8 @@ def shown(step: Step) -> str:
 WRITTEN = pages_of()
 CODE = ("", "bash", "console", "python", "sh", "sql")
 """Languages of blocks that a reader would run; the others show a record, a tree of folders or an output."""
-NOT_RUN = re.compile(r"no test runs (?:this|these)(?: one)?: [a-z`][^:]{8,}", re.IGNORECASE)
-"""What the paragraph above a block of code says that is not run: a reason that a reader understands."""
+NOT_RUN = re.compile(r"<!-- not run: [a-z`][^:]{8,} -->")
+"""The comment above a block of code that is not run, with the reason."""
 RUN_BY_A_TEST = {("docs/performance/gpus.md", "sql")}
 
 
