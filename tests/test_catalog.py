@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from raising import raises
 
-from tilegym_db.catalog import Catalog, write_atomically
+from tilegym_db.catalog import Catalog
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, StoreError
+from tilegym_db.files import write_atomically
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition, Solution, Workload
 

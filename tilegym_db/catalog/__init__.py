@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from tilegym_db.catalog.reader import CatalogReader
 from tilegym_db.catalog.record_files import Broken
 from tilegym_db.errors import NotFoundError, did_you_mean
-from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.lazy import loader
 from tilegym_db.paths import home, shipped_root
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from tilegym_db.catalog.record_files import SolutionFiles, check_entry_point, stock_of
     from tilegym_db.records import Definition, Solution, Workload
 
-__all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "read_bytes", "stock_of", "write_atomically"]
+__all__ = ["Broken", "Catalog", "SolutionFiles", "check_entry_point", "stock_of"]
 
 # These modules load the record classes, which take as long as the rest of a command that only needs the roots.
 _HOMES = {
