@@ -36,6 +36,14 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Shapes:
+    """The shapes that a target is about: their name in the table, and a test of the axes."""
+
+    text: str
+    include: Callable[[Mapping[str, int]], bool]
+
+
+@dataclass(frozen=True)
 class Bar:
     """Target of some operators at some shapes.
 
@@ -43,7 +51,7 @@ class Bar:
     """
 
     definitions: tuple[str, ...]
-    where: Callable[[Mapping[str, int]], bool]
+    where: Shapes
     figure: str
     best: float
     each: float | None = None
@@ -57,40 +65,13 @@ def rows_of(axes: Mapping[str, int]) -> int:
     return axes.get("T", axes.get("M", 0))
 
 
-def prefill(axes: Mapping[str, int]) -> bool:
-    """Return True for 4,096 tokens and more."""
-    return rows_of(axes) >= 4096
-
-
-def few(axes: Mapping[str, int]) -> bool:
-    """Return True for 1 to 16 tokens."""
-    return 1 <= rows_of(axes) <= 16
-
-
-def one(axes: Mapping[str, int]) -> bool:
-    """Return True for 1 token."""
-    return rows_of(axes) == 1
-
-
-def small(axes: Mapping[str, int]) -> bool:
-    """Return True for 64 tokens or fewer."""
-    return rows_of(axes) <= 64
-
-
-def longest(axes: Mapping[str, int]) -> bool:
-    """Return True for 16,384 tokens."""
-    return rows_of(axes) == 16384
-
-
-def many_rows(axes: Mapping[str, int]) -> bool:
-    """Return True for 4,096 rows of all experts and more."""
-    return axes["S"] >= 4096
-
-
-def anywhere(axes: Mapping[str, int]) -> bool:
-    """Return True for every measured shape."""
-    return True
-
+PREFILL_ROWS = Shapes("4,096 tokens and more", lambda axes: rows_of(axes) >= 4096)
+FEW = Shapes("1 to 16 tokens", lambda axes: 1 <= rows_of(axes) <= 16)
+ONE = Shapes("1 token", lambda axes: rows_of(axes) == 1)
+SMALL = Shapes("64 tokens or fewer", lambda axes: rows_of(axes) <= 64)
+LONGEST = Shapes("16,384 tokens", lambda axes: rows_of(axes) == 16384)
+MANY_ROWS = Shapes("4,096 rows of all experts and more", lambda axes: axes["S"] >= 4096)
+ANYWHERE = Shapes("Measured shapes", lambda axes: True)
 
 EXPERTS = ("moe_experts", "moe_experts_oai")
 ROUTERS = (
@@ -123,26 +104,26 @@ GROUPS = {
 
 BARS: dict[str, tuple[Bar, ...]] = {
     "Mixtures of experts": (
-        Bar(EXPERTS, prefill, LIGHT, 0.65, of_best=0.75),
-        Bar(EXPERTS, prefill, BASELINE, 1.10),
-        Bar(EXPERTS, few, LIGHT, 0.70),
-        Bar(ROUTERS, small, LATENCY, 6.0),
-        Bar(ROUTERS, longest, LIGHT, 0.70),
-        Bar(MOVEMENT, prefill, LIGHT, 0.85),
+        Bar(EXPERTS, PREFILL_ROWS, LIGHT, 0.65, of_best=0.75),
+        Bar(EXPERTS, PREFILL_ROWS, BASELINE, 1.10),
+        Bar(EXPERTS, FEW, LIGHT, 0.70),
+        Bar(ROUTERS, SMALL, LATENCY, 6.0),
+        Bar(ROUTERS, LONGEST, LIGHT, 0.70),
+        Bar(MOVEMENT, PREFILL_ROWS, LIGHT, 0.85),
     ),
     "Casts, transposes and FP8 products": (
-        Bar(CASTS, prefill, LIGHT, 0.85, each=0.70),
-        Bar(("batched_transpose",), anywhere, LIGHT, 0.90),
-        Bar(("batched_transpose",), anywhere, LIGHT, 0.80, dtype="uint8"),
-        Bar(("gemm_fp8_blockwise",), prefill, RATE, 1200),
-        Bar(("gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"), few, LIGHT, 0.75),
-        Bar(("moe_grouped_gemm_fp8",), many_rows, RATE, 1000),
+        Bar(CASTS, PREFILL_ROWS, LIGHT, 0.85, each=0.70),
+        Bar(("batched_transpose",), ANYWHERE, LIGHT, 0.90),
+        Bar(("batched_transpose",), ANYWHERE, LIGHT, 0.80, dtype="uint8"),
+        Bar(("gemm_fp8_blockwise",), PREFILL_ROWS, RATE, 1200),
+        Bar(("gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"), FEW, LIGHT, 0.75),
+        Bar(("moe_grouped_gemm_fp8",), MANY_ROWS, RATE, 1000),
     ),
     "Hyper-connections and engram": (
-        Bar(("mhc_pre_fused", "mhc_post", "mhc_post_hf"), prefill, LIGHT, 0.85),
-        Bar(("engram_gate_fwd", "engram_gate_fwd_save", "engram_gate_hf"), prefill, LIGHT, 0.85),
-        Bar(BACKWARDS, prefill, LIGHT, 0.75),
-        Bar(("mhc_sinkhorn",), one, LATENCY, 8.0),
+        Bar(("mhc_pre_fused", "mhc_post", "mhc_post_hf"), PREFILL_ROWS, LIGHT, 0.85),
+        Bar(("engram_gate_fwd", "engram_gate_fwd_save", "engram_gate_hf"), PREFILL_ROWS, LIGHT, 0.85),
+        Bar(BACKWARDS, PREFILL_ROWS, LIGHT, 0.75),
+        Bar(("mhc_sinkhorn",), ONE, LATENCY, 8.0),
     ),
 }
 
@@ -233,7 +214,7 @@ def verdict(figures: Mapping[str, float], bar: Bar) -> str:
 def about(bar: Bar, point: Point) -> bool:
     """Return whether the bar asks something of this point."""
     dtype = dict(pair.split("=") for pair in point.dtypes.split(",") if pair).get("T", bar.dtype)
-    return point.definition in bar.definitions and dtype == bar.dtype and bar.where(point.axes)
+    return point.definition in bar.definitions and dtype == bar.dtype and bar.where.include(point.axes)
 
 
 def bar_rows(bar: Bar, known: Iterable[Point]) -> Iterator[str]:
@@ -290,8 +271,7 @@ def summary(rows: Iterable[Any]) -> str:
             verdicts = [verdict(figures, bar) for point in here if (figures := figures_of(point, bar))]
             missed = sum(said == "**no**" for said in verdicts)
             named = GROUPS.get(bar.definitions) or ", ".join(bar.definitions)
-            shapes = (bar.where.__doc__ or "of the target").rstrip(".")
-            lines.append(f"| {named} | {shapes} | {asked(bar)} | {len(verdicts) - missed} | {missed} |")
+            lines.append(f"| {named} | {bar.where.text} | {asked(bar)} | {len(verdicts) - missed} | {missed} |")
     return "\n".join(lines)
 
 

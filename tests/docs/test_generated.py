@@ -103,9 +103,9 @@ def test_an_op_type_that_is_new_gets_a_table_of_its_own():
     assert "| cumsum | M=1 | 1.0 |  |  |  |  |  |" in page
 
 
-BAR = performance_bars.Bar(("cast",), performance_bars.prefill, performance_bars.LIGHT, 0.85, each=0.70)
-PRODUCT = performance_bars.Bar(("gemm",), performance_bars.prefill, performance_bars.RATE, 1200)
-FAST = performance_bars.Bar(("router",), performance_bars.few, performance_bars.LATENCY, 6.0)
+BAR = performance_bars.Bar(("cast",), performance_bars.PREFILL_ROWS, performance_bars.LIGHT, 0.85, each=0.70)
+PRODUCT = performance_bars.Bar(("gemm",), performance_bars.PREFILL_ROWS, performance_bars.RATE, 1200)
+FAST = performance_bars.Bar(("router",), performance_bars.FEW, performance_bars.LATENCY, 6.0)
 
 
 def point(definition: str, axes: dict[str, int], gpu: str = "h200", **times: float) -> list[tuple[object, ...]]:
