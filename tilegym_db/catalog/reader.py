@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
+    RECORD_NAME,
     Broken,
     definition_at,
     in_family,
     misplaced,
     name_at,
+    of_family_file,
     record_paths,
     visible,
     warn_once,
@@ -31,7 +33,7 @@ from tilegym_db.records.workload import SafetensorsInput
 
 if TYPE_CHECKING:
     from tilegym_db.catalog.record_files import SolutionFiles
-    from tilegym_db.records import Definition, Workload
+    from tilegym_db.records import Definition
 
 
 T = TypeVar("T")
@@ -298,6 +300,16 @@ class CatalogReader:
             self.definition(name)
         if name in self.solution_paths:
             self.solution(name)
+
+
+def is_place(name: str | Path, catalog: CatalogReader) -> bool:
+    """Return True if a text is the path of a Solution, and not the name of a record in the catalog."""
+    if isinstance(name, Path):
+        return True
+    if name in catalog.definition_paths or name in catalog.solution_paths:
+        return False
+    looks_like_a_path = os.sep in name or name.endswith((".py", ".json")) or of_family_file(Path(name))
+    return looks_like_a_path or (Path(name) / RECORD_NAME).is_file()
 
 
 # ---- Blobs -----------------------------------------------------------------------------------------------

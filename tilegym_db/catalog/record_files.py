@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -24,9 +23,6 @@ from tilegym_db.records import Definition, Solution, Workload
 from tilegym_db.records.base import NAME_PATTERN, canonical_json, parse_object
 from tilegym_db.records.python_source import headers_of_large_sources, parse_source, recall_headers
 from tilegym_db.records.solution import Family, FamilyMember
-
-if TYPE_CHECKING:
-    from tilegym_db.catalog.reader import CatalogReader
 
 
 @dataclass(frozen=True)
@@ -256,16 +252,6 @@ def visible(folder: Path, pattern: str) -> list[Path]:
 def record_path(place: Path) -> Path:
     """Return the record file of a place: ``solution.json`` in a folder, or the file itself."""
     return place / RECORD_NAME if not of_family_file(place) and place.is_dir() else place
-
-
-def is_place(name: str | Path, catalog: CatalogReader) -> bool:
-    """Return True if a text is the path of a Solution, and not the name of a record in the catalog."""
-    if isinstance(name, Path):
-        return True
-    if name in catalog.definition_paths or name in catalog.solution_paths:
-        return False
-    looks_like_a_path = os.sep in name or name.endswith((".py", ".json")) or of_family_file(Path(name))
-    return looks_like_a_path or (Path(name) / RECORD_NAME).is_file()
 
 
 def in_family(path: Path) -> bool:

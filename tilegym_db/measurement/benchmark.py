@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import is_place
+from tilegym_db.catalog.reader import is_place
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.measurement.awards import may_lack_confinement, record_awards, sandbox_note, unverifiable_here

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
-from tilegym_db.catalog.record_files import is_place, of_family_file
+from tilegym_db.catalog.reader import is_place
+from tilegym_db.catalog.record_files import of_family_file
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import decode, read_bytes

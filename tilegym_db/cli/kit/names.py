@@ -20,7 +20,7 @@ def refuse_unknown_names(names: Sequence[str], catalog: Catalog | None = None, *
         RecordError: the record of a name is broken.
     """
     from tilegym_db.catalog import Catalog
-    from tilegym_db.catalog.record_files import is_place
+    from tilegym_db.catalog.reader import is_place
 
     if not names:
         return
