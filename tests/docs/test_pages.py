@@ -107,6 +107,16 @@ def test_every_block_of_code_is_run_or_says_why_not(name: str):
         assert is_run != bool(NOT_RUN.search(above)), f"{line}\nabove it: {above}"
 
 
+PLACES = ("", "tilegym_db", "tests", "solutions")
+"""Folders that the path of a Python file in a page may be relative to."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_python_files_that_a_page_names_exist(name: str):
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", (ROOT / name).read_text())
+    assert [path for path in named if not any((ROOT / place / path).is_file() for place in PLACES)] == []
+
+
 def test_most_blocks_of_code_are_run():
     found = [is_run for name in WRITTEN for _, is_run in blocks_of(name)]
     print(f"{sum(found)} of {len(found)} blocks of code are run")

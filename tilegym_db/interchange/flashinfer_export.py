@@ -54,7 +54,7 @@ def build_export(
 
     Args:
         catalog: the catalog to export.
-        traces: verified traces and failures (:func:`tilegym_db.store.sharing.told_traces`).
+        traces: verified traces and failures (:func:`tilegym_db.store.sharing.shareable_traces`).
         op_type: export only this family.
         blobs: folder and limits for inputs that FlashInfer-Bench must not draw. Without it, Workloads that need such inputs are
             left out.
