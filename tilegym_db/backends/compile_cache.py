@@ -151,7 +151,7 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Lock the folder itself, so that no lock file remains; without locks in its file system several processes make the same."""
+    """Lock the folder itself, so that no lock file remains. If its file system has no locks, processes repeat the same work."""
     held = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

@@ -328,7 +328,7 @@ def _code(
     drafted: Entry,
     dialect: str,
 ) -> int:
-    """Return the first result of a call for which the original runs, else ``ORIGINAL_FAILED``."""
+    """Return the result of the first call that the original can run; ``ORIGINAL_FAILED`` if it runs none."""
     for axes, scalars in itertools.islice(_calls(definition, draft), MAX_CALLS):
         case = Case(Call(definition.name, axes, scalars=scalars), seed=SEED)
         outputs = {

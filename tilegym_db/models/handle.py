@@ -207,7 +207,7 @@ class Handle:
     # -- installation -------------------------------------------------------------------------------------------------
 
     def add(self, group: Sequence[tuple[ModuleGroup, str]], catalog: Catalog, *, check: bool = False) -> None:
-        """Install the parts of one forward, each with the reason for stock code, empty if kernels may serve it.
+        """Install the parts of one forward. Each has the reason for stock code, which is empty if kernels may serve it.
 
         If ``check`` is true, a kernel is checked at the first call of a size that was not measured.
         """

@@ -157,9 +157,9 @@ def _lists(part: Any, count: int) -> list[tuple[str, list[Any] | tuple[Any, ...]
 
 
 def _kinds(config: Any, model: torch.nn.Module, names: set[str]) -> Kinds:
-    """Return the kinds of the layers of each list of modules that is in no other one.
+    """Return the kinds of the layers of each outermost list of modules.
 
-    ``names`` are lists of the config that may count; one of another meaning can be as long as a reduced stack.
+    ``names`` are the lists of the config that may state the kinds. A list with another meaning may have the same length.
     """
     found: Kinds = {}
     for name, stack in model.named_modules():

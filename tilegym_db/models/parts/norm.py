@@ -292,8 +292,8 @@ def norm_forward(
     Args:
         stock: the forward of the class.
         site: the call site of the Definition.
-        attributes: the attributes of the module for the inputs after x, in order; a number stands for itself, and for a
-            weight that has it in every place.
+        attributes: the attributes of the module for the inputs after x, in order. A number in place of a name is the
+            value of the input, or of every element of the weight.
         weights: the places in ``attributes`` of those that are tensors.
         is_cast: True if autocast changes the dtype that stock code returns, so that such calls are left to it.
     """
