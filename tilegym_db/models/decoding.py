@@ -4,12 +4,15 @@
 token run as before, with the cache that transformers makes. Then its keys, values and states are copied to a cache of fixed size,
 and each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
 
+The step before a capture, and the capture, ask for kernels by device time alone: the host launches them once.
+
 A graph repeats the branches that the host took at capture. A window of keys moves once it is full, and a cache counts its tokens
 on the host for that. So there is one graph for a window that fills and one for a full window, and a replay counts on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 
 from tilegym_db.models.call_site import change_class, has_hooks, subclass
+from tilegym_db.resolver.replay import replayed
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
@@ -235,14 +239,19 @@ class Decoding:
         """The class of the model while graphs are installed."""
         self.is_open = True
 
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Return True if a model generates as in transformers, and all of it is on one GPU."""
+        methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+        if not all(callable(getattr(model, name, None)) for name in methods):
+            return False
+        devices = {parameter.device for parameter in model.parameters()}
+        return len(devices) == 1 and next(iter(devices)).type == "cuda"
+
     @classmethod
     def of(cls, model: Any) -> Decoding | None:
         """Return the graphs of a model that generates on a GPU, installed; None for other models."""
-        methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
-        if not all(callable(getattr(model, name, None)) for name in methods):
-            return None
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        if not cls.fits(model):
             return None
         decoding = cls(model)
         decoding.install()
@@ -330,7 +339,8 @@ class Decoding:
                 cache.graphs[form] = None
                 cache.failed = _why_not_inputs(inputs) if cache.windows else ""
             before = cache.host_state()
-            outputs = model(**inputs)
+            with contextlib.nullcontext() if cache.failed else replayed():  # binds the kernels of the capture
+                outputs = model(**inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
@@ -340,7 +350,8 @@ class Decoding:
         graph = cache.graphs[form]
         if graph is None:
             try:
-                graph = cache.graphs[form] = self._capture(model, inputs)
+                with replayed():
+                    graph = cache.graphs[form] = self._capture(model, inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {_first_line(error)}"

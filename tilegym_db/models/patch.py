@@ -21,6 +21,7 @@ from tilegym_db.models import parts
 from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
@@ -31,6 +32,7 @@ from tilegym_db.paths import DISABLED, is_disabled
 from tilegym_db.published.serving_lock import ServingLock
 from tilegym_db.published.table import table_for
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Launch
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
@@ -186,7 +188,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 
 
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
-    served = PublishedTables(records)
+    served = PublishedTables(records, "replay" if options.graphs and Decoding.fits(model) else "call")
     handle = Handle()
     handle.undescribed = undescribed(model, found)
     handle.newcomers = Newcomers(model)
@@ -367,10 +369,14 @@ COMPUTED_IN = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class PublishedTables:
-    """The entries of the published tables of this machine's devices for the Definitions of one catalog."""
+    """The entries of the published tables of this machine's devices for the Definitions of one catalog.
 
-    def __init__(self, catalog: Catalog) -> None:
+    ``launch`` is ``replay`` if some calls of the model will be replayed.
+    """
+
+    def __init__(self, catalog: Catalog, launch: Launch = "call") -> None:
         self._catalog = catalog
+        self._launch = launch
         self._held: dict[tuple[int, ...], _Placement] = {}
 
     @property
@@ -402,6 +408,7 @@ class PublishedTables:
                 sm=sm,
                 dtypes=dtypes,
                 unavailable=unavailable,
+                launch=self._launch,
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 
