@@ -5,6 +5,7 @@ All kernels are stock code, so tokens must be those of the stock model.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 from host_graphs import eager
+from torch.overrides import _get_current_function_mode_stack
 
-from tilegym_db import patch
+from tilegym_db import Catalog, patch
+from tilegym_db.models.call_site import AUTOCAST, NEEDS_GRAD, NOT_PLAIN
 from tilegym_db.models.decoding import Decoding
+from tilegym_db.models.products import MANY_ROWS, Products
+from tilegym_db.paths import shipped_root
 from tilegym_db.resolver.replay import threads
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -39,6 +44,38 @@ def make_launches_slow(shop: Any, *ops: str) -> None:
             }  # fmt: skip
             entry["candidates"].append(stock)
     shop.republish()
+
+
+KERNELS = {"gemm": "out.copy_(linear(a, b))"}
+
+
+def offer_products(shop: Any, *names: str, body: str = "", ops: tuple[str, ...] = ()) -> Catalog:
+    """Publish kernels of products that compute what PyTorch computes, beside those of ``ops``."""
+    shop.offer(ops=ops)
+    for name in names:
+        definition = Catalog((shipped_root(),)).definition(name)
+        folder = shop.root / "solutions" / "gemm" / name / f"{name}_cpu"
+        folder.mkdir(parents=True)
+        arguments = ", ".join((*definition.inputs, *definition.outputs))
+        source = (
+            f"from torch.nn.functional import linear, silu\n\n\ndef run({arguments}):\n    {body or KERNELS[name]}\n"
+        )
+        (folder / "kernel.py").write_text(source)
+        layouts = dict.fromkeys([*definition.inputs, *definition.outputs], "strided")
+        record = {
+            "name": f"{name}_cpu", "definition": name, "author": "tests", "sources": [{"path": "kernel.py"}],
+            "spec": {"language": "python", "entry_point": "kernel.py::run", "layouts": layouts},
+        }  # fmt: skip
+        (folder / "solution.json").write_text(json.dumps(record))
+    catalog = Catalog((shipped_root(), shop.root))
+    for name in names:
+        shop.entries += shop._entries(catalog, name, 1)
+    shop.republish()
+    return catalog
+
+
+def products(handle: Any) -> dict[str, Any]:
+    return {site.definition: site for site in handle.report().sites if site.kind == "product"}
 
 
 def reasons(handle: Any, definition: str) -> list[str]:
@@ -85,3 +122,179 @@ def test_an_interrupted_step_ends_the_answers_for_replays(
         model.generate(prompt(), **OPTIONS)
     assert found == [{threading.get_ident(): 1}]
     assert not threads
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("in_graphs")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "phi3", "qwen3_5"])
+def test_products_in_graphs_give_the_tokens_of_stock(
+    name: str, shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    stock, model = build(name), build(name)
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    for ids in (prompt(), prompt(3, 5), prompt()):
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    report = handle.report()
+    assert report.decoding.replayed > 30
+    assert report.hits()["gemm"] > 0
+    assert {key.axes["M"] for key in products(handle)["gemm"].counts.keys} == {1, 3}
+    assert not _get_current_function_mode_stack()
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_eager_calls_and_prompts_ask_for_no_product(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model = build()
+    handle = patch(model, catalog=offer_products(shop, "gemm", body="out.fill_(float('nan'))"))
+    with torch.no_grad():
+        assert not model(prompt(1, 1)).logits.isnan().any()
+    assert handle.report().hits()["gemm"] == 0
+    assert products(handle)["gemm"].modules == 15
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_product_without_a_faster_kernel_stays_stock(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model = build()
+    catalog = offer_products(shop, "gemm", body="out.fill_(float('nan'))", ops=("rms_norm",))
+    for entry in shop.entries:
+        if entry["definition"] == "gemm":
+            entry["candidates"][0]["speedup_ci_low"] = 0.9
+    shop.republish()
+    handle = patch(model, catalog=catalog)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), build().generate(prompt(), **OPTIONS))
+    assert "no verified solution of gemm is faster than stock" in products(handle)["gemm"].reason
+    assert "gemm" in str(handle.report())
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_more_than_sixteen_rows_stay_stock(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model = build()
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    model.generate(prompt(17, 4), **OPTIONS)
+    assert handle.report().decoding.replayed > 0
+    assert handle.report().hits()["gemm"] == 0
+    assert products(handle)["gemm"].bypassed[MANY_ROWS] > 0
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_options_leave_out_products(shop: Any, build: Callable[..., Any]) -> None:
+    catalog = offer_products(shop, "gemm", ops=("rms_norm",))
+    assert products(patch(build(), catalog=catalog, ops=["rms_norm"]))["gemm"].reason == "not among the ops asked for"
+    assert products(patch(build(), catalog=catalog, dry_run=True))["gemm"].reason == "dry run"
+    assert not products(patch(build(), catalog=catalog, graphs=False))
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_verified_patch_proves_products(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model = build()
+    handle = patch(model, catalog=offer_products(shop, "gemm", body="out.copy_(1.01 * linear(a, b))"), verify=True)
+    proofs = products(handle)["gemm"].proofs
+    assert "decode" in {proof.stage for proof in proofs}
+    assert all("verification on this model failed" in proof.reason for proof in proofs)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), build().generate(prompt(), **OPTIONS))
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_verified_patch_proves_kernels_of_replays(shop: Any, build: Callable[..., Any]) -> None:
+    catalog = shop.offer("    for value in {outputs}:\n        value.fill_(0.5)\n", ops=("rms_norm",))
+    make_launches_slow(shop, "rms_norm")
+    handle = patch(build(), catalog=catalog, verify=True)
+    assert any("verification on this model failed" in proof.reason for proof in handle.report().failed_proofs)
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_second_thread_asks_for_no_product(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model, stock, wrong = build(), build(), []
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    is_over = threading.Event()
+    with torch.no_grad():
+        expected = stock(prompt(1, 4)).logits
+
+    def call() -> None:
+        with torch.no_grad():
+            while not is_over.is_set():
+                if threads.keys() & {threading.get_ident()} or not torch.equal(model(prompt(1, 4)).logits, expected):
+                    wrong.append(1)
+
+    other = threading.Thread(target=call)
+    other.start()
+    tokens = [model.generate(prompt(batch), **OPTIONS) for batch in (1, 2, 3)]
+    is_over.set()
+    other.join()
+    assert not wrong
+    assert all(torch.equal(found, stock.generate(prompt(len(found)), **OPTIONS)) for found in tokens)
+    assert 4 not in {key.axes["M"] for key in products(handle)["gemm"].counts.keys}
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_replaced_weight_and_later_hooks_are_seen(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model, stock, calls = build(), build(), []
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    model.generate(prompt(), **OPTIONS)
+    for one in (model, stock):
+        torch.manual_seed(9)
+        one.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 48, bias=False)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), stock.generate(prompt(), **OPTIONS))
+    assert handle.report().decoding.captured == 2
+    hook = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(model.generate(prompt(), **OPTIONS), stock.generate(prompt(), **OPTIONS))
+    hook.remove()
+    assert len(calls) == OPTIONS["max_new_tokens"]
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+def test_only_plain_products_ask(shop: Any) -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(8, 8))
+    made = Products(model, offer_products(shop, "gemm", body="out.fill_(7)"), lambda name: "", check=False)
+    (site,) = made.sites.values()
+    x, linear = torch.ones(2, 1, 8), torch.nn.functional.linear
+
+    def is_served(*args: Any, **options: Any) -> bool:
+        with made.replayed():
+            return bool((linear(*args, **options) == 7).all())
+
+    assert not is_served(x, layer.weight)
+    assert site.bypassed == {NEEDS_GRAD: 1}
+    with torch.no_grad():
+        assert is_served(x, layer.weight)
+        assert is_served(input=x, weight=layer.weight, bias=None)
+        assert not is_served(x, layer.weight, model[1].bias)
+        assert not is_served(x, layer.weight.clone())
+        assert not is_served(x[0, 0], layer.weight)
+        assert not is_served(x.as_subclass(Wrapped), layer.weight)
+        assert site.bypassed[NOT_PLAIN] == 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_served(x, layer.weight)
+        assert site.bypassed[AUTOCAST] == 1
+        assert not (linear(x, layer.weight) == 7).all()
+    with torch.inference_mode():
+        assert is_served(x, layer.weight)
+
+
+def test_distributed_and_quantised_weights_stay_stock(shop: Any) -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Wrapped))
+    model = torch.nn.Sequential(layer)
+    made = Products(model, offer_products(shop, "gemm"), lambda name: "", check=False)
+    (site,) = made.sites.values()
+    with torch.no_grad(), made.replayed():
+        layer(torch.ones(2, 8))
+    assert site.dispatcher is not None
+    assert [key.reason for key in site.dispatcher.report().keys] == ["an argument is a Wrapped, not a plain tensor"]

@@ -92,6 +92,9 @@ class CapturedForward:
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(model, inputs by name) -> its forward, captured."""
 
+Replays = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which calls are made that a graph will repeat."""
+
 
 @dataclass
 class _Cache:
@@ -225,10 +228,17 @@ def _linear_layer() -> Any:
 class Decoding:
     """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
 
-    def __init__(self, model: Any, capture: Capture | None = None) -> None:
-        """Capture nothing yet. ``capture`` makes a graph of a forward; by default a CUDA graph."""
+    def __init__(self, model: Any, capture: Capture | None = None, replayed: Replays = replayed) -> None:
+        """Capture nothing yet.
+
+        Args:
+            model: of transformers.
+            capture: makes a graph of a forward; by default a CUDA graph.
+            replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
+        """
         self._model = weakref.ref(model)
         self._capture = capture or captured
+        self._calls_are_replayed = replayed
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
         self._weights: Any = None
         self._lock = threading.Lock()
@@ -249,11 +259,11 @@ class Decoding:
         return len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @classmethod
-    def of(cls, model: Any) -> Decoding | None:
+    def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
         """Return the graphs of a model that generates on a GPU, installed; None for other models."""
         if not cls.fits(model):
             return None
-        decoding = cls(model)
+        decoding = cls(model, replayed=replayed)
         decoding.install()
         return decoding
 
@@ -339,7 +349,9 @@ class Decoding:
                 cache.graphs[form] = None
                 cache.failed = _why_not_inputs(inputs) if cache.windows else ""
             before = cache.host_state()
-            with contextlib.nullcontext() if cache.failed else replayed():  # binds the kernels of the capture
+            with (
+                contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
+            ):  # binds the kernels of the capture
                 outputs = model(**inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
@@ -350,7 +362,7 @@ class Decoding:
         graph = cache.graphs[form]
         if graph is None:
             try:
-                with replayed():
+                with self._calls_are_replayed():
                     graph = cache.graphs[form] = self._capture(model, inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device

@@ -26,6 +26,7 @@ from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates,
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
+from tilegym_db.models.products import Products
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
@@ -197,6 +198,15 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
             reasons = [(part, _why_not(part, options, served)) for part in group]
             with _without_autocast():
                 handle.add(reasons, records, check=options.check == CHECK_FIRST)
+        if served.launch == "replay":
+            handle.add_products(
+                Products(
+                    model,
+                    records,
+                    lambda name: _why_no_product(name, model, records, options, served),
+                    check=options.check == CHECK_FIRST,
+                )
+            )
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)
@@ -244,15 +254,26 @@ def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
 
 def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables) -> str:
     """Return the reason for a group to stay stock; empty if it is to be patched."""
-    if found.reason:
-        return found.reason
-    if options.ops is not None and found.definition not in options.ops:
+    reason = found.reason or _why_left_out(found.definition, options, served)
+    return reason or ("" if options.verify else served.why_never_served(found))
+
+
+def _why_no_product(
+    name: str, model: torch.nn.Module, records: Catalog, options: PatchOptions, served: PublishedTables
+) -> str:
+    """Return the reason for products of linear layers to stay stock; empty if they are to ask for kernels."""
+    weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    reason = _why_left_out(name, options, served)
+    return reason or ("" if options.verify else served.why_no_call(records.definition(name), _placement_of(weights)))
+
+
+def _why_left_out(name: str, options: PatchOptions, served: PublishedTables) -> str:
+    """Return the reason if the options leave out a Definition; empty if they do not."""
+    if options.ops is not None and name not in options.ops:
         return "not among the ops asked for"
-    if served.lock is not None and found.definition not in served.lock.definitions:
+    if served.lock is not None and name not in served.lock.definitions:
         return f"the lock {served.lock.source} has no kernel of it"
-    if options.dry_run:
-        return "dry run"
-    return "" if options.verify else served.why_never_served(found)
+    return "dry run" if options.dry_run else ""
 
 
 @contextlib.contextmanager
@@ -376,7 +397,7 @@ class PublishedTables:
 
     def __init__(self, catalog: Catalog, launch: Launch = "call") -> None:
         self._catalog = catalog
-        self._launch = launch
+        self.launch = launch
         self._held: dict[tuple[int, ...], _Placement] = {}
 
     @property
@@ -393,10 +414,13 @@ class PublishedTables:
         return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 
     def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
+        held = self._placement_of(found)
+        return self.why_no_call(definition, held._replace(dtypes=None) if _are_all_stated(found) else held)
+
+    def why_no_call(self, definition: Definition, held: _Placement) -> str:
+        """Return the reason if no call of a Definition can ever be served with weights of such dtypes and devices."""
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
-        held = self._placement_of(found)
-        dtypes = None if _are_all_stated(found) else held.dtypes
         reasons = {}
         for device in held.devices:
             gpu, sm = device_gpu(device)
@@ -406,9 +430,9 @@ class PublishedTables:
                 solutions,
                 gpu=gpu,
                 sm=sm,
-                dtypes=dtypes,
+                dtypes=held.dtypes,
                 unavailable=unavailable,
-                launch=self._launch,
+                launch=self.launch,
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 

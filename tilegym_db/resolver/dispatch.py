@@ -29,7 +29,7 @@ from tilegym_db.resolver.decide import Decision, not_in_compiled_code
 from tilegym_db.resolver.first_call import check_first_call
 from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
-from tilegym_db.resolver.replay import Replayed
+from tilegym_db.resolver.replay import Replayed, is_replayed
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +161,12 @@ class Dispatcher:
         return not_in_compiled_code(decision) is None
 
     def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
-        """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call."""
-        bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate)
+        """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call.
+
+        Inside ``replayed()`` it is the kernel for a replay.
+        """
+        launch = "replay" if is_replayed() else None
+        bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate, launch=launch)
         return Preview(bound.launch, bound.solution, bound.reason)
 
     def refuse(self, kernel: str, reason: str) -> None:
@@ -236,6 +240,7 @@ class Dispatcher:
         args: tuple[Any, ...],
         allocate: Allocate | None = None,
         growing: tuple[str, int] | None = None,
+        launch: Launch | None = None,
     ) -> Bound:
         """Decide about a call, and load the kernel that serves it.
 
@@ -244,8 +249,9 @@ class Dispatcher:
             args: the arguments of the call.
             allocate: makes the outputs if ``args`` has none.
             growing: the axis whose size is not in the key, and its size.
+            launch: the way of launching, if the key does not have it.
         """
-        launch: Launch = "replay" if isinstance(key, Replayed) else self._launch
+        launch = launch or ("replay" if isinstance(key, Replayed) else self._launch)
         failure = self._quarantined.get(key)
         if failure is None and isinstance(key, Replayed):
             failure = self._quarantined.get(key.key)
