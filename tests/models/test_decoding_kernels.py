@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from tilegym_db import Catalog, patch
 from tilegym_db.models.call_site import AUTOCAST, NEEDS_GRAD, NOT_PLAIN
 from tilegym_db.models.decoding import Decoding
-from tilegym_db.models.products import MANY_ROWS, Products
+from tilegym_db.models.products import MANY_ROWS, Products, forwards
 from tilegym_db.paths import shipped_root
 from tilegym_db.resolver.replay import threads
 
@@ -46,7 +46,11 @@ def make_launches_slow(shop: Any, *ops: str) -> None:
     shop.republish()
 
 
-KERNELS = {"gemm": "out.copy_(linear(a, b))"}
+KERNELS = {
+    "gemm": "out.copy_(linear(a, b))",
+    "gemm_qkv": "[out.copy_(linear(x, w)) for out, w in ((q, wq), (k, wk), (v, wv))]",
+    "gemm_swiglu": "out.copy_(silu(linear(x, wg)) * linear(x, wu))",
+}
 
 
 def offer_products(shop: Any, *names: str, body: str = "", ops: tuple[str, ...] = ()) -> Catalog:
@@ -141,6 +145,27 @@ def test_products_in_graphs_give_the_tokens_of_stock(
     assert report.hits()["gemm"] > 0
     assert {key.axes["M"] for key in products(handle)["gemm"].counts.keys} == {1, 3}
     assert not _get_current_function_mode_stack()
+
+
+@pytest.mark.usefixtures("in_graphs")
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+)
+@pytest.mark.parametrize("names", [("gemm_qkv", "gemm_swiglu"), ("gemm", "gemm_qkv", "gemm_swiglu")])
+def test_fused_products_give_the_tokens_of_stock(
+    name: str, names: tuple[str, ...], shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    stock, model = build(name), build(name)
+    handle = patch(model, catalog=offer_products(shop, *names, ops=("swiglu",)))
+    for ids in (prompt(), prompt(3, 5), prompt()):
+        assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))
+    hits = handle.report().hits()
+    assert handle.report().decoding.replayed > 30
+    if name in ("llama", "qwen3", "mistral", "gemma3"):
+        assert hits["gemm_qkv"] > 2 * 40
+    if name in ("llama", "qwen3", "mistral"):
+        assert hits["gemm_swiglu"] > 2 * 40
+        assert not forwards
 
 
 @pytest.mark.usefixtures("in_graphs")
@@ -263,7 +288,7 @@ def test_only_plain_products_ask(shop: Any) -> None:
     layer = torch.nn.Linear(8, 8, bias=False)
     model = torch.nn.Sequential(layer, torch.nn.Linear(8, 8))
     made = Products(model, offer_products(shop, "gemm", body="out.fill_(7)"), lambda name: "", check=False)
-    (site,) = made.sites.values()
+    site = made.sites["gemm"]
     x, linear = torch.ones(2, 1, 8), torch.nn.functional.linear
 
     def is_served(*args: Any, **options: Any) -> bool:
@@ -293,8 +318,183 @@ def test_distributed_and_quantised_weights_stay_stock(shop: Any) -> None:
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Wrapped))
     model = torch.nn.Sequential(layer)
     made = Products(model, offer_products(shop, "gemm"), lambda name: "", check=False)
-    (site,) = made.sites.values()
+    site = made.sites["gemm"]
     with torch.no_grad(), made.replayed():
         layer(torch.ones(2, 8))
     assert site.dispatcher is not None
     assert [key.reason for key in site.dispatcher.report().keys] == ["an argument is a Wrapped, not a plain tensor"]
+
+
+# -- three products of one input --------------------------------------------------------------------------------------
+
+
+class Attends(torch.nn.Module):
+    """Three products of one input, with something done between the first and the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        x = self.between(x)
+        return self.o(q + self.k(x) * self.v(x))
+
+
+@pytest.fixture
+def attends(shop: Any) -> tuple[Attends, Products]:
+    """A module whose fused products were seen once."""
+    model = Attends().requires_grad_(requires_grad=False)
+    made = Products(model, offer_products(shop, "gemm_qkv"), lambda name: "", check=False)
+    with made.replayed():
+        model(torch.ones(2, 8))
+    return model, made
+
+
+def fused_calls(made: Products) -> int:
+    dispatcher = made.sites["gemm_qkv"].dispatcher
+    assert dispatcher is not None
+    return dispatcher.report().kernel_calls
+
+
+def run(model: Attends, made: Products) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result in a graph, and that of eager code."""
+    x = torch.arange(16.0).view(2, 8)
+    with made.replayed():
+        found = model(x.clone())
+    return found, model(x.clone())
+
+
+def test_three_products_in_a_row_are_one_call(attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+    assert fused_calls(made) == 1  # the kernel was bound at the third product
+    assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 2
+    assert len(made.groups) == 1
+
+
+BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "changed in place": lambda x: x.add_(1),
+    "changed through a view": lambda x: x if x.view(-1)[3:5].zero_() is not None else x,
+    "another object": lambda x: x.clone(),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_another_input_gets_no_result_of_the_first(name: str, attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+    model.between = BETWEEN[name]
+    assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 2
+    assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 2  # it is not tried again
+
+
+def test_results_that_no_call_takes_are_dropped(attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+    with made.replayed():
+        model.q(torch.ones(2, 8))
+        (here,) = forwards.values()
+        assert len(here._made) == 2
+    assert not here._made
+    assert not any(group.is_usable for group in made.groups.values())
+
+
+def test_results_are_used_once(attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+    x = torch.ones(2, 8)
+    with made.replayed():
+        model.q(x)
+        first, second = model.k(x), model.k(x)
+        model.v(x)
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, second)
+
+
+def test_an_exception_ends_the_products(attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    model.between = between
+    with pytest.raises(KeyboardInterrupt):
+        run(model, made)
+    assert not forwards
+    assert not threads
+    assert not _get_current_function_mode_stack()
+    model.between = lambda x: x
+    assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 3  # also the call before the exception
+
+
+def test_a_replaced_weight_makes_another_group(attends: tuple[Attends, Products]) -> None:
+    model, made = attends
+    model.k = torch.nn.Linear(8, 8, bias=False).requires_grad_(requires_grad=False)
+    assert torch.equal(*run(model, made))
+    (group,) = made.groups.values()
+    assert group.weights[1] is model.k.weight
+    assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 3
+
+
+def test_inference_mode_has_no_fused_products(shop: Any) -> None:
+    model = Attends().requires_grad_(requires_grad=False)
+    made = Products(model, offer_products(shop, "gemm", "gemm_qkv"), lambda name: "", check=False)
+    with torch.inference_mode():
+        assert torch.equal(*run(model, made))
+    assert fused_calls(made) == 0
+
+
+# -- two products and their gate --------------------------------------------------------------------------------------
+
+UNFUSED: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None),
+    "a bias": lambda mlp: setattr(mlp, "up_proj", torch.nn.Linear(64, 48)),
+    "another class": lambda mlp: setattr(mlp.up_proj, "__class__", type("Own", (torch.nn.Linear,), {})),
+    "another activation": lambda mlp: setattr(mlp, "act_fn", torch.nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+@pytest.mark.usefixtures("in_graphs")
+def test_only_plain_projections_are_fused_with_their_gate(
+    name: str,
+    shop: Any,
+    build: Callable[..., Any],
+    prompt: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tilegym_db.models.decoding.has_hooks", lambda module: False)
+    model, stock = build(num_hidden_layers=1), build(num_hidden_layers=1)
+    handle = patch(model, catalog=offer_products(shop, "gemm", "gemm_swiglu", ops=("swiglu",)))
+    for one in (model, stock):
+        torch.manual_seed(4)
+        UNFUSED[name](one.model.layers[0].mlp)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), stock.generate(prompt(), **OPTIONS))
+    assert handle.report().decoding.replayed > 0
+    assert handle.report().hits()["gemm_swiglu"] == 0
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_a_gate_that_only_graphs_fuse_stays_in_the_model(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    model, stock = build(), build()
+    handle = patch(model, catalog=offer_products(shop, "gemm_swiglu", ops=("rms_norm",)))
+    for _ in range(20):
+        assert torch.equal(model.generate(prompt(), **OPTIONS), stock.generate(prompt(), **OPTIONS))
+    served = handle.report().hits()["gemm_swiglu"]
+    model.generate(prompt(2), **OPTIONS)
+    assert handle.report().hits()["gemm_swiglu"] > served > 0
+
+
+def test_eager_gates_are_not_fused(shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]) -> None:
+    model = build()
+    catalog = offer_products(shop, "gemm_swiglu", body="out.fill_(float('nan'))", ops=("swiglu",))
+    handle = patch(model, catalog=catalog)
+    with torch.no_grad():
+        assert not model(prompt(1, 1)).logits.isnan().any()
+    assert handle.report().hits()["swiglu"] > 0

@@ -26,7 +26,7 @@ from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates,
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
-from tilegym_db.models.products import Products
+from tilegym_db.models.products import GATED_PRODUCTS, Products
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
@@ -411,6 +411,9 @@ class PublishedTables:
         if found.reason or found.match is None:
             return found.reason
         own = self._why_never_served(found, found.match.definition)
+        fused = GATED_PRODUCTS.get(found.definition) if self.launch == "replay" else None
+        if own and fused in self._catalog.definitions:
+            own = self._why_never_served(found, self._catalog.definition(fused)) and own
         return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 
     def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
