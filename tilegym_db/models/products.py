@@ -128,7 +128,7 @@ class _Forward(TorchFunctionMode):
     """One forward of a model whose products ask for kernels."""
 
     def __init__(self, products: Products, weights: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sites, self._groups = products.sites, products.groups
         self._counting = next(iter(products.sites.values()))
         self._weights = weights

@@ -165,7 +165,7 @@ class Dispatcher:
 
         Inside ``replayed()`` it is the kernel for a replay.
         """
-        launch = "replay" if is_replayed() else None
+        launch: Launch | None = "replay" if is_replayed() else None
         bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate, launch=launch)
         return Preview(bound.launch, bound.solution, bound.reason)
 

@@ -304,7 +304,7 @@ def mlp_forward(
         if kwargs or len(args) != 1 or falls_back(self, args[0]):
             return stock(self, *args, **kwargs)
         (x,) = args
-        if not _is_compiling() and forwards:
+        if forwards and not _is_compiling():
             out = gated_products(definition, x, [getattr(self, name) for name in names])
             if out is not None:
                 site.patience = 0  # it is of use in graphs
