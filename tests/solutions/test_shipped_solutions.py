@@ -46,9 +46,7 @@ def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     names = tuple(chosen(request, "triton_kernel"))
     smallest = {name: smallest_it_takes(name).uuid for name in names}
     workloads = tuple(sorted(set(smallest.values())))
-    report = bench(
-        names, devices="cpu", language="triton", workload=workloads, quick=True, catalog=CATALOG, store_home=home
-    )
+    report = bench(names, devices="cpu", language="triton", workload=workloads, catalog=CATALOG, store_home=home)
     traces: dict[str, list[Trace]] = {}
     for trace in report.traces:
         if smallest.get(trace.solution) in (None, trace.workload_uuid):

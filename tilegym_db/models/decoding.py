@@ -4,6 +4,8 @@
 token run as before, with the cache that transformers makes. Then its keys, values and states are copied to a cache of fixed size,
 and each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
 
+The step before a capture, and the capture, ask for kernels by device time alone: the host launches them once.
+
 A graph repeats the branches that the host took at capture. A window of keys moves once it is full, and a cache counts its tokens
 on the host for that. So there is one graph for a window that fills and one for a full window, and a replay counts on.
 
@@ -13,6 +15,7 @@ with those that transformers prepares. If they are the same, later steps copy on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -37,6 +40,7 @@ from tilegym_db.models.next_inputs import (
     inputs_follow,
     prepares_as_transformers,
 )
+from tilegym_db.resolver.replay import replayed
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
@@ -109,6 +113,9 @@ class CapturedForward:
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(model, inputs by name) -> its forward, captured."""
+
+Replays = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which calls are made that a graph will repeat."""
 
 
 @dataclass
@@ -246,10 +253,17 @@ def _linear_layer() -> Any:
 class Decoding:
     """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
 
-    def __init__(self, model: Any, capture: Capture | None = None) -> None:
-        """Capture nothing yet. ``capture`` makes a graph of a forward; by default a CUDA graph."""
+    def __init__(self, model: Any, capture: Capture | None = None, replayed: Replays = replayed) -> None:
+        """Capture nothing yet.
+
+        Args:
+            model: of transformers.
+            capture: makes a graph of a forward; by default a CUDA graph.
+            replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
+        """
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
+        self._calls_are_replayed = replayed
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
         self._weights: Any = None
         self._lock = threading.Lock()
@@ -260,16 +274,21 @@ class Decoding:
         """The class of the model while graphs are installed."""
         self.is_open = True
 
-    @classmethod
-    def of(cls, model: Any) -> Decoding | None:
-        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Return True if a model generates as in transformers, and all of it is on one GPU."""
         methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
         if not all(callable(getattr(model, name, None)) for name in methods):
-            return None
+            return False
         devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @classmethod
+    def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
+        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+        if not cls.fits(model):
             return None
-        decoding = cls(model)
+        decoding = cls(model, replayed=replayed)
         decoding.install()
         return decoding
 
@@ -359,7 +378,10 @@ class Decoding:
                 cache.graphs[form] = None
                 cache.failed = _why_not_inputs(inputs) if cache.windows else ""
             before = cache.host_state()
-            outputs = model(**inputs)
+            with (
+                contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
+            ):  # binds the kernels of the capture
+                outputs = model(**inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
@@ -369,7 +391,8 @@ class Decoding:
         graph = cache.graphs[form]
         if graph is None:
             try:
-                graph = cache.graphs[form] = self._capture(model, inputs)
+                with self._calls_are_replayed():
+                    graph = cache.graphs[form] = self._capture(model, inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {_first_line(error)}"
