@@ -18,7 +18,7 @@ from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
-from tilegym_db.verification.phases import ORACLE, Phases
+from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
@@ -68,12 +68,13 @@ class ExpectedCache:
         with self._phases(ORACLE), self._lock:
             key = case.key
             if key not in self._known:
-                self._known[key] = make_oracle_case(self._definition, case, self.device, self._blobs)
+                self._known[key] = self.once(case)
             return self._known[key]
 
     def once(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle without caching it; see :meth:`get`."""
-        return make_oracle_case(self._definition, case, self.device, self._blobs)
+        with self._phases(MAKE_ORACLE, self._definition.name):
+            return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""

@@ -31,6 +31,7 @@ from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case, raising_out_of_memory
 from tilegym_db.verification.large import large_cases
+from tilegym_db.verification.phases import FUZZ, LARGE, OWN_SHAPE, SEQUENCES
 from tilegym_db.verification.sequences import check_sequences
 from tilegym_db.verification.verifier import (
     CANNOT_VERIFY,
@@ -70,7 +71,10 @@ def check_own_shape(
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
     case = contents.sets[0].case
-    with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
+    with (
+        handle.phases(OWN_SHAPE, handle.solution.name),
+        SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers,
+    ):
         failure = handle.attach(buffers, case)
         for number, expected in enumerate(contents.verified):
             if failure is not None:
@@ -401,13 +405,17 @@ class Verification:
                 seed=seed,
                 max_rows=policy.fuzz_rows,
             )
-            outcome = self._check_fuzz_cases(cases, cache, scalars)
+            phases, name = self.handle.phases, self.handle.solution.name
+            with phases(FUZZ, name):
+                outcome = self._check_fuzz_cases(cases, cache, scalars)
             # A baseline never serves a model, and an interpreter is too slow.
             if policy.as_served and record.spec.role == "kernel" and not self.handle.interpret:
                 if not isinstance(outcome, Failure):
-                    outcome = self._check_large_cases(outcome, dtypes, scalars, seed)
+                    with phases(LARGE, name):
+                        outcome = self._check_large_cases(outcome, dtypes, scalars, seed)
                 if not isinstance(outcome, Failure):
-                    outcome = self._check_sequences(outcome, cases, seed, cache)
+                    with phases(SEQUENCES, name):
+                        outcome = self._check_sequences(outcome, cases, seed, cache)
             if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
                 return outcome
             self.fuzz_outcomes[key] = outcome
