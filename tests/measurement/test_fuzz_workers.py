@@ -14,6 +14,7 @@ import pytest
 from conftest import DEFINITION, KERNEL
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError
 from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
@@ -68,6 +69,24 @@ def test_excused_failure_stops_no_other_work():
     queue = queue_of(2)
     queue.fail(failure("stock code fails it as well", excused=True), 0)
     assert queue.left == 2
+
+
+def test_cases_that_are_coming_are_waited_for_and_may_be_left_out():
+    queue = CaseQueue((), coming=3)
+    assert queue.left == 3
+    queue.put(None)
+    taken: list[int] = []
+    taking = threading.Thread(target=lambda: taken.extend(number for number, _ in queue))
+    taking.start()
+    for number in range(2):
+        queue.put((SimpleNamespace(case=number), None))  # type: ignore[arg-type]
+    taking.join(30)
+    assert taken == [0, 1]
+    assert queue.left == 0
+    stopped = CaseQueue((), coming=2)
+    stopped.close()
+    stopped.put(None)
+    assert list(stopped) == []
 
 
 def test_processors_go_to_runners_first_then_equally_to_helpers():
@@ -153,6 +172,48 @@ def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerH
     assert len({id(handle) for handle in used}) > 1
     assert all(handle.worker is None for handle in used if handle is not shared.handle)
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+def test_small_case_is_checked_before_the_last_oracle_is_computed(make: Any, monkeypatch: pytest.MonkeyPatch):
+    checked, computed = threading.Event(), list[bool]()
+    get, check = ExpectedCache.get, session._check_case
+
+    def known(cache: ExpectedCache, case: Any) -> Any:
+        computed.append(checked.wait(60) if len(computed) >= POLICY.fuzz_cases - 1 else checked.is_set())
+        return get(cache, case)
+
+    def check_case(*arguments: Any) -> Any:
+        checked.set()
+        return check(*arguments)
+
+    subject = make(KERNEL, 1)
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache)
+    monkeypatch.setattr(ExpectedCache, "get", known)
+    monkeypatch.setattr(session, "_check_case", check_case)
+    assert isinstance(subject.verify(contents, [workload], SEED, cache), VerifiedWorkload)
+    assert computed[0] is False
+    assert computed[-1] is True
+
+
+def test_error_of_an_oracle_ends_the_cases_that_are_coming(make: Any, monkeypatch: pytest.MonkeyPatch):
+    get, asked = ExpectedCache.get, list[Any]()
+
+    def known(cache: ExpectedCache, case: Any) -> Any:
+        asked.append(case)
+        if len(asked) == 3:
+            raise RecordError("the reference raises", code="reference_raises")
+        return get(cache, case)
+
+    subject = make(KERNEL, 2)
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache)
+    monkeypatch.setattr(ExpectedCache, "get", known)
+    outcome = subject.verify(contents, [workload], SEED, cache)
+    assert isinstance(outcome, Failure)
+    assert (outcome.status, len(asked)) == ("UNSUPPORTED", 3)
 
 
 def test_several_workers_give_the_verdict_of_one(make: Any):

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Protocol
@@ -195,35 +195,45 @@ class CaseQueue:
     """A queue that hands out cases in order until one has failed for good; thread-safe.
 
     All cases before the failed one have been handed out and are checked to the end. The first failure in the order of the cases
-    therefore does not depend on the number and speed of workers.
+    therefore does not depend on the number and speed of workers. Cases may be added in their order while others are checked.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        """Start with every case in the queue."""
-        self._pairs, self._next = pairs, 0
+    def __init__(self, pairs: Sequence[Pair], coming: int = 0) -> None:
+        """Start with some cases in the queue, and with the number of those that will be added."""
+        self._pairs, self._coming, self._next = list(pairs), coming, 0
         self._failures: list[tuple[int, Failure]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """Yield the remaining cases with their numbers."""
+        """Yield the remaining cases with their numbers; wait for those that are coming."""
         while True:
             with self._lock:
+                self._lock.wait_for(lambda: self._next < len(self._pairs) or not self._coming)
                 if self._next >= len(self._pairs):
                     return
                 number = self._next
                 self._next += 1
             yield number, self._pairs[number]
 
+    def put(self, pair: Pair | None) -> None:
+        """Add the next case that was coming, or with None, leave it out."""
+        with self._lock:
+            if self._coming:
+                self._coming -= 1
+                self._pairs += [] if pair is None else [pair]
+            self._lock.notify_all()
+
     @property
     def left(self) -> int:
-        """The number of remaining cases."""
+        """The number of remaining cases, including those that are coming."""
         with self._lock:
-            return len(self._pairs) - self._next
+            return len(self._pairs) + self._coming - self._next
 
     def close(self) -> None:
         """Stop handing out cases."""
         with self._lock:
-            self._next = len(self._pairs)
+            self._next, self._coming = len(self._pairs), 0
+            self._lock.notify_all()
 
     def fail(self, failure: Failure, number: int | None = None) -> None:
         """Record the failure of a case, or without a number, of a worker that has not taken a case."""
@@ -425,25 +435,29 @@ class Verification:
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
         """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
-        definition, in_turn = self.handle.definition, self.handle.policy.in_turn
-        fuzz = FuzzOutcome()
-        proving: list[Pair] = []
-        for number, case in enumerate(cases):
-            expected = cache.get(case)
-            if expected is None:
-                fuzz.dropped.append(str(case))
-                continue
-            proving.append((expected, cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None))
-        proving.sort(
-            key=lambda pair: _elements(definition, pair[0].case)
-        )  # so that the smallest failing case is reported
-        if not proving:
-            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
-            return Failure("UNSUPPORTED", reason, gate="envelope")
-        queue, helping = CaseQueue(proving), list[Future[None]]()
+        fuzz, proving = FuzzOutcome(), list[Pair]()
+        queue, helping = CaseQueue((), len(cases)), list[Future[None]]()
+
+        def prove() -> None:
+            """Compute the oracles from the smallest case on, so that the smallest failing case is reported, and soon."""
+            definition, in_turn = self.handle.definition, self.handle.policy.in_turn
+            with closing_after_error(queue):
+                for number, case in sorted(enumerate(cases), key=lambda one: _elements(definition, one[1])):
+                    if not queue.left:
+                        return
+                    expected, pair = cache.get(case), None
+                    if expected is None:
+                        fuzz.dropped.append(str(case))
+                    else:
+                        other = cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None
+                        pair = expected, other
+                        proving.append(pair)
+                    queue.put(pair)
+
         own = iter(queue)
         try:
-            with ThreadPoolExecutor(max_workers=max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+            with ThreadPoolExecutor(max_workers=1 + max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+                proved = pool.submit(prove)
                 while queue.left:
                     self._start_helpers(queue, pool, helping)
                     if _at_work(helping) and self._check_ahead(queue):
@@ -451,10 +465,13 @@ class Verification:
                     taken = next(own, None)
                     if taken is not None:
                         self._check_pair(self.handle, queue, *taken)
-            for help_given in helping:
-                help_given.result()
+            for ended in (proved, *helping):
+                ended.result()
         finally:
             self._helpers = []
+        if not proving and not queue.failures:
+            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
+            return Failure("UNSUPPORTED", reason, gate="envelope")
         return conclude_fuzz(fuzz, proving, queue.failures)
 
     def _check_sequences(
@@ -580,6 +597,16 @@ class Verification:
 def max_fuzz_workers(host_share: int) -> int:
     """Return the maximum number of workers per kernel if this many GPUs of a host are at work."""
     return MAX_FUZZ_WORKERS - SHARED_HOST_WORKERS + SHARED_HOST_WORKERS // host_share
+
+
+@contextmanager
+def closing_after_error(queue: CaseQueue) -> Iterator[None]:
+    """Close the queue if the block raises, so that no worker waits for a case that will not come."""
+    try:
+        yield
+    except BaseException:
+        queue.close()
+        raise
 
 
 def _at_work(helping: Sequence[Future[None]]) -> int:
