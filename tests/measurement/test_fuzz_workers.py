@@ -311,3 +311,97 @@ def test_those_that_compile_for_long_are_verified_first():
     triton, cutile, tilelang = (runner(language, "kernel") for language in ("triton", "cutile", "tilelang"))
     ordered = sorted([stock, triton, compiled, cutile, tilelang], key=_expected_length)
     assert ordered == [tilelang, compiled, triton, cutile, stock]
+
+
+SERVED = replace(POLICY, fuzz_cases=6, as_served=True, in_turn=True)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
+    """The handles whose workers made sequences of calls."""
+    handles: list[WorkerHandle] = []
+    check = session.check_sequences
+
+    def checked(handle: WorkerHandle, *arguments: Any) -> Any:
+        handles.append(handle)
+        return check(handle, *arguments)
+
+    monkeypatch.setattr(session, "check_sequences", checked)
+    return handles
+
+
+def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: list[WorkerHandle]):
+    alone, shared = make(KERNEL, 1), make(KERNEL, 3)
+    for subject in (alone, shared):
+        subject.handle.policy = SERVED
+    one, several = verified(alone), verified(shared)
+    assert isinstance(one, VerifiedWorkload), one
+    assert isinstance(several, VerifiedWorkload), several
+    assert [text for text in several.fuzz.passed if not text.startswith("sequence")] == [
+        text for text in one.fuzz.passed if not text.startswith("sequence")
+    ]
+    assert seen[0] is alone.handle
+    assert seen[1] is not shared.handle
+    assert seen[1].worker is None
+    assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):
+    subject = make(KERNEL, 3)
+    subject.handle.policy, subject.processors = SERVED, Processors(1)
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert seen == [subject.handle]
+
+
+def test_failure_of_a_sequence_beside_fuzz_cases_counts(make: Any, monkeypatch: pytest.MonkeyPatch):
+    wrong = Failure("INCORRECT_NUMERICAL", "wrong in a long run")
+    monkeypatch.setattr(session, "check_sequences", lambda *arguments: wrong)
+    subject = make(KERNEL, 3)
+    subject.handle.policy = SERVED
+    assert verified(subject) is wrong
+
+
+def test_failing_fuzz_case_comes_before_a_failing_sequence(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "check_sequences", lambda *arguments: Failure("REJECTED", "it keeps memory"))
+    subject = make(WRONG_AT_ODD_SIZES, 3)
+    subject.handle.policy = SERVED
+    outcome = verified(subject)
+    assert isinstance(outcome, Failure)
+    assert outcome.status == "INCORRECT_NUMERICAL"
+    assert subject.processors.take(1)
+
+
+def test_lost_helper_of_sequences_leaves_them_to_the_worker(make: Any, seen: list[WorkerHandle], monkeypatch):
+    lost = Failure("RUNTIME_ERROR", "the worker was lost")
+    check = session.check_sequences
+    subject = make(KERNEL, 3)
+    subject.handle.policy = SERVED
+    monkeypatch.setattr(
+        session, "check_sequences", lambda handle, *rest: check(handle, *rest) if handle is subject.handle else lost
+    )
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert seen == [subject.handle]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_dtypes_of_a_solution_are_fuzzed_side_by_side(make: Any, monkeypatch: pytest.MonkeyPatch, workers: int):
+    by: dict[str, set[int]] = {}
+    check = Verification._check_set
+
+    def check_set(of: Verification, workload: Workload, *arguments: Any) -> Any:
+        by.setdefault(workload.dtypes["T"], set()).add(id(of.handle))
+        return check(of, workload, *arguments)
+
+    monkeypatch.setattr(Verification, "_check_set", check_set)
+    subject = make(KERNEL, workers)
+    subject.processors = Processors(8)
+    workloads = [Workload.from_dict({**WORKLOAD, "dtypes": {"T": dtype}}) for dtype in ("float32", "bfloat16")]
+    cache = ExpectedCache(subject.handle.definition, "cpu")
+    with subject.expecting(workloads):
+        for workload in workloads:
+            contents = WorkloadContents.draw(subject.handle.definition, workload, SEED, cache)
+            outcome = subject.verify(contents, [workload], SEED, cache)
+            assert isinstance(outcome, VerifiedWorkload), outcome
+    assert by["float32"] == {id(subject.handle)}
+    assert (by["bfloat16"] == {id(subject.handle)}) is (workers == 1)
+    assert all(subject.processors.take(1) for _ in range(7))

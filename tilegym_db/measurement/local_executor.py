@@ -300,11 +300,12 @@ def _verify_runner(
     supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
     verification.ahead = ShapesAhead.of(entered.contents for entered in supported)
     try:
-        for workload_run in workload_runs:
-            outcome = _verify_workload(runner, workload_run, context)
-            workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
-            if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
-                lost = True
+        with verification.expecting(entered.workload for entered in supported):
+            for workload_run in workload_runs:
+                outcome = _verify_workload(runner, workload_run, context)
+                workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
+                if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
+                    lost = True
     finally:
         verification.ahead = ShapesAhead()  # contents are freed when they have been timed
         processors.done(alone=not verification.may_have_helpers)
