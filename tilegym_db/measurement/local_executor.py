@@ -194,6 +194,7 @@ class LocalExecutor:
                 buffer_bytes=pool_bytes(machine),
                 fuzz_workers=max_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
             ),
+            phases=self.context.phases,
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
         )
         return Runner(handle, machine.sm, tuple(str(finding) for finding in scan.soft_findings(findings)))
@@ -299,11 +300,12 @@ def _verify_runner(
     supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
     verification.ahead = ShapesAhead.of(entered.contents for entered in supported)
     try:
-        for workload_run in workload_runs:
-            outcome = _verify_workload(runner, workload_run, context)
-            workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
-            if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
-                lost = True
+        with verification.expecting(entered.workload for entered in supported):
+            for workload_run in workload_runs:
+                outcome = _verify_workload(runner, workload_run, context)
+                workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
+                if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
+                    lost = True
     finally:
         verification.ahead = ShapesAhead()  # contents are freed when they have been timed
         processors.done(alone=not verification.may_have_helpers)
@@ -345,7 +347,7 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
     # Return a failure: a stored exception would keep the memory of all objects in its frames.
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
-        with context.phases(DRAW):
+        with context.phases(DRAW), context.phases(DRAW, definition.name):
             contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
     except CANNOT_VERIFY as error:
         return cannot_verify(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
-from tilegym_db.verification.phases import ORACLE, Phases
+from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
@@ -61,19 +62,31 @@ class ExpectedCache:
         self._phases = phases or Phases()
         self.device = device
         self._lock = threading.Lock()
-        self._known: dict[str, OracleCase | None] = {}
+        self._known: dict[str, Future[OracleCase | None]] = {}
 
     def get(self, case: Case) -> OracleCase | None:
-        """Return the case with its oracle, or None if the reference itself fails it."""
-        with self._phases(ORACLE), self._lock:
-            key = case.key
-            if key not in self._known:
-                self._known[key] = make_oracle_case(self._definition, case, self.device, self._blobs)
-            return self._known[key]
+        """Return the case with its oracle, or None if the reference itself fails it.
+
+        Threads that ask for different cases do not wait for each other. An error is raised in every thread that waits for the
+        case, and is not cached.
+        """
+        with self._phases(ORACLE):
+            key, mine = case.key, Future[OracleCase | None]()
+            with self._lock:
+                found = self._known.setdefault(key, mine)
+            if found is mine:
+                try:
+                    mine.set_result(self.once(case))
+                except BaseException as error:
+                    with self._lock:
+                        self._known.pop(key, None)
+                    mine.set_exception(error)
+            return found.result()
 
     def once(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle without caching it; see :meth:`get`."""
-        return make_oracle_case(self._definition, case, self.device, self._blobs)
+        with self._phases(MAKE_ORACLE, self._definition.name):
+            return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
