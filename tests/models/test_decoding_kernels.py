@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,6 +281,56 @@ def test_a_replaced_weight_and_later_hooks_are_seen(
     assert len(calls) == OPTIONS["max_new_tokens"]
 
 
+@pytest.mark.usefixtures("in_graphs")
+def test_a_lock_names_and_serves_products(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    model, catalog = build(), offer_products(shop, "gemm", "gemm_qkv", ops=("rms_norm",))
+    handle = patch(model, catalog=catalog)
+    model.generate(prompt(), **OPTIONS)
+    path = handle.write_lock(tmp_path / "lock.json")
+    handle.unpatch()
+    again = patch(model, catalog=catalog, lock=path)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), build().generate(prompt(), **OPTIONS))
+    assert min(again.report().hits()[name] for name in ("gemm", "gemm_qkv", "rms_norm")) > 0
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_unpatch_ends_products(shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]) -> None:
+    model = build()
+    handle = patch(model, catalog=offer_products(shop, "gemm"))
+    model.generate(prompt(), **OPTIONS)
+    served = handle.report().hits()["gemm"]
+    assert "the rows of products say what computes it" in str(handle.report())
+    handle.unpatch()
+    assert torch.equal(model.generate(prompt(), **OPTIONS), build().generate(prompt(), **OPTIONS))
+    assert handle.report().hits()["gemm"] == served
+
+
+@pytest.mark.usefixtures("in_graphs")
+def test_two_models_keep_their_products(
+    shop: Any, build: Callable[..., Any], prompt: Callable[..., torch.Tensor]
+) -> None:
+    names, found = ("llama", "qwen3"), {}
+    catalog = offer_products(shop, "gemm", "gemm_qkv", "gemm_swiglu", ops=("swiglu",))
+    models = {name: build(name) for name in names}
+    handles = {name: patch(model, catalog=catalog) for name, model in models.items()}
+
+    def generate(name: str, batch: int) -> None:
+        found[name, batch] = models[name].generate(prompt(batch), **OPTIONS)
+
+    workers = [threading.Thread(target=generate, args=(name, batch)) for name in names for batch in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for (name, batch), tokens in found.items():
+        assert torch.equal(tokens, build(name).generate(prompt(batch), **OPTIONS))
+    assert all(handle.report().hits()["gemm_qkv"] > 0 for handle in handles.values())
+    assert not forwards
+    assert not threads
+
+
 class Wrapped(torch.Tensor):
     pass
 
@@ -377,7 +428,7 @@ def test_three_products_in_a_row_are_one_call(attends: tuple[Attends, Products])
 
 BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "changed in place": lambda x: x.add_(1),
-    "changed through a view": lambda x: x if x.view(-1)[3:5].zero_() is not None else x,
+    "changed through a view": lambda x: (x.view(-1)[3:5].zero_(), x)[1],
     "another object": lambda x: x.clone(),
 }
 

@@ -22,12 +22,12 @@ from tilegym_db.models.found import FunctionOverrides, MemberOverrides, ModuleGr
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
-from tilegym_db.models.products import Products
+from tilegym_db.models.products import LINEAR, Products
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
-from tilegym_db.models.undescribed import Newcomers, Undescribed
+from tilegym_db.models.undescribed import LIBRARY, Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
@@ -40,6 +40,7 @@ PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""
 NOTHING_PROVED = "verification proved nothing: the model made no call that asks for a kernel; the rows above say why."
 SHARED = "another part of the same forward is patched"
+IN_GRAPHS = "a library call in eager code; in graphs of generate, the rows of products say what computes it"
 
 Module = torch.nn.Module
 
@@ -96,6 +97,11 @@ class Handle:
         """Add the products of linear layers, which ask for kernels in the graphs of ``generate`` alone."""
         self._products = products
         self._sites += products.rows
+        if products.sites:
+            self.undescribed = tuple(
+                one._replace(reason=IN_GRAPHS) if one.reason == LIBRARY and one.module_class == LINEAR else one
+                for one in self.undescribed
+            )
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
         """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""

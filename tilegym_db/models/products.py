@@ -31,6 +31,7 @@ from tilegym_db.resolver.resolve import call_site, stock_launcher
 
 KIND = "product"
 """The kind of the call sites in a report."""
+LINEAR = torch.nn.Linear.__name__
 PRODUCT = "gemm"
 THREE_PRODUCTS = "gemm_qkv"
 GATED_PRODUCTS: Mapping[str, str] = {"swiglu": "gemm_swiglu"}
@@ -78,7 +79,7 @@ class Products:
             if count and name in catalog.definitions:
                 reason = why_not(name)
                 site = None if reason else _site(catalog, name, check=check)
-                self.rows.append((CallSiteReport(KIND, torch.nn.Linear.__name__, count, name, reason), site))
+                self.rows.append((CallSiteReport(KIND, LINEAR, count, name, reason), site))
                 if site is not None:
                     self.sites[name] = site
 
