@@ -72,11 +72,13 @@ def _advance(inputs: Mapping[str, Any], layers: list[Any], full: set[int]) -> No
     """
     if isinstance(positions := inputs.get(POSITIONS), torch.Tensor):
         positions.add_(1)
+    device = inputs[IDS].device  # a layer that is not in use has its count on the CPU
     counts = [
         layer.cumulative_length
         for layer in layers
         if hasattr(layer, "cumulative_length") and not (hasattr(layer, COUNTER) and layer.max_cache_len in full)
     ]
+    counts = [count for count in counts if count.device == device]
     for mask in _masks(inputs):
         size, visible = mask.shape[-1], True if mask.dtype == torch.bool else 0.0
         if size in full:
