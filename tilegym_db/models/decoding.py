@@ -415,7 +415,7 @@ class _Generation:
     arguments: dict[str, Any] = field(default_factory=dict)
     """The arguments of the model, from which transformers prepares the next step."""
     grown: dict[str, Any] = field(default_factory=dict)
-    """Those arguments that grow with each token, at the length of the cache."""
+    """Those arguments that grow with each token, with all tokens that may come."""
     expected: dict[str, Any] | None = None
     """The inputs of the next step, if all but the new token are those that the last replay left."""
 
