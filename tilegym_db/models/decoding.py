@@ -436,9 +436,9 @@ class _Generation:
     phase: tuple[bool, ...] = ()
     """The phase of the cache in the last step that transformers prepared."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The arguments of the model at the last step that transformers prepared."""
-    behind: int = 0
-    """Tokens that these arguments do not have yet."""
+    """The arguments of the model, from which transformers prepares the next step."""
+    grown: dict[str, Any] = field(default_factory=dict)
+    """Those arguments that grow with each token, with all tokens that may come."""
     expected: dict[str, Any] | None = None
     """The inputs of the next step, if all but the new token are those that the last replay left."""
 
@@ -448,6 +448,8 @@ class _Generation:
         if self.cache is not None and given is self.cache.static:
             graph, expected, self.expected = self.proven, self.expected, None
             if graph is None or expected is None or not are_same(inputs, expected):
+                if expected is not None:
+                    self.proven = None  # the replay leaves what follows from inputs of other code
                 return self.decoding.step(self.cache, inputs)
             return self.decoding.follow(self.cache, graph, inputs[IDS])
         model = self.decoding.model
@@ -488,10 +490,6 @@ class _Generation:
                 self.expected = {**following, RETURN: True}
                 return following
         self.arguments, self.phase, self.proven = arguments, cache.phase, None
-        if self.behind:
-            arguments = stock._update_model_kwargs_for_generation(
-                model, {}, dict(arguments), num_new_tokens=self.behind
-            )
         prepared: dict[str, Any] = stock.prepare_inputs_for_generation(model, ids, **options, **arguments)
         if graph is not None:
             self.may_follow = are_equal(prepared, graph.following)
@@ -506,16 +504,20 @@ class _Generation:
         is_encoder_decoder: bool = False,
         num_new_tokens: int = 1,
     ) -> dict[str, Any]:
-        """Return the arguments of the model with one token more, or count that they lack it."""
+        """Return the arguments of the model with one token more; they are views of longer ones while graphs follow."""
+        more = functools.partial(stock._update_model_kwargs_for_generation, self.decoding.model)
         is_next = self.proven is not None and self.cache is not None and self.cache.last is self.proven
-        if is_next and num_new_tokens == 1 and are_same(arguments, self.arguments):
-            self.behind += 1
-            return arguments
-        tokens, self.behind = self.behind + num_new_tokens, 0
-        updated: dict[str, Any] = stock._update_model_kwargs_for_generation(
-            self.decoding.model, outputs, arguments, is_encoder_decoder=is_encoder_decoder, num_new_tokens=tokens
-        )
-        return updated
+        if not is_next or num_new_tokens != 1 or not are_same(arguments, self.arguments):
+            self.grown = {}
+            updated: dict[str, Any] = more(outputs, arguments, is_encoder_decoder, num_new_tokens)
+            return updated
+        if not self.grown:
+            longest = more({}, dict(arguments), num_new_tokens=bucket_of(self.length))
+            self.grown = {name: value for name, value in longest.items() if value is not arguments[name]}
+        for name, value in self.grown.items():
+            arguments[name] = value[..., : arguments[name].shape[-1] + 1]
+        self.arguments = dict(arguments)
+        return arguments
 
     def close(self) -> None:
         """Give the cache back."""

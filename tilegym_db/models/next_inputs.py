@@ -20,8 +20,6 @@ COUNTER = "cumulative_length_int"
 """The count of tokens that a window of a cache keeps on the host."""
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """The methods of a model that make the inputs of a step."""
-_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
-"""Kinds of layers with a known mask, in transformers' words."""
 
 
 class Advancing:
@@ -74,11 +72,13 @@ def _advance(inputs: Mapping[str, Any], layers: list[Any], full: set[int]) -> No
     """
     if isinstance(positions := inputs.get(POSITIONS), torch.Tensor):
         positions.add_(1)
+    device = inputs[IDS].device  # a layer that is not in use has its count on the CPU
     counts = [
         layer.cumulative_length
         for layer in layers
         if hasattr(layer, "cumulative_length") and not (hasattr(layer, COUNTER) and layer.max_cache_len in full)
     ]
+    counts = [count for count in counts if count.device == device]
     for mask in _masks(inputs):
         size, visible = mask.shape[-1], True if mask.dtype == torch.bool else 0.0
         if size in full:
@@ -117,7 +117,13 @@ def inputs_follow(model: Any, ours: Any) -> bool:
         return False
     if not getattr(config, "is_causal", True) or getattr(config, "attention_chunk_size", None) is not None:
         return False
-    return set(getattr(config, "layer_types", None) or ()) <= _LAYERS
+    by_layer = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+    known = (
+        masking_utils.create_causal_mask,
+        masking_utils.create_sliding_window_causal_mask,
+        masking_utils.create_recurrent_attention_mask,
+    )
+    return all(by_layer.get(layer) in known for layer in set(getattr(config, "layer_types", None) or ()))
 
 
 def are_same(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
