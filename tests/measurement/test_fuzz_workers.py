@@ -104,13 +104,15 @@ def test_kernels_have_fewer_workers_if_several_gpus_are_at_work():
     assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
 
 
-def test_processors_of_runners_without_helpers_are_kept():
-    processors = Processors(16, runners=8, alone=4)  # twelve for the other four
+def test_runners_without_helpers_share_a_processor():
+    processors = Processors(13, runners=8, alone=4)  # twelve for the other four
     assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
     for _ in range(4):
         processors.done(alone=True)
     assert processors.take(3)
     assert not processors.take(4)
+    assert Processors(16, runners=20, alone=8).take(1)
+    assert not Processors(16, runners=22, alone=8).take(1)
 
 
 @pytest.fixture

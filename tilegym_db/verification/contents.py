@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,7 +118,8 @@ class WorkloadContents:
     """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
-    _fresh: dict[int, list[OracleCase]] = field(default_factory=dict)
+    _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
+    """By attempt: the contents, and how many were tried."""
 
     @classmethod
     def draw(
@@ -158,20 +159,30 @@ class WorkloadContents:
 
     def fresh(self, attempt: int, count: int) -> Sequence[OracleCase]:
         """Return up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
-        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
-        varies = not draws_noise(self.definition)
         # Every Solution makes the first attempt, but few make later ones: of those only the newest is kept.
         self._fresh = {number: found for number, found in self._fresh.items() if number in (0, attempt)}
-        known, tried = self._fresh.setdefault(attempt, []), 0
-        while len(known) < count and tried < 4 * count:
-            ranges = tuple(RANGES)
+        self._draw_fresh(attempt, count)
+        return self._fresh[attempt][0][:count]
+
+    def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
+        """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
+
+        Drawing must have ended before :meth:`fresh` is called.
+        """
+        self._draw_fresh(0, count, stopped)
+
+    def _draw_fresh(self, attempt: int, count: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
+        varies, ranges = not draws_noise(self.definition), tuple(RANGES)
+        known, tried = self._fresh.setdefault(attempt, ([], 0))
+        while len(known) < count and tried < 4 * count and not stopped():
             known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
             distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
             case = self._case(distribution, _FRESH * (attempt + 1) + tried, drawn=self.is_fixed)
             drawn = self.cache.once(case)
             known += [] if drawn is None else [drawn]
             tried += 1
-        return known[:count]
+            self._fresh[attempt] = known, tried
 
     @property
     def is_fixed(self) -> bool:

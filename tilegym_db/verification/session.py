@@ -253,6 +253,10 @@ class CaseQueue:
 # Processors of a machine are shared by Solutions that are verified in parallel, and by their helpers.
 
 
+ALONE_PER_PROCESSOR = 4
+"""Runners that share a processor if they compile little. They wait for the GPU and the harness most of the time."""
+
+
 class Processors:
     """Budget of processes. Each runner has a processor until it is done; helpers use the rest.
 
@@ -260,7 +264,7 @@ class Processors:
     """
 
     def __init__(self, total: int, runners: int = 1, alone: int = 0) -> None:
-        """Start with ``runners``, running or waiting; ``alone`` of them never ask for a helper."""
+        """Start with ``runners``, running or waiting; ``alone`` of them compile little and never ask for a helper."""
         self._total, self._runners, self._alone, self._helpers = total, runners, alone, 0
         self._lock = threading.Lock()
 
@@ -271,8 +275,10 @@ class Processors:
         :meth:`give_back`.
         """
         with self._lock:
-            share = -(-(self._total - self._alone) // max(self._runners - self._alone, 1))
-            if self._runners + self._helpers >= self._total or workers >= share:
+            alone = -(-self._alone // ALONE_PER_PROCESSOR)
+            sharing = self._runners - self._alone
+            share = -(-(self._total - alone) // max(sharing, 1))
+            if sharing + alone + self._helpers >= self._total or workers >= share:
                 return False
             self._helpers += 1
             return True
