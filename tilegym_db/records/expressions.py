@@ -254,7 +254,8 @@ def _function(node: ast.expr) -> _Function:
             combine, parts = all if isinstance(op, ast.And) else any, [_function(value) for value in values]
             return lambda axes, dtypes: combine(part(axes, dtypes) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            return _comparison(_function(left), [(_COMPARE[type(o)], _function(c)) for o, c in zip(ops, comparators, strict=True)])
+            rest = zip(ops, comparators, strict=True)
+            return _comparison(_function(left), [(_COMPARE[type(op)], _function(part)) for op, part in rest])
         case ast.Call(func=ast.Name(id="sizeof"), args=[ast.Name(id=name)]):
             return _size_of(name)
         case ast.Call(func=ast.Name(id=name), args=args):
