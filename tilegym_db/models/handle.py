@@ -176,16 +176,7 @@ class Handle:
             StoreError: the file cannot be written.
         """
         check_kind(path, (str, Path), "a lock is written to the path of a file")
-        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
-        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
-        kernels = set()
-        for dispatcher in dispatchers:
-            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
-            kernels |= {
-                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
-                for kernel, (candidate, gpu) in dispatcher.loaded.items()
-                if kernel in served
-            }
+        kernels = self.kernels_that_served()
         if not kernels:
             raise UsageError(
                 "no kernel has served a call, so there is nothing to lock. Run the patched model first; handle.report() says "
@@ -194,6 +185,20 @@ class Handle:
             )
         write_lock_file(Path(path), kernels)
         return Path(path)
+
+    def kernels_that_served(self) -> set[LockedKernel]:
+        """Return the kernels that have served calls so far, as a lock names them."""
+        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
+        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
+        kernels: set[LockedKernel] = set()
+        for dispatcher in dispatchers:
+            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
+            kernels |= {
+                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
+                for kernel, (candidate, gpu) in dispatcher.loaded.items()
+                if kernel in served
+            }
+        return kernels
 
     def unpatch(self) -> None:
         """Restore the class and the weights of every module. Calling it twice is safe; the report stays readable.
