@@ -101,7 +101,7 @@ def test_processors_go_to_runners_first_then_equally_to_helpers():
 
 
 def test_kernels_have_fewer_workers_if_several_gpus_are_at_work():
-    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [12, 7, 4, 3]
 
 
 def test_runners_without_helpers_share_a_processor():

@@ -163,6 +163,17 @@ class FuzzOutcome:
     large: list[Mapping[str, int]] = field(default_factory=list)
     """The axes of each large case that passed."""
 
+    def plus(self, other: FuzzOutcome | Failure) -> FuzzOutcome | Failure:
+        """Return the cases of both; a failure stays one."""
+        if isinstance(other, Failure):
+            return other
+        return FuzzOutcome(
+            [*self.passed, *other.passed],
+            [*self.dropped, *other.dropped],
+            [*self.scalars, *other.scalars],
+            [*self.large, *other.large],
+        )
+
 
 def _elements(definition: Definition, case: Case) -> int:
     names = (*definition.tensor_inputs, *definition.outputs)
@@ -297,15 +308,15 @@ class Processors:
 
 MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
 """Statuses that the machine may have caused: fuzz cases that ended so are tried again with the next workload."""
-MAX_FUZZ_WORKERS = 6
+MAX_FUZZ_WORKERS = 12
 MAX_SIDES = 3
 """Maximum number of further dtype bindings of a Solution whose fuzz cases run side by side."""
-SHARED_HOST_WORKERS = 4
+SHARED_HOST_WORKERS = 10
 """Additional workers per kernel, divided by the number of GPUs at work: a host creates one CUDA context after the other,
 0.3 s each, whichever GPU it is for."""
-CASES_PER_WORKER = {"tilelang": 1, "cutile": 2}
+CASES_PER_WORKER = {"tilelang": 1, "cutile": 2, "triton": 2}
 """Fuzz cases that take about as long as the start of another worker: half a second on an H100, and two seconds more to
-import TileLang."""
+import TileLang. Triton compiles a long kernel for three seconds per case."""
 OTHER_CASES_PER_WORKER = 6
 
 
@@ -344,8 +355,8 @@ class Verification:
     ahead: ShapesAhead = field(default_factory=ShapesAhead)
     """Other shapes that this Solution is verified at; the handle's worker begins with them while helpers run fuzz cases."""
     _helpers: list[WorkerHandle] = field(default_factory=list)
-    _calling: WorkerHandle | None = None
-    """The helper for large cases and sequences, if it is at work."""
+    _calling: list[WorkerHandle] = field(default_factory=list)
+    """The helpers for large cases and for sequences."""
     _sides: SideBySide | None = None
 
     def verify(
@@ -400,7 +411,7 @@ class Verification:
 
     def abort(self) -> None:
         """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
-        for handle in (self.handle, *self._helpers, *([self._calling] if self._calling is not None else [])):
+        for handle in (self.handle, *self._helpers, *self._calling):
             handle.abort()
         for other in self._sides.others if self._sides is not None else ():
             other.abort()
@@ -470,7 +481,7 @@ class Verification:
             if helper is None:
                 return
             known.add(other_key)
-            other = replace(self, handle=helper, fuzz_outcomes={}, ahead=ShapesAhead(), _helpers=[], _calling=None)
+            other = replace(self, handle=helper, fuzz_outcomes={}, ahead=ShapesAhead(), _helpers=[], _calling=[])
             other._sides = None
             sides.others.append(other)
             sides.begun[other_key] = sides.pool.submit(other._check_set_only, workload, anchors, seed, cache)
@@ -525,62 +536,47 @@ class Verification:
         )
         # A baseline never serves a model, and an interpreter is too slow.
         as_served = handle.policy.as_served and record.spec.role == "kernel" and not handle.interpret
-        self._calling = self._another(1) if as_served and handle.limits.fuzz_workers > 1 else None
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            calls = None
-            if self._calling is not None:
-                calls = pool.submit(self._check_calls_only, self._calling, cases, dtypes, scalars, seed, cache)
+        calls: list[_CheckCalls] = [_check_large_cases, _check_sequences] if as_served else []
+        given = cases, dtypes, scalars, seed, cache
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            begun: dict[_CheckCalls, Future[FuzzOutcome | Failure]] = {}
+            for number, check in enumerate(calls if handle.limits.fuzz_workers > 1 else ()):
+                helper = self._another(1 + number)
+                if helper is not None:
+                    self._calling.append(helper)
+                    begun[check] = pool.submit(self._check_calls_only, helper, check, *given)
             outcome: FuzzOutcome | Failure | None = None
             try:
                 with handle.phases(FUZZ, handle.solution.name):
                     outcome = self._check_fuzz_cases(cases, cache, scalars)
+                for check in calls:
+                    if isinstance(outcome, FuzzOutcome):
+                        outcome = outcome.plus(self._check_calls(check, begun.get(check), *given))
             finally:
-                if self._calling is not None and not isinstance(outcome, FuzzOutcome):
-                    self._calling.abort()  # else the pool would wait for it
-            if isinstance(outcome, Failure) or not as_served:
-                return outcome
-            found = None if calls is None else self._wait_for(calls)
-        if found is None or _may_pass_again(found):
-            found = handle.load() or self._check_calls(handle, cases, dtypes, scalars, seed, cache)
-        if isinstance(found, Failure):
-            return found
-        outcome.passed += found.passed
-        outcome.dropped += found.dropped
-        outcome.large += found.large
+                if not isinstance(outcome, FuzzOutcome):
+                    for helper in self._calling:
+                        helper.abort()  # else the pool would wait for it
+        self._calling.clear()
+        assert outcome is not None
         return outcome
 
-    def _check_calls_only(self, helper: WorkerHandle, *arguments: Any) -> FuzzOutcome | Failure:
-        """Check large cases and sequences in a separate worker, which then ends."""
+    def _check_calls_only(self, helper: WorkerHandle, check: _CheckCalls, *arguments: Any) -> FuzzOutcome | Failure:
+        """Check large cases or sequences in a separate worker, which then ends."""
         try:
             with closing(helper), raising_out_of_memory():
-                outcome = helper.load() or self._check_calls(helper, *arguments)
+                outcome = helper.load() or check(helper, *arguments)
                 return outcome if isinstance(outcome, Failure) else helper.check_state() or outcome
         finally:
-            self._calling = None
             self.processors.give_back()
 
     def _check_calls(
-        self,
-        handle: WorkerHandle,
-        cases: Sequence[Case],
-        dtypes: Mapping[str, str],
-        scalars: Mapping[str, Scalar],
-        seed: int,
-        cache: ExpectedCache,
+        self, check: _CheckCalls, begun: Future[FuzzOutcome | Failure] | None, *arguments: Any
     ) -> FuzzOutcome | Failure:
-        """Check large cases, then sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
-        with handle.phases(LARGE, handle.solution.name):
-            outcome = _check_large_cases(handle, dtypes, scalars, seed)
-        failure = outcome if isinstance(outcome, Failure) else handle.load()
-        if failure is not None:
-            return failure
-        with handle.phases(SEQUENCES, handle.solution.name):
-            judged = check_sequences(handle, cases, seed, cache)
-        if isinstance(judged, Failure):
-            return judged
-        assert isinstance(outcome, FuzzOutcome)
-        outcome.passed += judged
-        return outcome
+        """Return what a helper found. Without one, or if the Solution may not be the cause of its failure, check it here."""
+        found = None if begun is None else self._wait_for(begun)
+        if found is None or _may_pass_again(found):
+            found = self.handle.load() or check(self.handle, *arguments)
+        return found
 
     def _check_fuzz_cases(
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
@@ -743,8 +739,32 @@ def _check_case(
     return verdict
 
 
+_CheckCalls = Callable[
+    [WorkerHandle, Sequence[Case], Mapping[str, str], Mapping[str, Scalar], int, ExpectedCache], "FuzzOutcome | Failure"
+]
+
+
+def _check_sequences(
+    handle: WorkerHandle,
+    cases: Sequence[Case],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    seed: int,
+    cache: ExpectedCache,
+) -> FuzzOutcome | Failure:
+    """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
+    with handle.phases(SEQUENCES, handle.solution.name):
+        judged = check_sequences(handle, cases, seed, cache)
+    return judged if isinstance(judged, Failure) else FuzzOutcome(judged)
+
+
 def _check_large_cases(
-    handle: WorkerHandle, dtypes: Mapping[str, str], scalars: Mapping[str, Scalar], seed: int
+    handle: WorkerHandle,
+    cases: Sequence[Case],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    seed: int,
+    cache: ExpectedCache,
 ) -> FuzzOutcome | Failure:
     """Call once at sizes too large for a whole oracle; compare some rows. Cases without memory are dropped."""
     fuzz, budget = FuzzOutcome(), MAX_LARGE_BYTES_ON_CPU
@@ -755,7 +775,7 @@ def _check_large_cases(
         definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
     ):
         try:
-            with raising_out_of_memory():
+            with raising_out_of_memory(), handle.phases(LARGE, handle.solution.name):
                 large = make_large_case(definition, case, handle.device)
                 outcome = _check_large_case(handle, large) if large is not None else None
         except (StoreError, torch.OutOfMemoryError):
