@@ -59,10 +59,10 @@ def problem(words: str) -> str | None:
         name = given[0]
     if name not in COMMANDS:
         return (
-            None if given[0] in PROSE or name in GROUPS and len(given) == 1 else f"no command '{' '.join(given[:2])}'"
+            None if given[0] in PROSE or (name in GROUPS and len(given) == 1) else f"no command '{' '.join(given[:2])}'"
         )
     options = {text: one for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)}
-    for at, word in enumerate(given):
+    for word in given:
         option = word.partition("=")[0]
         if not re.fullmatch(r"--?[a-z][a-z-]*", option):
             continue
