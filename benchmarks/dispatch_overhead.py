@@ -83,7 +83,7 @@ def make_site(definition: Definition, solution: SolutionFiles) -> Dispatcher:
     """Return a call site that is always decided in favour of the kernel."""
     candidate = Candidate(solution.name, solution.digest, "python", "kernel")
     decision = Decision(solution, {}, Evidence("exact", "benchmark", "cpu", candidate=candidate), ())
-    return Dispatcher(definition, lambda binding, device, serving: decision)
+    return Dispatcher(definition, lambda binding, device, serving, launch: decision)
 
 
 def flashinfer_apply(definition: Definition, folder: Path) -> Callable[..., Any] | None:

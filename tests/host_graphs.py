@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tilegym_db.models.decoding import CapturedForward, copied
+from tilegym_db.resolver.replay import is_replayed, replayed
 
 __all__ = ["eager"]
 
@@ -18,18 +20,23 @@ def eager(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     """Return the forward as a CUDA graph would run it.
 
     Its inputs are copies, all replays return one object, and what the host kept at capture stays as it was then. The capture
-    itself runs on the host only.
+    itself runs on the host only. Replays choose kernels as the capture did.
     """
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
     cache, outputs = inputs["past_key_values"], transformers.modeling_outputs.CausalLMOutputWithPast()
     at_capture = host_state(cache)
+    modes = _get_current_function_mode_stack()
+    ways = [*([replayed] if is_replayed() else []), *((lambda mode=mode: mode) for mode in modes)]
     on_device = [(value, value.clone()) for _, _, value in tensors_of(cache)]
 
     def replay() -> None:
         before = host_state(cache)
         set_host_state(cache, at_capture)
-        found = model(**given, past_key_values=cache)
+        with contextlib.ExitStack() as again:
+            for way in ways:
+                again.enter_context(way())
+            found = model(**given, past_key_values=cache)
         set_host_state(cache, before)
         outputs["logits"], outputs["past_key_values"] = found.logits, cache
 

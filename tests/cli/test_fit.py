@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from raising import raises
 from write_checked_records import judged
 
-from tilegym_db import fit
+from tilegym_db import fit, patched
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.loop.fit import FitOptions, fit_config, runnable_kernels
@@ -20,6 +21,7 @@ from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.published.checked import checked_file
+from tilegym_db.published.serving_lock import ServingLock
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Trace
 from tilegym_db.sandbox import worker
@@ -95,13 +97,21 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
         (before,) = store.rows("SELECT count(*) AS traces FROM traces")
         assert store.rows("SELECT 1 FROM traces WHERE trace_id = $id", {"id": kept[0].trace_id})
     files = {path: path.read_bytes() for path in (home / "published").rglob("*") if path.is_file()}
-    again = fit_config(config, "cpu", OPTIONS)
+    lock = home.parent / "new" / "serving.lock.json"
+    again = fit_config(config, "cpu", replace(OPTIONS, lock=lock))
+    assert (again.lock, again.notes) == (str(lock), [])
+    assert [kernel.solution for kernel in ServingLock.read(lock).kernels] == ["rms_norm_in_place"]
     assert (again.measured, again.new_runs) == (None, 0)
     assert [run.run_id for run in again.runs] == [run.run_id for run in found.runs]
     model = build_model(load_config(config), "cpu", "float32")
     ids = model.dummy_inputs["input_ids"].new_ones(1, 64)
     classes = [type(module) for module in model.modules()]
-    in_memory = fit(model, ids, rounds=2)
+    own_lock = lock.with_name("own.json")
+    in_memory = fit(model, ids, rounds=2, lock=own_lock)
+    assert own_lock.read_bytes() == lock.read_bytes()
+    with patched(model, lock=own_lock) as handle, torch.no_grad():
+        model(ids)
+        assert handle.report().hits()["rms_norm"]
     assert in_memory.measured is None
     assert in_memory.speedup is not None
     assert in_memory.speedup.total.median > 0
@@ -124,13 +134,23 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
         "--rounds",
         "2",
     )
-    told = cli(*asked, "--json").json()
+    told = cli(*asked, "--lock", str(lock), "--json").json()
+    assert told["lock"] == str(lock)
     assert (told["measured"], told["new_runs"], len(told["calls"])) == ({}, 0, len(found.calls))
-    shown = cli(*asked)
+    shown = cli(*asked, "--lock", str(lock))
+    assert f"Next: tilegym_db.patch(model, lock='{lock}')" in shown.err
     assert shown.code == 0
     assert "measured nothing new" in shown.err
     assert "LlamaRMSNorm" in shown.out
     assert "per output token, ms" in shown.out
+
+
+def test_unwritable_lock_is_refused_before_anything_is_measured(config: Path, tmp_path: Path, cli: Any) -> None:
+    for place in (tmp_path, config / "config.json" / "lock", Path("/proc/lock.json")):
+        refused = cli("fit", str(config), "--gpu", "cpu", "--lock", str(place))
+        assert (refused.code, refused.cause) == (2, "lock_unwritable")
+        with raises(UsageError, "lock_unwritable", str(place)):
+            fit(torch.nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.int64), lock=place)
 
 
 def test_a_cpu_runs_no_tile_language(config: Path) -> None:

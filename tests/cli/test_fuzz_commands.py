@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import random
 import signal
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_outcome import STATUSES, outcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.cli.app import main
 from tilegym_db.cli.commands import every_command
 
-STATUSES = {0, 1, 2, 3, 4, 130}
 LIMIT_S = 10
 EXAMPLES = 20  # per command: about a minute in all on an idle core
 EVERY_COMMAND = every_command()
@@ -130,22 +128,6 @@ def kept(roots: list[Path]) -> dict[Path, bytes]:
         for path in root.rglob("*")
         if path.is_file() and path.suffix in (".json", ".jsonl", ".py")
     }
-
-
-def outcome(line: list[str]) -> tuple[int, str]:
-    """The exit status, and what went to stderr; stdout may be given bytes."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["tilegym-db", *line])
-        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfeS\0")))
-        patch.setattr("sys.stdout", streams[0])
-        patch.setattr("sys.stderr", streams[1])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-    streams[1].flush()
-    code = stopped.value.code
-    assert isinstance(code, int)
-    return code, streams[1].buffer.getvalue().decode(errors="replace")
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

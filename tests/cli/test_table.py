@@ -23,6 +23,19 @@ def test_least_important_column_goes_before_names_are_unreadable():
     assert "us" in layout.lines[0]
 
 
+def test_narrow_table_states_what_every_row_repeats_once():
+    columns, rows = ("gpu", "axes", "solution", "us"), [("h200", "M=1", "rms_norm_triton", "5.1")] * 2
+    layout = lay_out(columns, [*rows, ("h200", "M=2", "rms_norm_cutile", "6.1")], width=26, numeric=["us"], most=["us"])
+    assert (layout.dropped, layout.repeated) == ((), (("gpu", "h200"),))
+    assert layout.lines[0].split() == ["axes", "solution", "us"]
+
+
+def test_most_important_columns_stay_in_a_narrow_table():
+    layout = lay_out(COLUMNS, ROWS, width=22, numeric=["us"], most=["solution", "us"])
+    assert layout.lines[0].split() == ["solution", "us"]
+    assert layout.dropped == ("definition", "language")
+
+
 def test_without_a_width_nothing_is_cut_or_dropped():
     layout = lay_out(COLUMNS, ROWS, width=None, prose=["solution"])
     assert layout.dropped == ()

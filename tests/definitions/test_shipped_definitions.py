@@ -13,8 +13,9 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.published.input_files import read_lines, shipped_traces
 from tilegym_db.records import Definition, Workload
 from tilegym_db.verification.comparison import check_lifted, check_outputs, followed, reference_errors
-from tilegym_db.verification.oracle import Lifted, oracle, run_reference
+from tilegym_db.verification.oracle import Lifted, lift, oracle, run_lifted, run_reference
 from tilegym_db.verification.self_test import self_test, tiny_workloads
+from tilegym_db.verification.verifier import same_bytes
 
 Draw = Callable[[Definition, Workload], dict[str, Any]]
 Tiny = tuple[Definition, Workload]
@@ -108,6 +109,17 @@ def test_independent_formulation_agrees_in_fp64(lifted_tiny: Tiny, drawn: Draw) 
         truth = followed(definition, inputs, truth, values)
     for name in set(truth) - set(definition.gathers if definition.follows else ()) - set(definition.sampled):
         torch.testing.assert_close(values[name].double(), truth[name].double(), rtol=1e-6, atol=1e-9)
+
+
+def test_lifted_calls_give_the_bits_of_the_dispatch_mode(lifted_tiny: Tiny, drawn: Draw) -> None:
+    definition, workload = lifted_tiny
+    inputs = drawn(definition, workload)
+    found = run_lifted(definition, inputs)
+    with Lifted():
+        values = run_reference(definition, lift(inputs))
+    for name, value in values.items():
+        assert (found[name].dtype, found[name].stride()) == (value.dtype, value.stride())
+        assert same_bytes(found[name], value)
 
 
 def _is_float(value: object) -> bool:

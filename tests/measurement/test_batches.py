@@ -151,9 +151,11 @@ def test_workloads_that_nothing_is_planned_for_are_in_no_batch(plans):
 def test_processor_measures_one_workload_at_a_time_a_gpu_several():
     here = Capacity.of(cpu_machine(), 64 << 30)
     assert (here.runners, here.contents_bytes, here.workloads) == (1, 0, 1)
-    large, small = Capacity.of(H200, 128 << 30), Capacity.of(H200, 12 << 30)
+    large, small = Capacity.of(H200, 128 << 30, processors=16), Capacity.of(H200, 12 << 30, processors=16)
     assert large.workloads == MAX_BATCH_WORKLOADS
     assert large.runners > small.runners >= 1
+    assert Capacity.of(H200, 512 << 30, processors=16).runners == 16  # traces come after each group
+    assert Capacity.of(H200, 512 << 30, processors=2).runners == 8
     assert 0 < large.contents_bytes < H200.memory_bytes
 
 

@@ -14,6 +14,7 @@ import pytest
 from conftest import DEFINITION, KERNEL
 
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError
 from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
@@ -70,6 +71,24 @@ def test_excused_failure_stops_no_other_work():
     assert queue.left == 2
 
 
+def test_cases_that_are_coming_are_waited_for_and_may_be_left_out():
+    queue = CaseQueue((), coming=3)
+    assert queue.left == 3
+    queue.put(None)
+    taken: list[int] = []
+    taking = threading.Thread(target=lambda: taken.extend(number for number, _ in queue))
+    taking.start()
+    for number in range(2):
+        queue.put((SimpleNamespace(case=number), None))  # type: ignore[arg-type]
+    taking.join(30)
+    assert taken == [0, 1]
+    assert queue.left == 0
+    stopped = CaseQueue((), coming=2)
+    stopped.close()
+    stopped.put(None)
+    assert list(stopped) == []
+
+
 def test_processors_go_to_runners_first_then_equally_to_helpers():
     processors = Processors(8, runners=8)
     assert not processors.take(1)
@@ -82,16 +101,18 @@ def test_processors_go_to_runners_first_then_equally_to_helpers():
 
 
 def test_kernels_have_fewer_workers_if_several_gpus_are_at_work():
-    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [6, 4, 3, 2]
+    assert [session.max_fuzz_workers(gpus) for gpus in (1, 2, 4, 8)] == [12, 7, 4, 3]
 
 
-def test_processors_of_runners_without_helpers_are_kept():
-    processors = Processors(16, runners=8, alone=4)  # twelve for the other four
+def test_runners_without_helpers_share_a_processor():
+    processors = Processors(13, runners=8, alone=4)  # twelve for the other four
     assert [processors.take(workers) for workers in (1, 2, 3)] == [True, True, False]
     for _ in range(4):
         processors.done(alone=True)
     assert processors.take(3)
     assert not processors.take(4)
+    assert Processors(16, runners=20, alone=8).take(1)
+    assert not Processors(16, runners=22, alone=8).take(1)
 
 
 @pytest.fixture
@@ -153,6 +174,48 @@ def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerH
     assert len({id(handle) for handle in used}) > 1
     assert all(handle.worker is None for handle in used if handle is not shared.handle)
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+def test_small_case_is_checked_before_the_last_oracle_is_computed(make: Any, monkeypatch: pytest.MonkeyPatch):
+    checked, computed = threading.Event(), list[bool]()
+    get, check = ExpectedCache.get, session._check_case
+
+    def known(cache: ExpectedCache, case: Any) -> Any:
+        computed.append(checked.wait(60) if len(computed) >= POLICY.fuzz_cases - 1 else checked.is_set())
+        return get(cache, case)
+
+    def check_case(*arguments: Any) -> Any:
+        checked.set()
+        return check(*arguments)
+
+    subject = make(KERNEL, 1)
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache)
+    monkeypatch.setattr(ExpectedCache, "get", known)
+    monkeypatch.setattr(session, "_check_case", check_case)
+    assert isinstance(subject.verify(contents, [workload], SEED, cache), VerifiedWorkload)
+    assert computed[0] is False
+    assert computed[-1] is True
+
+
+def test_error_of_an_oracle_ends_the_cases_that_are_coming(make: Any, monkeypatch: pytest.MonkeyPatch):
+    get, asked = ExpectedCache.get, list[Any]()
+
+    def known(cache: ExpectedCache, case: Any) -> Any:
+        asked.append(case)
+        if len(asked) == 3:
+            raise RecordError("the reference raises", code="reference_raises")
+        return get(cache, case)
+
+    subject = make(KERNEL, 2)
+    definition, workload = subject.handle.definition, Workload.from_dict(WORKLOAD)
+    cache = ExpectedCache(definition, "cpu")
+    contents = WorkloadContents.draw(definition, workload, SEED, cache)
+    monkeypatch.setattr(ExpectedCache, "get", known)
+    outcome = subject.verify(contents, [workload], SEED, cache)
+    assert isinstance(outcome, Failure)
+    assert (outcome.status, len(asked)) == ("UNSUPPORTED", 3)
 
 
 def test_several_workers_give_the_verdict_of_one(make: Any):
@@ -250,3 +313,97 @@ def test_those_that_compile_for_long_are_verified_first():
     triton, cutile, tilelang = (runner(language, "kernel") for language in ("triton", "cutile", "tilelang"))
     ordered = sorted([stock, triton, compiled, cutile, tilelang], key=_expected_length)
     assert ordered == [tilelang, compiled, triton, cutile, stock]
+
+
+SERVED = replace(POLICY, fuzz_cases=6, as_served=True, in_turn=True)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[WorkerHandle]:
+    """The handles whose workers made sequences of calls."""
+    handles: list[WorkerHandle] = []
+    check = session.check_sequences
+
+    def checked(handle: WorkerHandle, *arguments: Any) -> Any:
+        handles.append(handle)
+        return check(handle, *arguments)
+
+    monkeypatch.setattr(session, "check_sequences", checked)
+    return handles
+
+
+def test_sequences_run_beside_fuzz_cases_with_the_same_outcome(make: Any, seen: list[WorkerHandle]):
+    alone, shared = make(KERNEL, 1), make(KERNEL, 3)
+    for subject in (alone, shared):
+        subject.handle.policy = SERVED
+    one, several = verified(alone), verified(shared)
+    assert isinstance(one, VerifiedWorkload), one
+    assert isinstance(several, VerifiedWorkload), several
+    assert [text for text in several.fuzz.passed if not text.startswith("sequence")] == [
+        text for text in one.fuzz.passed if not text.startswith("sequence")
+    ]
+    assert seen[0] is alone.handle
+    assert seen[1] is not shared.handle
+    assert seen[1].worker is None
+    assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
+
+
+def test_sequences_without_a_processor_follow_the_fuzz_cases(make: Any, seen: list[WorkerHandle]):
+    subject = make(KERNEL, 3)
+    subject.handle.policy, subject.processors = SERVED, Processors(1)
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert seen == [subject.handle]
+
+
+def test_failure_of_a_sequence_beside_fuzz_cases_counts(make: Any, monkeypatch: pytest.MonkeyPatch):
+    wrong = Failure("INCORRECT_NUMERICAL", "wrong in a long run")
+    monkeypatch.setattr(session, "check_sequences", lambda *arguments: wrong)
+    subject = make(KERNEL, 3)
+    subject.handle.policy = SERVED
+    assert verified(subject) is wrong
+
+
+def test_failing_fuzz_case_comes_before_a_failing_sequence(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "check_sequences", lambda *arguments: Failure("REJECTED", "it keeps memory"))
+    subject = make(WRONG_AT_ODD_SIZES, 3)
+    subject.handle.policy = SERVED
+    outcome = verified(subject)
+    assert isinstance(outcome, Failure)
+    assert outcome.status == "INCORRECT_NUMERICAL"
+    assert subject.processors.take(1)
+
+
+def test_lost_helper_of_sequences_leaves_them_to_the_worker(make: Any, seen: list[WorkerHandle], monkeypatch):
+    lost = Failure("RUNTIME_ERROR", "the worker was lost")
+    check = session.check_sequences
+    subject = make(KERNEL, 3)
+    subject.handle.policy = SERVED
+    monkeypatch.setattr(
+        session, "check_sequences", lambda handle, *rest: check(handle, *rest) if handle is subject.handle else lost
+    )
+    assert isinstance(verified(subject), VerifiedWorkload)
+    assert seen == [subject.handle]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_dtypes_of_a_solution_are_fuzzed_side_by_side(make: Any, monkeypatch: pytest.MonkeyPatch, workers: int):
+    by: dict[str, set[int]] = {}
+    check = Verification._check_set
+
+    def check_set(of: Verification, workload: Workload, *arguments: Any) -> Any:
+        by.setdefault(workload.dtypes["T"], set()).add(id(of.handle))
+        return check(of, workload, *arguments)
+
+    monkeypatch.setattr(Verification, "_check_set", check_set)
+    subject = make(KERNEL, workers)
+    subject.processors = Processors(8)
+    workloads = [Workload.from_dict({**WORKLOAD, "dtypes": {"T": dtype}}) for dtype in ("float32", "bfloat16")]
+    cache = ExpectedCache(subject.handle.definition, "cpu")
+    with subject.expecting(workloads):
+        for workload in workloads:
+            contents = WorkloadContents.draw(subject.handle.definition, workload, SEED, cache)
+            outcome = subject.verify(contents, [workload], SEED, cache)
+            assert isinstance(outcome, VerifiedWorkload), outcome
+    assert by["float32"] == {id(subject.handle)}
+    assert (by["bfloat16"] == {id(subject.handle)}) is (workers == 1)
+    assert all(subject.processors.take(1) for _ in range(7))

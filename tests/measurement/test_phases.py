@@ -6,7 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tilegym_db.verification.phases import TIME, VERIFY, Phases, processor_seconds
+from tilegym_db.verification.phases import FUZZ, TIME, VERIFY, Phases, merged, processor_seconds
 
 
 def test_what_threads_take_is_added_up_and_taken_once():
@@ -19,6 +19,20 @@ def test_what_threads_take_is_added_up_and_taken_once():
     assert taken[VERIFY] == 25.0
     assert taken[TIME] >= 0
     assert phases.take() == {}
+
+
+def test_time_of_solutions_is_merged_and_not_in_the_sums():
+    phases = Phases()
+    for seconds in (1.0, 3.0):
+        phases.add(FUZZ, seconds, "one")
+    phases.add(FUZZ, 0.5, "other")
+    assert phases.take() == {}
+    one, other = phases.take_spent()
+    assert (one.of, one.seconds, one.times) == ("one", 4.0, 2)
+    assert one.ended - one.began >= 2.99
+    twice = merged([one, other, one])
+    assert {part.of: part.seconds for part in twice} == {"one": 8.0, "other": 0.5}
+    assert phases.take_spent() == ()
 
 
 def test_processor_time_counts_live_and_ended_children():

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import IN_TRAINING, NEEDS_GRAD
-from tilegym_db.models.parts.experts import CHANGED, GATE, OTHER_GATE, OTHER_IDENTITY, UNDESCRIBED
+from tilegym_db.models.parts.experts import CHANGED, GATE, NOT_CALLED_SO, OTHER_GATE, OTHER_IDENTITY, UNDESCRIBED
 
 TOKENS, EXPERTS, HIDDEN, INNER = 7, 4, 32, 16
 WIDTHS = ("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size")
@@ -28,7 +28,15 @@ CLASSES = {
     "Llama4TextExperts": ("llama4", "llama4_text"),
     "LongcatFlashExperts": ("longcat_flash", "longcat_flash"),
     "NemotronHExperts": ("nemotron_h", "nemotron_h"),
+    "Gemma4TextExperts": ("gemma4", "gemma4_text"),
+    "Inkling2Experts": ("inkling2", "inkling2_text"),
 }
+OWN_DEFINITIONS = {
+    "Gemma4TextExperts": "moe_experts_gelu_tanh",
+    "MiniMaxM3VLExperts": "moe_experts_oai_halves",
+    "NemotronHExperts": "moe_experts_relu2",
+}
+UNKNOWN = ["Inkling2Experts"]
 BOUNDED = {"HYV4Experts": "swiglu_limit", "Glm5NextTextExperts": "swiglu_limit"}
 pytestmark = pytest.mark.skipif("hy_v4" not in CONFIG_MAPPING, reason="this transformers has not all of them")
 
@@ -154,7 +162,63 @@ def test_numbers_between_the_products_are_no_definition(kernels: Catalog) -> Non
     assert reason(filled(Exchanged(config), torch.float32), kernels) == "dry run"
 
 
-@pytest.mark.parametrize("name", ["Llama4TextExperts", "NemotronHExperts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", OWN_DEFINITIONS)
+def test_experts_with_another_activation_are_served(
+    name: str, implementation: str, dtype: torch.dtype, kernels: Catalog
+) -> None:
+    module = experts(name, dtype, implementation)
+    stock = call(module, dtype)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        found = call(module, dtype)
+    # Stock adds in another order, and as a loop it rounds after each expert.
+    assert (found - stock).norm() < (1e-6 if dtype == torch.float32 else 1e-2) * stock.norm()
+    assert handle.report().hits() == {OWN_DEFINITIONS[name]: 1}
+    assert torch.equal(call(module, dtype), stock)
+
+
+def test_a_limit_of_minimax_that_is_set_after_the_patch_is_an_input(kernels: Catalog) -> None:
+    module = experts("MiniMaxM3VLExperts")
+    with patched(torch.nn.ModuleList([module]), catalog=kernels):
+        module.swiglu_limit, module.swiglu_alpha = 0.5, 1.0
+        served = call(module)
+    torch.testing.assert_close(served, call(module))
+
+
+def call_all(module: Any, states: torch.Tensor) -> torch.Tensor:
+    """Every expert on every token, scaled by a score that is zero for all but one."""
+    scores = torch.zeros(EXPERTS, TOKENS).scatter_(0, torch.arange(TOKENS)[None] % EXPERTS, 0.75).to(states.dtype)
+    with torch.no_grad():
+        out: torch.Tensor = module((states[None] * scores[..., None]).view(-1, HIDDEN))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_llama4_are_served_by_rows(dtype: torch.dtype, kernels: Catalog) -> None:
+    module = experts("Llama4TextExperts", dtype)
+    states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    stock = call_all(module, states)
+    with patched(torch.nn.ModuleList([module]), catalog=kernels) as handle:
+        found = call_all(module, states)
+        assert found.shape == stock.shape
+        torch.testing.assert_close(found, stock)
+    assert handle.report().hits() == {"moe_experts_dense": 1}
+    assert torch.equal(call_all(module, states), stock)
+
+
+def test_rows_that_are_not_contiguous_stay_stock(poison: Catalog) -> None:
+    module = experts("Llama4TextExperts")
+    states = torch.randn(HIDDEN, EXPERTS * TOKENS).T
+    with torch.no_grad(), patched(torch.nn.ModuleList([module]), catalog=poison) as handle:
+        found = module(states)
+    with torch.no_grad():
+        assert torch.equal(found, module(states))
+    (site,) = handle.report().sites
+    assert dict(site.bypassed) == {NOT_CALLED_SO: 1}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_experts_that_no_definition_describes_have_a_reason(name: str, kernels: Catalog) -> None:
     assert reason(experts(name), kernels) in UNDESCRIBED.values()
 
@@ -182,7 +246,17 @@ def test_experts_that_return_something_else_stay_stock(kernels: Catalog) -> None
     assert reason(module, kernels) == OTHER_IDENTITY.format("num_routed_experts")
 
 
+class OneMore(Qwen3MoeExperts):
+    """Up with one more, without a bound."""
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return self.act_fn(gate) * (up + 1)
+
+
 def test_another_gate_has_a_reason(kernels: Catalog) -> None:
-    module = experts("MiniMaxM3VLExperts")
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
+    config._experts_implementation = "grouped_mm"
+    module = filled(OneMore(config), torch.float32)
     assert reason(module, kernels) == OTHER_GATE.format(GATE)
     assert not any(math.isinf(value) for value in vars(module).values() if type(value) is float)

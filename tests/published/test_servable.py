@@ -64,6 +64,8 @@ def test_refusal_has_the_code_of_its_cause(changes: dict[str, Any], expected: st
 
 def test_call_decides_too() -> None:
     assert code(unavailable={"triton": "not here"}) == "language_unavailable"
+    stock = replace(GOOD, solution="rms_norm_stock", provides="stock", latency_us=10.0, host_us=20.0)
+    assert code(replace(GOOD, host_us=80.0), stock=stock, launch="replay") is None
     assert code(sm="sm_70") == "unsupported"
     assert code(replace(GOOD, envelope_cases=0), exact=True) is None
     assert code(call=replace(CALL, scalars={"eps": float("nan")})) == "scalar_outside"

@@ -51,6 +51,16 @@ def test_json_has_the_same_for_programs(shop: Any, publish_kernel: Callable[...,
     assert answer["left_to_compilers"] is None
 
 
+def test_explain_answers_for_replays(shop: Any, stock: Any, kernel: Any) -> None:
+    own = shop.candidate(stock, 9.0, host_us=20.0, speedup=1.0, speedup_ci_low=1.0)
+    measured = [shop.candidate(kernel, 6.0, host_us=80.0), own]
+    shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, measured, dtypes={"T": "float32"})])
+    assert "launch-bound" in " ".join(run(*POINT).output.split())
+    answer = json.loads(run(*POINT, "--launch", "replay", "--json").stdout)
+    assert (answer["launch"], answer["solution"]) == ("replay", "scale_rows_kernel")
+    assert "only the device time counts" in answer["evidence"]["reason"]
+
+
 def test_explain_names_a_pick_unused_in_compiled_code(shop: Any, stock: Any, kernel: Any) -> None:
     shop.publish([shop.entry("scale_rows", {"M": 4, "N": 8}, [shop.candidate(kernel, 5.0)], dtypes={"T": "float32"})])
     result = run(*POINT)

@@ -61,7 +61,7 @@ def who(out: torch.Tensor | None) -> str | None:
 def decided(site: Any, *args: torch.Tensor) -> str | None:
     """What a decision about this very call says."""
     binding = bind_call(site.definition, (*args, torch.empty_like(args[0])))
-    decision = site.choose(binding, torch.device("cpu"), None)
+    decision = site.choose(binding, torch.device("cpu"), None, "call")
     return None if decision.solution is None else decision.solution.name
 
 

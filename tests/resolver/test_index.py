@@ -14,7 +14,7 @@ from tilegym_db.errors import UsageError
 from tilegym_db.published.servable import why_outside_scalars
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
-from tilegym_db.records.call import Call
+from tilegym_db.records.call import LAUNCHES, Call
 from tilegym_db.resolver import Decision, decide, make_request
 from tilegym_db.resolver.resolve import PointIndex, index_of
 
@@ -136,7 +136,7 @@ def calls(draw: st.DrawFn, measured: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def long_way(
-    call: dict[str, Any], table: ResolverTable, serving: str | None, unavailable: dict[str, str]
+    call: dict[str, Any], table: ResolverTable, serving: str | None, unavailable: dict[str, str], launch: Any
 ) -> Decision | None:
     """None where the call is refused."""
     try:
@@ -147,6 +147,7 @@ def long_way(
             sm="sm_90",
             serving=serving,
             unavailable=unavailable,
+            launch=launch,
         )
     except UsageError:
         return None
@@ -161,15 +162,16 @@ def is_outside(call: dict[str, Any], table: ResolverTable) -> bool:
 @given(st.data())
 def test_a_look_up_is_the_long_way_made_short(data: st.DataObject) -> None:
     unavailable = data.draw(st.sampled_from([{}, {"triton": "triton cannot run here"}]))
+    launch = data.draw(st.sampled_from(LAUNCHES))
     tables = {
         gpu: published_table(gpu, data.draw(st.lists(entries(), min_size=1, max_size=8))) for gpu in ("h100", "h200")
     }
     for table in tables.values():
-        index = index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable=unavailable)
+        index = index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable=unavailable, launch=launch)
         for _ in range(5):
             call = data.draw(calls([vars(entry.call) for entry in table]))
             serving = data.draw(st.sampled_from([None, *SOLUTIONS, "unknown"]))
-            expected = long_way(call, table, serving, unavailable)
+            expected = long_way(call, table, serving, unavailable, launch)
             found = index.find(Call(DEFINITION.name, **call), serving)
             if found is not None:
                 assert found == expected
@@ -246,6 +248,7 @@ def test_call_sites_of_one_table_share_an_index() -> None:
     others = {name: files for name, files in SOLUTIONS.items() if name != "plain"}
     assert index_of(DEFINITION, table, others, sm="sm_90", unavailable={}) is not index
     assert index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={"triton": "not here"}) is not index
+    assert index_of(DEFINITION, table, SOLUTIONS, sm="sm_90", unavailable={}, launch="replay") is not index
 
 
 def test_index_prefers_the_point_with_an_equal_scalar() -> None:

@@ -43,12 +43,13 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, list[tuple[CompileJob,
 def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trace]]:
     home: Path = tmp_path_factory.mktemp("home")
     names = tuple(chosen(request, "triton_kernel"))
-    report = bench(
-        names, devices="cpu", language="triton", workload="tiny", quick=True, catalog=CATALOG, store_home=home
-    )
+    smallest = {name: smallest_it_takes(name).uuid for name in names}
+    workloads = tuple(sorted(set(smallest.values())))
+    report = bench(names, devices="cpu", language="triton", workload=workloads, catalog=CATALOG, store_home=home)
     traces: dict[str, list[Trace]] = {}
     for trace in report.traces:
-        traces.setdefault(trace.solution, []).append(trace)
+        if smallest.get(trace.solution) in (None, trace.workload_uuid):
+            traces.setdefault(trace.solution, []).append(trace)
     return traces
 
 

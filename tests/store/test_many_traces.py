@@ -82,4 +82,4 @@ def test_report_of_fifty_thousand_cases_comes_quickly(tmp_path: Path) -> None:
     grown(tmp_path, "sizes", 50_000)
     catalog = Catalog.default()
     with open_store(tmp_path, read_only=True) as opened:
-        assert seconds(lambda: page(read_report(opened, catalog), version="0")) < 8.0
+        assert seconds(lambda: page(read_report(opened, catalog), version="0")) < 6.5

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,10 +37,14 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.regress import RegressionReport
     from tilegym_db.measurement.tune.tune import TuneReport
     from tilegym_db.measurement.tune.tuner import TuneResult
+    from tilegym_db.verification.phases import Spent
 
 LanguageWithOthers = Annotated[
     str | None,
     typer.Option("--language", help="Only solutions in this language, and those that they are compared with."),
+]
+Times = Annotated[
+    Path | None, typer.Option("--times", help="Save the time by phase to this file as JSON, and print a summary.")
 ]
 TraceLines = Annotated[bool, typer.Option("--json", help="Print the traces as JSON lines.")]
 
@@ -86,6 +91,7 @@ def bench_command(
     force: Force = False,
     verify: Annotated[bool, typer.Option("--verify", help="Then verify what passed (see verify).")] = False,
     allow_unsandboxed: AllowUnsandboxed = False,
+    times: Times = None,
     as_json: TraceLines = False,
 ) -> None:
     """Build, verify and time solutions; every result becomes a trace in the database.
@@ -109,7 +115,7 @@ def bench_command(
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
-    finish(report, as_json=as_json)
+    finish(report, as_json=as_json, times=times)
 
 
 def verify_command(
@@ -122,6 +128,7 @@ def verify_command(
     quick: Quick = False,
     force: Force = False,
     allow_unsandboxed: AllowUnsandboxed = False,
+    times: Times = None,
     as_json: TraceLines = False,
 ) -> None:
     """Verify what passed a screen. Only what passes here is used by best, the resolver and patched models.
@@ -143,16 +150,19 @@ def verify_command(
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
-    finish(report, as_json=as_json)
+    finish(report, as_json=as_json, times=times)
 
 
-def finish(report: BenchReport, *, as_json: bool) -> None:
-    """Print a run and exit: status 130 if interrupted, 1 if something failed."""
+def finish(report: BenchReport, *, as_json: bool, times: Path | None = None) -> None:
+    """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``."""
     if as_json:
         for trace in report.traces:
             typer.echo(trace.to_json())
     else:
         print_summary(report)
+    if times is not None:
+        times.write_text(json.dumps(report.times, indent=1) + "\n")
+        note_times(report)
     for award in report.awards:
         note(f"{award.id}: {award.ratio:.2f}x over {award.baseline} (99% interval from {award.ci_low:.2f})")
     for remark in (*report.notes, *report.plan.refused):
@@ -169,6 +179,25 @@ def finish(report: BenchReport, *, as_json: bool) -> None:
     failed = any(status not in ("PASSED", "UNSUPPORTED") for status in report.counts)
     if report.plan.refused or report.unfinished or failed:
         raise typer.Exit(1)
+
+
+def note_times(report: BenchReport) -> None:
+    """Print the time by phase to stderr: the sum over all parallel threads, and the Solution that took longest."""
+    for device, parts in report.spent.items():
+        note(f"{device}: " + ", ".join(f"{phase} {found:.1f} s" for phase, found in report.seconds[device].items()))
+        by_phase: dict[str, list[Spent]] = {}
+        for part in parts:
+            by_phase.setdefault(part.phase, []).append(part)
+        for phase, found in by_phase.items():
+            longest = max(found, key=lambda part: part.seconds)
+            since = min(part.began for part in found) - report.began
+            until = max(part.ended for part in found) - report.began
+            note(
+                f"  {phase:<20} {sum(part.seconds for part in found):8.1f} s in {sum(part.times for part in found):5} blocks, "
+                f"from {since:.1f} to {until:.1f} s; {longest.of} {longest.seconds:.1f} s"
+            )
+    if report.arrived:
+        note(f"first trace after {report.arrived[0]:.1f} s, last after {report.arrived[-1]:.1f} s")
 
 
 def print_summary(report: BenchReport) -> None:

@@ -88,7 +88,13 @@ def best_command(
         write_records(form, rows, schema=schema)
         return
     shown = rows if limit is not None else rows[:MAX_TABLE_ROWS]
-    print_table(BEST_COLUMNS, [best_cells(row) for row in shown], wide=form.wide, least=BEST_DROPPED_FIRST)
+    print_table(
+        BEST_COLUMNS,
+        [best_cells(row) for row in shown],
+        wide=form.wide,
+        least=BEST_DROPPED_FIRST,
+        most=BEST_DROPPED_LAST,
+    )
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
@@ -164,6 +170,7 @@ BEST_DROPPED_FIRST = (
     "strongest_baseline",
     "dtypes",
 )
+BEST_DROPPED_LAST = ("solution", "latency_us", "speedup")
 
 
 def best_cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -251,6 +258,7 @@ KEYS = (
 COLUMNS = ("definition", "gpu", "solution", "language", "role", "shapes", "wins", "speedup", "sol", "origin")
 BY_SIZE = "by size"
 LEADERBOARD_DROPPED_FIRST = ("origin", "role", "language", "sol", BY_SIZE)
+LEADERBOARD_DROPPED_LAST = ("solution", "wins", "speedup")
 
 
 def print_leaderboard(
@@ -266,7 +274,7 @@ def print_leaderboard(
             for cell, row in zip(cells, rows, strict=True)
         ]
         note(f"{BY_SIZE}: latency from the smallest size to the largest, on one scale for each operator and GPU")
-    print_table(columns, cells, wide=wide, least=LEADERBOARD_DROPPED_FIRST)
+    print_table(columns, cells, wide=wide, least=LEADERBOARD_DROPPED_FIRST, most=LEADERBOARD_DROPPED_LAST)
 
 
 # ---- Compare ------------------------------------------------------------------------------------------

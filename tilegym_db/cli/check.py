@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +78,7 @@ def with_new_locks(catalog: Catalog) -> Catalog:
 
 def note_next(drafts: Sequence[Path], added: Sequence[str]) -> None:
     """Print the next commands after a check without findings."""
-    after = [f"tilegym-db add-definition {path}" for path in drafts]
+    after = [f"tilegym-db add-definition {shlex.quote(str(path))}" for path in drafts]
     note(f"Next: {'; '.join([*after, *(f'tilegym-db bench {name}' for name in added)])}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -332,9 +333,9 @@ def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
     note(
         f"wrote {folder}, with {len(draft.solutions)} solutions. Read {folder}/reference.py: once added, it runs unconfined."
     )
-    note(f"Next: write {missing}, then: tilegym-db add-definition {folder}; tilegym-db check {name}")
+    note(f"Next: write {missing}, then: tilegym-db add-definition {shlex.quote(str(folder))}; tilegym-db check {name}")
     for solution in draft.solutions:
-        note(f"then: tilegym-db add-solution {folder}/{solution}")
+        note(f"then: tilegym-db add-solution {shlex.quote(f'{folder}/{solution}')}")
 
 
 # ---- Compare with foreign verdicts --------------------------------------------------------------------

@@ -45,6 +45,7 @@ def command(
         list[str] | None, typer.Option(help="Layouts: x=row_contiguous (absent: contiguous).", metavar="X=CLASS,...")
     ] = None,
     mode: Annotated[str, typer.Option(help="inference or training.")] = "inference",
+    launch: Annotated[str, typer.Option(help="call, or replay for a call in a CUDA graph.")] = "call",
     form: Form = TABLE,
     trust: Trust = False,
 ) -> None:
@@ -59,6 +60,7 @@ def command(
         scalars=parse_scalars(scalar),
         gpu=gpu,
         mode=mode,
+        launch=launch,
         trust=trust,
     )
     _write(form, explanation)

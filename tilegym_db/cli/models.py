@@ -22,6 +22,7 @@ from tilegym_db.cli.kit.options import (
     PromptTokens,
     Rounds,
     Sequences,
+    path_given,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
 from tilegym_db.errors import UsageError
@@ -51,6 +52,12 @@ def fit_command(
     dtype: ModelDtype = "bfloat16",
     rounds: Rounds = 10,
     layers: Layers = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the kernels that serve the model, for patch(lock=...).", metavar="FILE", parser=path_given
+        ),
+    ] = None,
     as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
@@ -66,7 +73,7 @@ def fit_command(
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
-    options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds)
+    options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = fit_config(config, devices, options, progress.observer(), progress.round_done)
     if as_json:
@@ -100,6 +107,7 @@ def content_of(report: FitReport) -> dict[str, Any]:
         "pieces": [piece.to_dict() for piece in report.pieces],
         "runs": [run.model_dump(mode="json") for run in report.runs],
         "new_runs": report.new_runs,
+        "lock": report.lock,
         "failed": report.failed,
         "notes": report.notes,
     }
@@ -138,7 +146,7 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     if report.interrupted:
         note("interrupted; run it again to continue.")
     elif not report.failed and any(piece.served for piece in report.pieces):
-        note("Next: tilegym_db.patch(model)")
+        note(f"Next: tilegym_db.patch(model{f', lock={report.lock!r}' if report.lock else ''})")
     elif not report.failed:
         note(
             "No verified kernel serves this model here, so tilegym_db.patch(model) would change nothing. "

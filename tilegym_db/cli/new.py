@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,7 +60,7 @@ def new_definition(
     target = folder or Path(name)
     write_new(target, files)
     print_purposes(target, PURPOSES, as_json)
-    note(f"Replace each TODO with your code. Next: tilegym-db check {target}/")
+    note(f"Replace each TODO with your code. Next: tilegym-db check {shlex.quote(f'{target}/')}")
 
 
 PURPOSES = {
@@ -126,8 +127,9 @@ def new_solution(
         "solution.json": "what it supports, and its tunables",
     }
     print_purposes(target, purposes, as_json)
+    draft = shlex.quote(f"{target}/")
     note(
-        f"Replace each TODO with your code. Next: tilegym-db dev {target}/ --watch, then: tilegym-db add-solution {target}/"
+        f"Replace each TODO with your code. Next: tilegym-db dev {draft} --watch, then: tilegym-db add-solution {draft}"
     )
 
 
@@ -201,7 +203,7 @@ def new_workload(
     target = file or Path(f"{definition}-{_as_file_name(tag)}.jsonl")
     write_workloads(target, found)
     print_json({"written": [str(target)], **mapping_of(found)}) if as_json else typer.echo(str(target))
-    note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {target}")
+    note(f"{len(found.workloads)} workloads. Next: tilegym-db add-workload {shlex.quote(str(target))}")
 
 
 def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: bool, as_json: bool) -> None:
@@ -223,21 +225,20 @@ def _write_cover(config: str, parallel: str, gpu: str, file: Path | None, add: b
         "points": len(workloads),
         "gpu_seconds": round(seconds),
     }
-    if add:
+    after = "nothing is left to measure: the catalog answers every question that has a definition"
+    if workloads and add:
         content["added"] = len(catalog.add_workloads(workloads))
-    else:
+        after = "Next: tilegym-db bench --workload 'model:*'"
+    elif workloads:
         target = file or Path("workloads-models.jsonl")
+        after = f"Next: tilegym-db add-workload {shlex.quote(str(target))}"
         write_new_file(target, "".join(workload.to_json() + "\n" for workload in workloads))
         content["written"] = str(target)
     print_json(content) if as_json else print_table(("what", "number"), list(content.items()))
     if not as_json:
         for reason in found.refused[:5]:
             note(f"left out: {reason}")
-    note(
-        f"{len(workloads)} points cost about {seconds / 60:.0f} minutes of one {gpu}. Next: tilegym-db bench --workload NAME"
-        if add
-        else f"{len(workloads)} points cost about {seconds / 60:.0f} minutes of one {gpu}. Next: tilegym-db add-workload {target}"
-    )
+    note(f"{len(workloads)} points cost about {seconds / 60:.0f} minutes of one {gpu}. {after}")
 
 
 def _as_file_name(tag: str) -> str:

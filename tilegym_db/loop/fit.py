@@ -7,6 +7,7 @@ was cut off therefore continues, and a repeated run has nothing left to do.
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,6 +18,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, NotFoundError, UsageError, check_kind
+from tilegym_db.files import reason_of
 from tilegym_db.loop.from_model import ModelPart, Piece, kept_calls, parts_of, pieces_of
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
@@ -24,11 +26,12 @@ from tilegym_db.measurement.machine import Machine, select_machine
 from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
-from tilegym_db.models.capture import ModelInputs, typical_inputs
+from tilegym_db.models.capture import ModelInputs, run_model, typical_inputs
 from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
+from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
 from tilegym_db.published.table import load_table
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
@@ -41,7 +44,10 @@ from tilegym_db.store.publish import publish
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens."""
+    """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens.
+
+    ``lock`` is a file to write, of the kernels that then serve the model.
+    """
 
     batches: tuple[int, ...] = (1,)
     prompts: tuple[int, ...] = (512,)
@@ -49,6 +55,7 @@ class FitOptions:
     dtype: str = "bfloat16"
     layers: int | None = None
     rounds: int = 10
+    lock: Path | None = None
 
     @property
     def runs(self) -> list[ModelBenchOptions]:
@@ -78,6 +85,8 @@ class FitReport:
     runs: list[ModelRun] = field(default_factory=list)
     new_runs: int = 0
     speedup: Speedups | None = None
+    lock: str = ""
+    """The file that names the kernels that served; empty if none was asked for, or no kernel served."""
     failed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -134,12 +143,13 @@ def fit_config(
     machine = select_machine(asked.gpu)
     for run in options.runs:
         run.check()
+    _refuse_unwritable(options.lock)
     config = load_config(path, options.layers)
     for run in options.runs:
         check_run_fits(config, machine.device, run.dtype, run.batch, run.prompt, run.new)
     model = build_model(config, machine.device, options.dtype)
     prompts = [typical_inputs(model, run.batch, run.prompt) for run in options.runs]
-    report = _fit(model, prompts, model_tag(path), machine, asked, observer)
+    report = _fit(model, prompts, model_tag(path), machine, asked, observer, options.lock)
     del model  # the runs build it again, and a GPU may not have room for both
     if not report.interrupted:
         for run in options.runs:
@@ -162,6 +172,7 @@ def fit(
     name: str = "",
     devices: DevicesLike = "auto",
     rounds: int = 10,
+    lock: str | Path | None = None,
     observer: Observer | None = None,
 ) -> FitReport:
     """Fit a model in memory without changing it. ``patch(model)`` then uses the published kernels.
@@ -173,6 +184,7 @@ def fit(
         devices: what to measure on, as for :func:`~tilegym_db.bench`, but no cluster. ``auto`` is the device of the model, and
             all others are of its kind.
         rounds: timed calls of the model; stock and patched calls alternate.
+        lock: a file to write for ``patch(model, lock=...)``: the kernels that serve the model on these inputs.
         observer: callbacks for the kernel measurements.
 
     Raises:
@@ -190,6 +202,10 @@ def fit(
             code="tokens_invalid",
         )
     _refuse_if_disabled()
+    if lock is not None:
+        check_kind(lock, (str, Path), "lock is the path of a file")
+        lock = Path(lock)
+        _refuse_unwritable(lock)
     asked = _of_this_host(devices)
     kinds = {parameter.device.type for parameter in model.parameters()}
     if len(kinds) != 1:
@@ -202,7 +218,7 @@ def fit(
             f"the model is on {machine.gpu}, and devices={devices!r} was asked for. Move the model or leave devices out.",
             code="gpu_other",
         )
-    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer)
+    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer, lock)
     if not report.interrupted:
         report.speedup, handle = time_instance(model, inputs, machine, rounds)
         report.failed += handle.report().problems
@@ -227,6 +243,7 @@ def _fit(
     machine: Machine,
     devices: Devices,
     observer: Observer | None,
+    lock: Path | None,
 ) -> FitReport:
     """Run every step except timing the model."""
     captured: list[Workload] = []
@@ -250,7 +267,45 @@ def _fit(
     if not report.interrupted:
         _publish(report)
         report.pieces = pieces_of(model, prompts[0], tag).pieces
+        if lock is not None:
+            _lock(report, model, prompts, lock)
     return report
+
+
+def _refuse_unwritable(lock: Path | None) -> None:
+    """Raise if a lock could not be written at the end, before anything is measured."""
+    if lock is None:
+        return
+    if lock.is_dir():
+        raise UsageError(
+            f"{lock}: a lock is a file, and this is a folder. Give the file a name.", code="lock_unwritable"
+        )
+    folder = next(one for one in lock.absolute().parents if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell: root has all of them in /proc
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{lock}: a lock cannot be written there: {reason_of(error)}. Choose another folder.",
+            code="lock_unwritable",
+        ) from None
+
+
+def _lock(report: FitReport, model: Any, prompts: Sequence[ModelInputs], lock: Path) -> None:
+    """Write the kernels that serve the model on its prompts, and while it generates."""
+    served: set[LockedKernel] = set()
+    for ids in prompts:
+        handle = patch_what_fits(model, PatchOptions(graphs=False))
+        try:
+            run_model(model, {"input_ids": ids} if isinstance(ids, torch.Tensor) else ids)
+            served |= handle.kernels_that_served()
+        finally:
+            handle.unpatch()
+    if not served:
+        report.notes.append(f"no kernel served a call, so {lock} was not written")
+        return
+    write_lock_file(lock, served)
+    report.lock = str(lock)
 
 
 def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Machine) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -278,6 +279,7 @@ def _kept_by(journal: Journal, report: BenchReport, observer: Observer) -> Calla
     def keep(trace: Trace) -> None:
         journal.append(trace)
         report.traces.append(trace)
+        report.arrived.append(round(time.time() - report.began, 3))
         observer.traced(trace)
 
     return keep
@@ -311,7 +313,7 @@ def _run_on(
         outcome = pool.run(session, pool.divided(plan.definitions), callbacks)
     report.notes += outcome.notes
     report.unfinished, report.devices, report.interrupted = outcome.unfinished, outcome.traces, outcome.interrupted
-    report.seconds = outcome.seconds
+    report.seconds, report.spent = outcome.seconds, outcome.spent
     return report, peaks[0] if peaks else None
 
 
@@ -335,6 +337,7 @@ def run_plan(
             executor.run(plan.definitions)
         except KeyboardInterrupt:
             report.interrupted = True
+    report.seconds[machine.gpu], report.spent[machine.gpu] = context.phases.take(), context.phases.take_spent()
     return report
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -174,7 +175,7 @@ class DevSession:
             raise UsageError(f"{options.path}: there is no such file or folder.", code="file_missing")
         if options.path.suffix == ".py" and options.definition is None:
             raise UsageError(
-                f"{options.path}: a single file needs a definition. Try: tilegym-db dev {options.path} -d NAME",
+                f"{options.path}: a single file needs a definition. Try: tilegym-db dev {shlex.quote(str(options.path))} -d NAME",
                 code="options_missing",
             )
         self.options = options

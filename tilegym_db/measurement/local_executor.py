@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -17,7 +21,7 @@ from tilegym_db.measurement.audit import AuditWorker
 from tilegym_db.measurement.machine import Machine, require_healthy
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.measurement.run_setup import RunContext
-from tilegym_db.measurement.runner import Runner, pool_bytes
+from tilegym_db.measurement.runner import Runner, pool_bytes, slots_of
 from tilegym_db.measurement.time_workload import AfterTiming, Emit, SolutionGroup, WorkloadRun, WorkloadTiming
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.records import Config, Definition, Workload
@@ -194,6 +198,7 @@ class LocalExecutor:
                 buffer_bytes=pool_bytes(machine),
                 fuzz_workers=max_fuzz_workers(host_share()) if machine.is_gpu or compiles else 1,
             ),
+            phases=self.context.phases,
             broken=Failure("REJECTED", f"the static scan: {'; '.join(hard)}", gate="scan") if hard else None,
         )
         return Runner(handle, machine.sm, tuple(str(finding) for finding in scan.soft_findings(findings)))
@@ -213,7 +218,7 @@ def verify_batch(
     """Verify each runner on its workloads, in its own worker, while the GPU work of verification interleaves.
 
     One or two new Solutions are verified alone at first, so that a wrong one is known in seconds. What they are compared with
-    follows, for the workloads that they passed. More of them are verified together with everything else.
+    follows as soon as one of them passes a workload. More of them are verified together with everything else.
 
     Runners wait for compilers most of the time. There are never more of them at once than cores, so that they do not exceed
     each other's timeouts. When most are done, free cores start helpers for the others.
@@ -224,26 +229,67 @@ def verify_batch(
     asked, compared = _tasks_of(workload_runs, asked=True), _tasks_of(workload_runs, asked=False)
     is_few = 0 < sum(runner.solution.record.spec.provides != "stock" for runner, _ in asked.values()) <= MAX_ALONE
     with ThreadPoolExecutor(max_workers=1) as drawing:
-        for workload_run in _in_turn(workload_runs):
+        ordered = _in_turn(workload_runs)
+        for workload_run in ordered:
             workload_run.contents = drawing.submit(_draw, workload_run, context)
+        ahead = FreshAhead(context.machine)
+        for workload_run in ordered:
+            drawing.submit(ahead.draw, workload_run)
         try:
             if not (is_few and compared):
                 _verify_tasks(_merged(asked, compared), context)
                 return
             names = ", ".join(sorted({runner.solution.name for runner, _ in asked.values()}))
             starting(f"verifying {names}; {len(compared)} to compare with wait for it")
-            _verify_tasks(asked, context)
-            passed = [workload_run for workload_run in workload_runs if workload_run.has_winner]
-            left = _tasks_of(passed, asked=False)
-            if left:
-                others = ", ".join(sorted({runner.solution.name for runner, _ in left.values()}))
-                starting(f"verifying what {names} is compared with: {others}")
-                _verify_tasks(left, context)
-            else:
+            with _Followed(
+                compared, context, lambda which: starting(f"verifying what {names} is compared with: {which}")
+            ) as others:
+                _verify_tasks(asked, context, others.follow)
+            for workload_run in workload_runs:
+                if not workload_run.has_winner:  # nothing is compared there
+                    for runner, _ in compared.values():
+                        workload_run.outcomes.pop(runner.name, None)
+            if not others.followed:
                 drawing.shutdown(wait=False, cancel_futures=True)  # nothing needs the other contents
         except BaseException:
             drawing.shutdown(wait=False, cancel_futures=True)
             raise
+        finally:
+            ahead.stop.set()
+
+
+AHEAD_SHARE = 16
+"""One part in so many of the device's memory is for fresh contents that are drawn during verification."""
+
+
+@dataclass
+class FreshAhead:
+    """Drawing of the fresh contents of clock audits while a GPU waits for compilers; timing draws those that are left.
+
+    The oracle of 32 contents takes longer than all timed calls, if the reference loops over tokens or heads.
+    """
+
+    machine: Machine
+    stop: threading.Event = field(default_factory=threading.Event)
+    _drawn_bytes: int = 0
+
+    def draw(self, workload_run: WorkloadRun) -> None:
+        """Draw the contents of a workload, if its promotion is on a GPU and there is memory for them."""
+        if self.stop.is_set() or not self.machine.is_gpu or workload_run.contents is None:
+            return
+        policies = [runner.handle.policy for runner in workload_run.runners]
+        contents = workload_run.contents.result()
+        if isinstance(contents, Failure) or not any(policy.audited for policy in policies):
+            return
+        plan = plan_slot(contents.definition, contents.sets[0].case)
+        slots = slots_of(plan, len(contents.sets), self.machine.device, pool_bytes(self.machine))
+        count = slots // 4 * 4
+        oracle = sum(8 * math.prod(tensor.shape) for tensor in plan.outputs)
+        self._drawn_bytes += count * (plan.size + oracle)
+        if self._drawn_bytes > self.machine.memory_bytes // AHEAD_SHARE:
+            return
+        with contextlib.suppress(*CANNOT_VERIFY):  # the audit draws them again, and reports it
+            contents.draw_ahead(count, self.stop.is_set)
 
 
 _Tasks = dict[int, tuple[Runner, list[WorkloadRun]]]
@@ -266,8 +312,43 @@ def _merged(one: _Tasks, other: _Tasks) -> _Tasks:
     return runs
 
 
-def _verify_tasks(tasks: _Tasks, context: RunContext) -> None:
-    """Verify runners in parallel, each on its workloads, whose contents are being drawn."""
+@dataclass
+class _Followed:
+    """Verification of what new Solutions are compared with, in a thread that starts when :meth:`follow` is called."""
+
+    compared: _Tasks
+    context: RunContext
+    starting: Starting
+    followed: bool = False
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    _verifying: Future[None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def follow(self) -> None:
+        """Start, unless it has started."""
+        with self._lock:
+            if self.followed:
+                return
+            self.followed = True
+        self.starting(", ".join(sorted({runner.solution.name for runner, _ in self.compared.values()})))
+        self._verifying = self._pool.submit(_verify_tasks, self.compared, self.context)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._verifying is not None:
+                self._verifying.result()
+        finally:
+            if self._verifying is not None and not self._verifying.done():
+                for runner, _ in self.compared.values():
+                    runner.verification.abort()  # else the pool would wait for a call that hangs
+            self._pool.shutdown()
+
+
+def _verify_tasks(tasks: _Tasks, context: RunContext, passed: Callable[[], None] = lambda: None) -> None:
+    """Verify runners in parallel, each on its workloads, whose contents are being drawn; call ``passed`` after each pass."""
     longest_first = sorted(tasks.values(), key=lambda task: _expected_length(task[0]))
     cores = available_processors()
     processors = Processors(
@@ -277,7 +358,8 @@ def _verify_tasks(tasks: _Tasks, context: RunContext) -> None:
         runner.verification.processors = processors
     with ThreadPoolExecutor(max_workers=max(1, min(len(tasks), cores))) as verifying:
         running = [
-            verifying.submit(_verify_runner, runner, entered, context, processors) for runner, entered in longest_first
+            verifying.submit(_verify_runner, runner, entered, context, processors, passed)
+            for runner, entered in longest_first
         ]
         try:
             lost = [task.result() for task in running]
@@ -291,7 +373,11 @@ def _verify_tasks(tasks: _Tasks, context: RunContext) -> None:
 
 
 def _verify_runner(
-    runner: Runner, workload_runs: Sequence[WorkloadRun], context: RunContext, processors: Processors
+    runner: Runner,
+    workload_runs: Sequence[WorkloadRun],
+    context: RunContext,
+    processors: Processors,
+    passed: Callable[[], None],
 ) -> bool:
     """Store the outcome of each workload in its workload run; return true if a worker was lost."""
     lost = False
@@ -299,11 +385,14 @@ def _verify_runner(
     supported = [entered for entered in workload_runs if runner.unsupported(entered.workload) is None]
     verification.ahead = ShapesAhead.of(entered.contents for entered in supported)
     try:
-        for workload_run in workload_runs:
-            outcome = _verify_workload(runner, workload_run, context)
-            workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
-            if isinstance(outcome, Failure) and runner.handle.after_failure(outcome):
-                lost = True
+        with verification.expecting(entered.workload for entered in supported):
+            for workload_run in workload_runs:
+                outcome = _verify_workload(runner, workload_run, context)
+                workload_run.outcomes[runner.name] = outcome, runner.handle.sandbox_level
+                if not isinstance(outcome, Failure):
+                    passed()
+                elif runner.handle.after_failure(outcome):
+                    lost = True
     finally:
         verification.ahead = ShapesAhead()  # contents are freed when they have been timed
         processors.done(alone=not verification.may_have_helpers)
@@ -345,7 +434,7 @@ def _draw(workload_run: WorkloadRun, context: RunContext) -> WorkloadContents | 
     # Return a failure: a stored exception would keep the memory of all objects in its frames.
     try:
         in_turn = any(runner.handle.policy.in_turn for runner in workload_run.runners)
-        with context.phases(DRAW):
+        with context.phases(DRAW), context.phases(DRAW, definition.name):
             contents = WorkloadContents.draw(definition, workload_run.workload, context.seed, own, in_turn=in_turn)
     except CANNOT_VERIFY as error:
         return cannot_verify(error)
@@ -387,6 +476,8 @@ SUPERVISOR_BYTES = 6 << 30
 """Memory that the measuring process holds: its CUDA context, fp64 oracles and comparisons, and the worker of the clock
 audit.
 """
+MIN_RUNNERS = 8
+"""Maximum number of workers of a group if there are fewer processors."""
 MEMORY_SHARE = 3
 """One part in so many of the device's memory is for contents and outputs that wait to be timed."""
 ORACLE_SIZE = 4
@@ -405,16 +496,18 @@ class Capacity:
     workloads: int
 
     @classmethod
-    def of(cls, machine: Machine, host_bytes: int) -> Capacity:
-        """Return the capacity of a machine; ``host_bytes`` is its main memory.
+    def of(cls, machine: Machine, host_bytes: int, processors: int | None = None) -> Capacity:
+        """Return the capacity of a machine; ``host_bytes`` is its main memory, and ``processors`` by default those it has.
 
-        A CPU measures one workload at a time: more would gain nothing, and so each trace comes as soon as possible.
+        A CPU measures one workload at a time: more would gain nothing, and so each trace comes as soon as possible. For the
+        same reason, a GPU verifies only as many Solutions in a group as there are processors.
         """
+        processors = available_processors() if processors is None else processors
         if not machine.is_gpu:
             return cls(runners=1, contents_bytes=0, workloads=1)
         contents_bytes = machine.memory_bytes // MEMORY_SHARE
         left_bytes = machine.memory_bytes - contents_bytes - pool_bytes(machine) - SUPERVISOR_BYTES
-        runners = min(left_bytes // GPU_RUNNER_BYTES, host_bytes // HOST_RUNNER_BYTES)
+        runners = min(left_bytes // GPU_RUNNER_BYTES, host_bytes // HOST_RUNNER_BYTES, max(processors, MIN_RUNNERS))
         return cls(max(runners, 1), contents_bytes, MAX_BATCH_WORKLOADS)
 
 

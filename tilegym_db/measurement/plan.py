@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mean
@@ -22,7 +23,7 @@ from tilegym_db.records.solution import config_id, name_with_config, why_not_tim
 from tilegym_db.records.trace import UNTIMED_TIERS
 from tilegym_db.sandbox.interpreters import interpreted_here
 from tilegym_db.store.answer import html_table
-from tilegym_db.verification.phases import added
+from tilegym_db.verification.phases import Spent, added, merged
 
 PairKey = tuple[str, str, str]
 """Solution digest, definition digest, workload uuid."""
@@ -554,6 +555,12 @@ class BenchReport:
     """Number of traces per device, if there are several."""
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds per device and phase; the phases are those of :mod:`tilegym_db.verification.phases`."""
+    spent: dict[str, tuple[Spent, ...]] = field(default_factory=dict)
+    """Time of single Solutions and Definitions per device."""
+    began: float = field(default_factory=time.time)
+    """Time of the start, in seconds since the epoch."""
+    arrived: list[float] = field(default_factory=list)
+    """Seconds from the start to each trace."""
     awards: list[Award] = field(default_factory=list)
     """Awards that its traces earned, and earlier ones of the same sources."""
 
@@ -569,6 +576,9 @@ class BenchReport:
             unfinished=unfinished,
             devices=self.devices + later.devices,
             seconds={device: added(self.seconds.get(device, {}), found) for device, found in later.seconds.items()},
+            spent={device: merged([*self.spent.get(device, ()), *found]) for device, found in later.spent.items()},
+            began=self.began,
+            arrived=[*self.arrived, *(later.began - self.began + seconds for seconds in later.arrived)],
         )
 
     @property
@@ -583,6 +593,21 @@ class BenchReport:
         return min(
             failed, key=lambda trace: math.prod(trace.failure.axes.values()) if trace.failure else 0, default=None
         )
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """The time of the run by phase, per device and per Solution or Definition, and when each trace came."""
+        spent = {
+            device: [
+                {**asdict(part), "began": part.began - self.began, "ended": part.ended - self.began} for part in parts
+            ]
+            for device, parts in self.spent.items()
+        }
+        arrived = [
+            {"solution": trace.solution, "axes": dict(trace.axes), "status": trace.status, "seconds": seconds}
+            for trace, seconds in zip(self.traces, self.arrived, strict=True)
+        ]
+        return {"run_id": self.run_id, "seconds": self.seconds, "spent": spent, "traces": arrived}
 
     def command_again(self, trace: Trace) -> str:
         """Return the command that verifies the failing case of a trace again; empty without one.

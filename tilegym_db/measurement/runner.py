@@ -19,7 +19,7 @@ from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, fill_with_garbage, plan_slot, tensor_view
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, fill_with_garbage, plan_slot, tensor_view
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure, fill_slot, judge, read_outputs, same_bytes
@@ -250,6 +250,12 @@ def pool_bytes(machine: Machine) -> int:
     return min(MAX_GPU_BYTES, machine.memory_bytes // 32) if machine.is_gpu else CPU_BYTES
 
 
+def slots_of(plan: SlotPlan, sets: int, device: str, buffer_bytes: int) -> int:
+    """Return the number of slots of a pool for so many content sets."""
+    most = MAX_SLOTS_ON_CPU if device == CPU else MAX_SLOTS
+    return max(MIN_SLOTS, sets, min(most, buffer_bytes // plan.size))
+
+
 class BufferPool:
     """Shared buffers whose slots hold the content sets of a workload in turn. Close it after every runner has detached."""
 
@@ -262,9 +268,7 @@ class BufferPool:
         self.definition = definition
         self.contents = contents
         plan = plan_slot(definition, contents[0].case)
-        most = MAX_SLOTS_ON_CPU if device == "cpu" else MAX_SLOTS
-        slots = max(MIN_SLOTS, len(contents), min(most, buffer_bytes // plan.size))
-        self.buffers = SharedBuffers(plan, slots, device)
+        self.buffers = SharedBuffers(plan, slots_of(plan, len(contents), device, buffer_bytes), device)
         self._rotation = 0
         self.fill()
 

@@ -25,7 +25,7 @@ from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.distributions import scalar_ranges
 from tilegym_db.verification.expected import raising_out_of_memory
 from tilegym_db.verification.large import extent_of
-from tilegym_db.verification.phases import TIME, WAIT
+from tilegym_db.verification.phases import CLOCK, LONG_RUN, OWNERSHIP, ROUNDS, TIME, WAIT
 from tilegym_db.verification.session import VerifiedWorkload
 from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure
 
@@ -104,7 +104,8 @@ class WorkloadTiming:
                     stack.enter_context(timing_lock(device))
                 clocks = stack.enter_context(ClockWatch(device, CLOCK_INTERVAL_S))
                 stack.enter_context(self.context.phases(TIME))
-                results = self._results(candidates, pool, order, clocks)
+                with self.context.phases(ROUNDS, workload_run.plan.definition.name):
+                    results = self._results(candidates, pool, order, clocks)
                 self.after_timing(contents.workload, candidates)
                 for candidate in candidates:
                     self._judge(workload_run, contents, pool, candidate, results[candidate.runner.name])
@@ -169,19 +170,23 @@ class WorkloadTiming:
     ) -> Audit | Failure:
         """Check whose kernels ran, then whether the time is plausible. The second check overwrites the pool's contents."""
         owned: Ownership | None = None
+        phases, name = self.context.phases, runner.solution.name
         if self.context.machine.is_gpu:
             pool.fill()
-            found = audit_ownership(runner, pool)
+            with phases(OWNERSHIP, name):
+                found = audit_ownership(runner, pool)
             if isinstance(found, Failure):
                 return found
             owned = found
         try:
             with raising_out_of_memory():
-                changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
+                with phases(LONG_RUN, name):
+                    changed_inputs = audit_long_run(runner, pool, performance, self.context.seed)
                 if changed_inputs is not None:
                     return changed_inputs
                 activities = 0 if owned is None else owned.activities
-                wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
+                with phases(CLOCK, name):
+                    wall_us = audit_clock(runner, audit_worker, pool, contents, performance, activities)
         except CANNOT_VERIFY as error:
             return Failure("UNSUPPORTED", f"its time cannot be checked on this machine: {error}")
         if isinstance(wall_us, Failure):

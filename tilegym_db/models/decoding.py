@@ -4,23 +4,43 @@
 token run as before, with the cache that transformers makes. Then its keys, values and states are copied to a cache of fixed size,
 and each later forward of the model is a replay. A generation that is not understood runs stock, and the report has the reason.
 
+The step before a capture, and the capture, ask for kernels by device time alone: the host launches them once.
+
 A graph repeats the branches that the host took at capture. A window of keys moves once it is full, and a cache counts its tokens
 on the host for that. So there is one graph for a window that fills and one for a full window, and a replay counts on.
+
+A graph ends with the positions and masks of the next step, written over its own inputs. In each generation they are compared
+with those that transformers prepares. If they are the same, later steps copy only the new token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tilegym_db.models.call_site import change_class, has_hooks, subclass
+from tilegym_db.models.next_inputs import (
+    CACHE,
+    COUNTER,
+    IDS,
+    MASK,
+    METHODS,
+    RETURN,
+    Advancing,
+    are_equal,
+    are_same,
+    inputs_follow,
+    prepares_as_transformers,
+)
+from tilegym_db.resolver.replay import replayed
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""
@@ -30,8 +50,6 @@ MAX_CACHES = 4
 """Maximum number of caches, each with its graphs; the least recently used one is dropped."""
 MEMORY_SHARE = 0.25
 """Maximum share of the free memory of a GPU for one cache."""
-_CACHE = "past_key_values"
-_MASK = "attention_mask"
 _FIXED = {
     "DynamicLayer": "StaticLayer",
     "DynamicSlidingWindowLayer": "StaticSlidingWindowLayer",
@@ -41,8 +59,6 @@ _FIXED = {
     "DummyLayer": "DummyLayer",
 }
 """Class of a cache's layer -> the class of a layer of fixed size that computes the same, both in transformers."""
-_COUNTER = "cumulative_length_int"
-"""The count of tokens that a window keeps on the host."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +70,22 @@ class DecodingReport:
         replayed: forwards of the model that were replays.
         cache_bytes: memory of the caches of fixed size that exist now.
         stock: reason -> generations that ran without graphs, or steps if it names a step.
+        followed: replays that copied only the new token, because the replay before had left the other inputs.
     """
 
     captured: int
     replayed: int
     cache_bytes: int
     stock: Mapping[str, int]
+    followed: int = 0
 
     def summary(self) -> str:
         """Return the figures and reasons in words, one a line."""
         held = f"caches of fixed size hold {self.cache_bytes >> 20} MiB"
-        lines = [f"generate in CUDA graphs: {self.replayed} steps replayed from {self.captured} graphs; {held}"]
+        only_token = f"{self.followed} copied only the new token"
+        lines = [
+            f"generate in CUDA graphs: {self.replayed} steps replayed from {self.captured} graphs, {only_token}; {held}"
+        ]
         return "\n".join(
             [*lines, *(f"without graphs, {count} times: {reason}" for reason, count in self.stock.items())]
         )
@@ -78,15 +99,23 @@ def bucket_of(length: int) -> int:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them."""
+    """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them.
+
+    Attributes:
+        following: inputs by name, without the cache, which a replay leaves as the next step needs them; empty if it does not.
+    """
 
     replay: Callable[[], Any]
     inputs: list[torch.Tensor]
     outputs: Any
+    following: dict[str, Any] = field(default_factory=dict)
 
 
 Capture = Callable[[Any, Mapping[str, Any]], CapturedForward]
 """(model, inputs by name) -> its forward, captured."""
+
+Replays = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which calls are made that a graph will repeat."""
 
 
 @dataclass
@@ -102,13 +131,15 @@ class _Cache:
     """Tokens in the cache, the count that the device has too."""
     filled: dict[Any, Any] = field(default_factory=dict)
     """The host state after the last copy from another cache."""
+    last: CapturedForward | None = None
+    """The graph of the last step; None if it was eager."""
     windows: list[Any] = field(init=False)
     """The layers that count on the host."""
     sizes: tuple[int, ...] = field(init=False)
     """The different sizes of the windows."""
 
     def __post_init__(self) -> None:
-        self.windows = [layer for layer in self.static.layers if hasattr(layer, _COUNTER)]
+        self.windows = [layer for layer in self.static.layers if hasattr(layer, COUNTER)]
         self.sizes = tuple(sorted({layer.max_cache_len for layer in self.windows}))
 
     @property
@@ -124,11 +155,12 @@ class _Cache:
         """Set the counts on the host. The device counts when it runs a step."""
         self.tokens = tokens
         for layer in self.windows:
-            setattr(layer, _COUNTER, tokens)
+            setattr(layer, COUNTER, tokens)
 
     def fill_from(self, dynamic: Any) -> None:
         """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
         tokens = int(dynamic.get_seq_length())
+        self.last = None
         for layer, found in zip(self.static.layers, dynamic.layers, strict=True):
             if hasattr(layer, "conv_states"):
                 _copy_states(layer, found)
@@ -144,7 +176,7 @@ class _Cache:
         return {
             name: value.data_ptr() if isinstance(value, torch.Tensor) else value
             for name, value in _attributes(self.static)
-            if name[1] != _COUNTER
+            if name[1] != COUNTER
         }
 
 
@@ -200,12 +232,12 @@ def _moving(window: Any) -> Any:
     """Return a subclass of a window's layer whose full window moves without a copy from the host, which no graph may contain."""
 
     def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens = getattr(self, _COUNTER)
+        tokens = getattr(self, COUNTER)
         if not self.is_initialized or tokens < self.max_cache_len or keys.shape[-2] != 1:
             return window.update(self, keys, values, *args, **kwargs)
         for kept, given in ((self.keys, keys), (self.values, values)):
             kept.copy_(torch.cat((kept[..., 1:, :], given), dim=-2))
-        setattr(self, _COUNTER, tokens + 1)
+        setattr(self, COUNTER, tokens + 1)
         return self.keys, self.values
 
     return type(window.__name__, (window,), {"update": update, "__module__": window.__module__})
@@ -221,30 +253,42 @@ def _linear_layer() -> Any:
 class Decoding:
     """The graphs of one model. :meth:`install` makes ``generate`` use them; :meth:`remove` frees them."""
 
-    def __init__(self, model: Any, capture: Capture | None = None) -> None:
-        """Capture nothing yet. ``capture`` makes a graph of a forward; by default a CUDA graph."""
+    def __init__(self, model: Any, capture: Capture | None = None, replayed: Replays = replayed) -> None:
+        """Capture nothing yet.
+
+        Args:
+            model: of transformers.
+            capture: makes a graph of a forward; by default a CUDA graph.
+            replayed: the context of a forward whose calls a graph repeats; by default it only chooses kernels for that.
+        """
         self._model = weakref.ref(model)
-        self._capture = capture or captured
+        self._capture = _with_next_inputs(capture or captured)
+        self._calls_are_replayed = replayed
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
         self._weights: Any = None
         self._lock = threading.Lock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
-        self._captured = self._replayed = 0
+        self._captured = self._replayed = self._followed = 0
         self.ours: Any = None
         """The class of the model while graphs are installed."""
         self.is_open = True
 
-    @classmethod
-    def of(cls, model: Any) -> Decoding | None:
-        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Return True if a model generates as in transformers, and all of it is on one GPU."""
         methods = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
         if not all(callable(getattr(model, name, None)) for name in methods):
-            return None
+            return False
         devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @classmethod
+    def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
+        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+        if not cls.fits(model):
             return None
-        decoding = cls(model)
+        decoding = cls(model, replayed=replayed)
         decoding.install()
         return decoding
 
@@ -259,7 +303,10 @@ class Decoding:
         """Give the model a class whose generation asks for graphs."""
         base = type(self.model)
         self.ours = subclass(base, base.forward)
-        for name, method in _methods(base, self).items():
+        methods = _methods(base, self)
+        if prepares_as_transformers(base):
+            methods |= _preparing_methods(base, self)
+        for name, method in methods.items():
             setattr(self.ours, name, method)
         change_class(self.model, self.ours)
 
@@ -277,7 +324,7 @@ class Decoding:
     def report(self) -> DecodingReport:
         """Return what the graphs have done so far."""
         cache_bytes = sum(cache.bytes for cache in self._caches.values())
-        return DecodingReport(self._captured, self._replayed, cache_bytes, dict(self._stock))
+        return DecodingReport(self._captured, self._replayed, cache_bytes, dict(self._stock), self._followed)
 
     @property
     def generations(self) -> list[_Generation]:
@@ -323,6 +370,7 @@ class Decoding:
     def step(self, cache: _Cache, inputs: dict[str, Any]) -> Any:
         """Run one forward over the cache of fixed size: eagerly the first time, then from a graph."""
         model, tokens = self.model, cache.tokens
+        cache.last = None
         tensors, form = _split(inputs)
         form = *form, cache.phase
         if cache.failed or form not in cache.graphs:
@@ -330,7 +378,10 @@ class Decoding:
                 cache.graphs[form] = None
                 cache.failed = _why_not_inputs(inputs) if cache.windows else ""
             before = cache.host_state()
-            outputs = model(**inputs)
+            with (
+                contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
+            ):  # binds the kernels of the capture
+                outputs = model(**inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
                 changed = sorted({str(name[1]) for name in {*before, *after} if before.get(name) != after.get(name)})
@@ -340,7 +391,8 @@ class Decoding:
         graph = cache.graphs[form]
         if graph is None:
             try:
-                graph = cache.graphs[form] = self._capture(model, inputs)
+                with self._calls_are_replayed():
+                    graph = cache.graphs[form] = self._capture(model, inputs)
                 self._captured += 1
             except Exception as error:  # a model may do anything in its forward, such as waiting for the device
                 cache.failed = f"its forward cannot be captured: {_first_line(error)}"
@@ -351,8 +403,19 @@ class Decoding:
                 return outputs
         for kept, given in zip(graph.inputs, tensors, strict=True):
             kept.copy_(given)
+        return self.replay(cache, graph)
+
+    def follow(self, cache: _Cache, graph: CapturedForward, ids: torch.Tensor) -> Any:
+        """Run a graph again on the inputs that its last replay has left, with a new token."""
+        graph.following[IDS].copy_(ids)
+        self._followed += 1
+        return self.replay(cache, graph)
+
+    def replay(self, cache: _Cache, graph: CapturedForward) -> Any:
+        """Run a graph whose inputs are in place."""
         graph.replay()
-        cache.count(tokens + 1)
+        cache.count(cache.tokens + 1)
+        cache.last = graph
         self._replayed += 1
         return graph.outputs
 
@@ -366,34 +429,95 @@ class _Generation:
     batch: int = 0
     length: int = 0
     may_use_graphs: bool = False
+    may_follow: bool = False
+    """The next inputs follow from the last ones, as far as the model's methods and configuration say."""
+    proven: CapturedForward | None = None
+    """The graph whose inputs for the next step were those that transformers prepared."""
+    phase: tuple[bool, ...] = ()
+    """The phase of the cache in the last step that transformers prepared."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The arguments of the model, from which transformers prepares the next step."""
+    grown: dict[str, Any] = field(default_factory=dict)
+    """Those arguments that grow with each token, with all tokens that may come."""
+    expected: dict[str, Any] | None = None
+    """The inputs of the next step, if all but the new token are those that the last replay left."""
 
     def step(self, *_: Any, **inputs: Any) -> Any:
         """Run the forward of one new token."""
-        model = self.decoding.model
-        given = inputs.get(_CACHE)
+        given = inputs.get(CACHE)
         if self.cache is not None and given is self.cache.static:
-            return self.decoding.step(self.cache, inputs)
+            graph, expected, self.expected = self.proven, self.expected, None
+            if graph is None or expected is None or not are_same(inputs, expected):
+                if expected is not None:
+                    self.proven = None  # the replay leaves what follows from inputs of other code
+                return self.decoding.step(self.cache, inputs)
+            return self.decoding.follow(self.cache, graph, inputs[IDS])
+        model = self.decoding.model
         outputs = model(**inputs)
-        ids = inputs.get("input_ids")
+        ids = inputs.get(IDS)
         is_one_token = isinstance(ids, torch.Tensor) and ids.shape[-1] == 1  # else a part of the prompt
         if self.may_use_graphs and self.cache is None and is_one_token:
             self.may_use_graphs = False
             leased: _Cache | str = _why_not_outputs(outputs)
-            if not leased and self.length - int(outputs[_CACHE].get_seq_length()) < MIN_NEW_TOKENS:
+            if not leased and self.length - int(outputs[CACHE].get_seq_length()) < MIN_NEW_TOKENS:
                 leased = f"fewer than {MIN_NEW_TOKENS} new tokens are left"
-            leased = leased or self.decoding.lease(self.batch, self.length, outputs[_CACHE])
+            leased = leased or self.decoding.lease(self.batch, self.length, outputs[CACHE])
             if isinstance(leased, str):
                 self.decoding.count(leased)
             else:
                 self.cache = leased
                 try:
-                    leased.fill_from(outputs[_CACHE])
+                    leased.fill_from(outputs[CACHE])
                 except torch.OutOfMemoryError:
                     leased.failed = "there was no memory for a cache of fixed size; lower max_new_tokens"
                     self.decoding.count(leased.failed)
                 else:
-                    outputs[_CACHE] = leased.static
+                    outputs[CACHE] = leased.static
+                    self.may_follow = inputs_follow(model, self.decoding.ours)
         return outputs
+
+    def prepare(self, stock: Any, ids: torch.Tensor, arguments: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Return the inputs of the next step: as the last replay left them, or as transformers prepares them."""
+        model, cache = self.decoding.model, self.cache
+        assert cache is not None, "asked with the cache of this generation only"
+        graph = cache.last if self.may_follow and options == {"next_sequence_length": 1} else None
+        if graph is not None and (not graph.following or cache.phase != self.phase):
+            graph = None
+        if graph is not None and graph is self.proven and are_same(arguments, self.arguments):
+            token = ids[:, -1:]
+            if token.shape == graph.following[IDS].shape:
+                following = {**graph.following, IDS: token, CACHE: cache.static}
+                self.expected = {**following, RETURN: True}
+                return following
+        self.arguments, self.phase, self.proven = arguments, cache.phase, None
+        prepared: dict[str, Any] = stock.prepare_inputs_for_generation(model, ids, **options, **arguments)
+        if graph is not None:
+            self.may_follow = are_equal(prepared, graph.following)
+            self.proven = graph if self.may_follow else None
+        return prepared
+
+    def update(
+        self,
+        stock: Any,
+        outputs: Any,
+        arguments: dict[str, Any],
+        is_encoder_decoder: bool = False,
+        num_new_tokens: int = 1,
+    ) -> dict[str, Any]:
+        """Return the arguments of the model with one token more; they are views of longer ones while graphs follow."""
+        more = functools.partial(stock._update_model_kwargs_for_generation, self.decoding.model)
+        is_next = self.proven is not None and self.cache is not None and self.cache.last is self.proven
+        if not is_next or num_new_tokens != 1 or not are_same(arguments, self.arguments):
+            self.grown = {}
+            updated: dict[str, Any] = more(outputs, arguments, is_encoder_decoder, num_new_tokens)
+            return updated
+        if not self.grown:
+            longest = more({}, dict(arguments), num_new_tokens=bucket_of(self.length))
+            self.grown = {name: value for name, value in longest.items() if value is not arguments[name]}
+        for name, value in self.grown.items():
+            arguments[name] = value[..., : arguments[name].shape[-1] + 1]
+        self.arguments = dict(arguments)
+        return arguments
 
     def close(self) -> None:
         """Give the cache back."""
@@ -419,7 +543,7 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     def prepare(
         self: Any, config: Any, kwargs: dict[str, Any], mode: Any, batch_size: int, length: int, *rest: Any
     ) -> Any:
-        given = kwargs.get(_CACHE)
+        given = kwargs.get(CACHE)
         prepared = stock._prepare_cache_for_generation(self, config, kwargs, mode, batch_size, length, *rest)
         if decoding.generations and decoding.is_open:
             generation = decoding.generations[-1]
@@ -451,6 +575,30 @@ def _methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _preparing_methods(base: type, decoding: Decoding) -> dict[str, Callable[..., Any]]:
+    """Return the methods that prepare each step; a generation in graphs asks transformers only if it has to."""
+    stock: Any = base
+
+    @functools.wraps(stock.prepare_inputs_for_generation)
+    def prepare_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = decoding.generations[-1] if decoding.generations and not args else None
+        cache = generation.cache if generation is not None else None
+        if generation is None or cache is None or kwargs.get(CACHE) is not cache.static:
+            return stock.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+        options = {name: kwargs.pop(name) for name in ("next_sequence_length", "is_first_iteration") if name in kwargs}
+        return generation.prepare(stock, input_ids, kwargs, **options)
+
+    @functools.wraps(stock._update_model_kwargs_for_generation)
+    def update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        generation = decoding.generations[-1] if decoding.generations else None
+        cache = generation.cache if generation is not None else None
+        if generation is None or cache is None or model_kwargs.get(CACHE) is not cache.static:
+            return stock._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+        return generation.update(stock, outputs, model_kwargs, *args, **kwargs)
+
+    return dict(zip(METHODS, (prepare_inputs, update), strict=True))
+
+
 # ---- decisions ------------------------------------------------------------------------------------
 
 
@@ -465,7 +613,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     """
     from transformers import DynamicCache
 
-    cache = kwargs.get(_CACHE)
+    cache = kwargs.get(CACHE)
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
         return f"{getattr(mode, 'value', mode)} is left to transformers"
     if model.config.is_encoder_decoder:
@@ -520,7 +668,7 @@ def _new_cache(model: Any, dynamic: Any, length: int) -> Any:
         return "its cache of fixed size has other kinds of layers"
     for layer in cache.layers:
         counts_on_host = hasattr(layer, "cumulative_length") and not isinstance(layer.cumulative_length, torch.Tensor)
-        if counts_on_host or (getattr(layer, "is_sliding", False) and not hasattr(layer, _COUNTER)):
+        if counts_on_host or (getattr(layer, "is_sliding", False) and not hasattr(layer, COUNTER)):
             return "this version of transformers counts the tokens of a cache on the host"
         if getattr(layer, "is_sliding", False) and layer.max_cache_len < 2:
             return "a window of its cache has one position"
@@ -549,7 +697,7 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
     """Return the reason if the forward would derive positions or masks from counts on the host; empty if they are inputs."""
     if not isinstance(inputs.get("position_ids"), torch.Tensor):
         return "its cache has a window, and the forward counts the positions itself"
-    given = inputs.get(_MASK)
+    given = inputs.get(MASK)
     masks = list(given.values()) if isinstance(given, dict) else [given]
     if isinstance(given, dict) or (isinstance(given, torch.Tensor) and given.ndim == 4):
         return (
@@ -561,8 +709,8 @@ def _why_not_inputs(inputs: Mapping[str, Any]) -> str:
 
 
 def _why_not_outputs(outputs: Any) -> str:
-    if {*outputs} != {"logits", _CACHE}:
-        return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', _CACHE}))}"
+    if {*outputs} != {"logits", CACHE}:
+        return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', CACHE}))}"
     return ""
 
 
@@ -588,7 +736,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ..
 
 def _add(inputs: Mapping[Any, Any], tensors: list[torch.Tensor], form: list[Any]) -> None:
     for name, value in inputs.items():
-        if name == _CACHE:
+        if name == CACHE:
             continue
         form.append(name)
         if isinstance(value, torch.Tensor):
@@ -609,10 +757,20 @@ def copied(inputs: Any, kept: list[torch.Tensor]) -> Any:
         kept.append(inputs.clone())
         return kept[-1]
     if type(inputs) is dict:
-        return {name: copied(value, kept) for name, value in inputs.items() if name != _CACHE}
+        return {name: copied(value, kept) for name, value in inputs.items() if name != CACHE}
     if type(inputs) in (list, tuple):
         return type(inputs)(copied(value, kept) for value in inputs)
     return inputs
+
+
+def _with_next_inputs(capture: Capture) -> Capture:
+    """Return a capture whose graphs end with the inputs of the next step."""
+
+    def capture_both(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+        forward = Advancing(model)
+        return replace(capture(forward, inputs), following=forward.following)
+
+    return capture_both
 
 
 _capturing = threading.Lock()
@@ -624,7 +782,7 @@ def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
     with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = model(**given, **{_CACHE: inputs[_CACHE]})
+        outputs = model(**given, **{CACHE: inputs[CACHE]})
     return CapturedForward(graph.replay, kept, outputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -15,27 +16,31 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
-from tilegym_db.models.capture import ModelInputs, captured_calls, workload_of
+from tilegym_db.models.capture import CapturedCall, ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.found import FunctionOverrides, MemberOverrides, ModuleGroup, OwnCode, PartCall
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
+from tilegym_db.models.products import LINEAR, Products
 from tilegym_db.models.proof import Proof, prove
 from tilegym_db.models.quantise_proof import QuantisationReport
 from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
-from tilegym_db.models.undescribed import Newcomers, Undescribed
+from tilegym_db.models.undescribed import LIBRARY, Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.published.table import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
-from tilegym_db.resolver.hot_path import allocate_of
+from tilegym_db.resolver.dispatch import Dispatcher
+from tilegym_db.resolver.hot_path import Allocate, allocate_of
+from tilegym_db.resolver.replay import replayed
 
 PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""
 NOTHING_PROVED = "verification proved nothing: the model made no call that asks for a kernel; the rows above say why."
 SHARED = "another part of the same forward is patched"
+IN_GRAPHS = "a library call in eager code; in graphs of generate, the rows of products say what computes it"
 
 Module = torch.nn.Module
 
@@ -73,6 +78,7 @@ class Handle:
         self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
         self._decoding: Decoding | None = None
+        self._products: Products | None = None
 
     def __repr__(self) -> str:
         """Return what was patched; ``report()`` has the calls."""
@@ -83,9 +89,19 @@ class Handle:
 
     def decode_in_graphs(self, model: Module) -> None:
         """Run decoding steps of ``generate`` in CUDA graphs, if the model generates and is on one GPU."""
-        self._decoding = Decoding.of(model)
+        self._decoding = Decoding.of(model, replayed if self._products is None else self._products.replayed)
         if self._decoding is not None and self._decoding.ours is not None:
             self._changed.append((model, self._decoding.ours))
+
+    def add_products(self, products: Products) -> None:
+        """Add the products of linear layers, which ask for kernels in the graphs of ``generate`` alone."""
+        self._products = products
+        self._sites += products.rows
+        if products.sites:
+            self.undescribed = tuple(
+                one._replace(reason=IN_GRAPHS) if one.reason == LIBRARY and one.module_class == LINEAR else one
+                for one in self.undescribed
+            )
 
     def quantised(self, report: QuantisationReport, undo: Callable[[], None]) -> None:
         """Add a quantisation to the patch: reports include it, and :meth:`unpatch` calls ``undo`` last."""
@@ -160,16 +176,7 @@ class Handle:
             StoreError: the file cannot be written.
         """
         check_kind(path, (str, Path), "a lock is written to the path of a file")
-        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
-        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
-        kernels = set()
-        for dispatcher in dispatchers:
-            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
-            kernels |= {
-                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
-                for kernel, (candidate, gpu) in dispatcher.loaded.items()
-                if kernel in served
-            }
+        kernels = self.kernels_that_served()
         if not kernels:
             raise UsageError(
                 "no kernel has served a call, so there is nothing to lock. Run the patched model first; handle.report() says "
@@ -178,6 +185,20 @@ class Handle:
             )
         write_lock_file(Path(path), kernels)
         return Path(path)
+
+    def kernels_that_served(self) -> set[LockedKernel]:
+        """Return the kernels that have served calls so far, as a lock names them."""
+        dispatchers = [site.dispatcher for _, site in self.sites if site.dispatcher is not None]
+        dispatchers += [one for _, site in self.sites if site.training is not None for one in site.training.dispatchers]
+        kernels: set[LockedKernel] = set()
+        for dispatcher in dispatchers:
+            served = {key.solution for key in dispatcher.report().keys if key.kernel_calls}
+            kernels |= {
+                LockedKernel.of(dispatcher.definition.name, dispatcher.definition.digest, candidate, gpu)
+                for kernel, (candidate, gpu) in dispatcher.loaded.items()
+                if kernel in served
+            }
+        return kernels
 
     def unpatch(self) -> None:
         """Restore the class and the weights of every module. Calling it twice is safe; the report stays readable.
@@ -255,11 +276,12 @@ class Handle:
         """Try every kernel on the model's own calls, and remove those that fail."""
         patched = [(site, site.dispatcher) for _, site in self.sites if site.dispatcher is not None]
         waited = [site.patience for site, _ in patched]
-        captured = captured_calls(model, [site for site, _ in patched], inputs)
+        with contextlib.nullcontext() if self._products is None else self._products.replayed():
+            captured = captured_calls(model, [site for site, _ in patched], inputs)
         for (site, dispatcher), calls, patience in zip(patched, captured, waited, strict=True):
             site.patience = patience
             allocate = allocate_of(dispatcher.definition)
-            self._proofs[site] = tuple(prove(dispatcher, allocate, call) for call in calls)
+            self._proofs[site] = tuple(proof for call in calls for proof in self._proofs_of(dispatcher, allocate, call))
             for proof in self._proofs[site]:
                 if proof.kernel is not None and proof.reason:
                     dispatcher.refuse(proof.kernel, proof.reason)
@@ -269,8 +291,20 @@ class Handle:
                 workload = workload_of(dispatcher.definition, call, allocate)
                 if workload is not None:
                     self._workloads.setdefault(workload.uuid, workload)
+        for site in () if self._products is None else self._products.sites.values():
+            site.bypassed.clear()
         if not any(captured):
             self._note = NOTHING_PROVED
+
+    def _proofs_of(self, dispatcher: Dispatcher, allocate: Allocate, call: CapturedCall) -> list[Proof]:
+        """Try the kernel of an eager call, and that of its replay if graphs may have another."""
+        proofs = [prove(dispatcher, allocate, call)]
+        if self._products is not None:
+            with replayed():
+                other = prove(dispatcher, allocate, call)
+            if other.kernel not in (None, proofs[0].kernel):
+                proofs.append(other)
+        return proofs
 
     # -- removal of sites that nothing serves -------------------------------------------------------------------------
 

@@ -21,15 +21,18 @@ from tilegym_db.models import parts
 from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
+from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
+from tilegym_db.models.products import GATED_PRODUCTS, Products
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
 from tilegym_db.published.table import ServingLock, table_for
 from tilegym_db.records import Definition
+from tilegym_db.records.call import Launch
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
@@ -185,7 +188,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 
 
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
-    served = PublishedTables(records)
+    served = PublishedTables(records, "replay" if options.graphs and Decoding.fits(model) else "call")
     handle = Handle()
     handle.undescribed = undescribed(model, found)
     handle.newcomers = Newcomers(model)
@@ -194,6 +197,15 @@ def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalo
             reasons = [(part, _why_not(part, options, served)) for part in group]
             with _without_autocast():
                 handle.add(reasons, records, check=options.check == CHECK_FIRST)
+        if served.launch == "replay":
+            handle.add_products(
+                Products(
+                    model,
+                    records,
+                    lambda name: _why_no_product(name, model, records, options, served),
+                    check=options.check == CHECK_FIRST,
+                )
+            )
         if options.verify:
             # Groups that no table can serve were installed too: their calls are wanted as Workloads.
             handle.prove(model, options.inputs)
@@ -241,15 +253,26 @@ def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
 
 def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables) -> str:
     """Return the reason for a group to stay stock; empty if it is to be patched."""
-    if found.reason:
-        return found.reason
-    if options.ops is not None and found.definition not in options.ops:
+    reason = found.reason or _why_left_out(found.definition, options, served)
+    return reason or ("" if options.verify else served.why_never_served(found))
+
+
+def _why_no_product(
+    name: str, model: torch.nn.Module, records: Catalog, options: PatchOptions, served: PublishedTables
+) -> str:
+    """Return the reason for products of linear layers to stay stock; empty if they are to ask for kernels."""
+    weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    reason = _why_left_out(name, options, served)
+    return reason or ("" if options.verify else served.why_no_call(records.definition(name), _placement_of(weights)))
+
+
+def _why_left_out(name: str, options: PatchOptions, served: PublishedTables) -> str:
+    """Return the reason if the options leave out a Definition; empty if they do not."""
+    if options.ops is not None and name not in options.ops:
         return "not among the ops asked for"
-    if served.lock is not None and found.definition not in served.lock.definitions:
+    if served.lock is not None and name not in served.lock.definitions:
         return f"the lock {served.lock.source} has no kernel of it"
-    if options.dry_run:
-        return "dry run"
-    return "" if options.verify else served.why_never_served(found)
+    return "dry run" if options.dry_run else ""
 
 
 @contextlib.contextmanager
@@ -366,10 +389,14 @@ COMPUTED_IN = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class PublishedTables:
-    """The entries of the published tables of this machine's devices for the Definitions of one catalog."""
+    """The entries of the published tables of this machine's devices for the Definitions of one catalog.
 
-    def __init__(self, catalog: Catalog) -> None:
+    ``launch`` is ``replay`` if some calls of the model will be replayed.
+    """
+
+    def __init__(self, catalog: Catalog, launch: Launch = "call") -> None:
         self._catalog = catalog
+        self.launch = launch
         self._held: dict[tuple[int, ...], _Placement] = {}
 
     @property
@@ -383,13 +410,19 @@ class PublishedTables:
         if found.reason or found.match is None:
             return found.reason
         own = self._why_never_served(found, found.match.definition)
+        fused = GATED_PRODUCTS.get(found.definition) if self.launch == "replay" else None
+        if own and fused in self._catalog.definitions:
+            own = self._why_never_served(found, self._catalog.definition(fused)) and own
         return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 
     def _why_never_served(self, found: ModuleGroup, definition: Definition) -> str:
+        held = self._placement_of(found)
+        return self.why_no_call(definition, held._replace(dtypes=None) if _are_all_stated(found) else held)
+
+    def why_no_call(self, definition: Definition, held: _Placement) -> str:
+        """Return the reason if no call of a Definition can ever be served with weights of such dtypes and devices."""
         solutions = {files.name: files for files in self._catalog.solutions_for(definition.name)}
         unavailable = unavailable_languages(solutions.values())
-        held = self._placement_of(found)
-        dtypes = None if _are_all_stated(found) else held.dtypes
         reasons = {}
         for device in held.devices:
             gpu, sm = device_gpu(device)
@@ -399,8 +432,9 @@ class PublishedTables:
                 solutions,
                 gpu=gpu,
                 sm=sm,
-                dtypes=dtypes,
+                dtypes=held.dtypes,
                 unavailable=unavailable,
+                launch=self.launch,
             )
         return "" if not all(reasons.values()) else "; ".join(dict.fromkeys(reasons.values()))
 

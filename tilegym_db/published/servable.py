@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.entries import Candidate
-from tilegym_db.records.call import Request, is_code_selecting
+from tilegym_db.records.call import Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import why_not_timed
@@ -75,7 +75,7 @@ def why_not_served(
         why_not_current(candidate, files)
         or why_not_trusted(candidate, audience="this user")
         or why_not_for_call(candidate, files, request, is_exact=is_exact)
-        or why_not_faster(candidate, request.definition, stock)
+        or why_not_faster(candidate, request.definition, stock, request.launch)
         or why_outside_scalars(request.definition, request.call.scalars, ranges)
     )
 
@@ -177,8 +177,13 @@ def why_outside_scalars(
 # ---- the speed ------------------------------------------------------------------------------------
 
 
-def why_not_faster(candidate: Candidate, definition: Definition, stock: Candidate | None) -> Refusal | None:
-    """Return why a measurement does not show a speedup beyond noise, or a later launch; None if it is faster."""
+def why_not_faster(
+    candidate: Candidate, definition: Definition, stock: Candidate | None, launch: Launch = "call"
+) -> Refusal | None:
+    """Return why a measurement does not show a speedup beyond noise, or a later launch; None if it is faster.
+
+    A replay of a CUDA graph does not repeat what the host did, so only the device time counts there.
+    """
     bar = MIN_SPEEDUP_CI_LOW if definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
     if candidate.latency_us is None or candidate.speedup_ci_low is None:
         return Refusal("not_compared", "it was not compared with the stock code")
@@ -188,7 +193,7 @@ def why_not_faster(candidate: Candidate, definition: Definition, stock: Candidat
         is_slower = (candidate.speedup or 1.0) ** 2 < candidate.speedup_ci_low
         verdict = "slower than stock" if is_slower else "not faster than stock by more than noise"
         return Refusal("not_faster", f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}")
-    return _why_launched_later(candidate, stock)
+    return None if launch == "replay" else _why_launched_later(candidate, stock)
 
 
 def _why_launched_later(candidate: Candidate, stock: Candidate | None) -> Refusal | None:

@@ -81,6 +81,10 @@ class Call:
 Mode = Literal["inference", "training"]
 MODES: tuple[Mode, ...] = ("inference", "training")
 
+Launch = Literal["call", "replay"]
+"""The way in which the device gets a call: the host launches each call, or launched it once, in the capture of a CUDA graph."""
+LAUNCHES: tuple[Launch, ...] = ("call", "replay")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -97,6 +101,8 @@ class Request:
     """The solution that serves this call site now; it wins a tie inside noise."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Language -> reason if it cannot run in this process, because its toolchain is not installed."""
+    launch: Launch = "call"
+    """``replay`` leaves the host time of a call out of the decision, because the call pays it once."""
 
 
 def bind_call(definition: Definition, values: Sequence[Any]) -> Call:

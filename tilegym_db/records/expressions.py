@@ -49,6 +49,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "max": max,
     "ceil_div": lambda a, b: -(-a // b),
 }
+_Function = Callable[[Mapping[str, int], Mapping[str, str]], Any]
 
 
 @lru_cache(maxsize=4096)
@@ -133,7 +134,7 @@ def evaluate(text: str, axes: Mapping[str, int], dtypes: Mapping[str, str] | Non
         RecordError: a name is unknown, a division is by zero, or a number is out of bounds.
     """
     try:
-        value: int | float | bool = _evaluate(parse_expression(text), axes, dtypes or {})
+        value: int | float | bool = _function_of(text)(axes, dtypes or {})
         return value
     except ZeroDivisionError:
         raise RecordError(f"{text!r} divides by zero at {_spelled(axes)}", code="division_by_zero") from None
@@ -221,45 +222,88 @@ def _collect(node: ast.expr, axes: set[str], dtypes: set[str]) -> None:
 
 
 def _bounded(value: Any) -> Any:
+    if value.__class__ is int and -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE:  # fast path
+        return value
     if isinstance(value, complex) or not abs(value) <= MAX_MAGNITUDE:  # NaN is not in bounds either
         raise OverflowError
     return value
 
 
 def _evaluate(node: ast.expr, axes: Mapping[str, int], dtypes: Mapping[str, str]) -> Any:
+    return _function(node)(axes, dtypes)
+
+
+@lru_cache(maxsize=4096)
+def _function_of(text: str) -> _Function:
+    return _function(parse_expression(text))
+
+
+def _function(node: ast.expr) -> _Function:
+    """Return a function of axes and dtypes that computes a node. It is several times quicker than a walk for each value."""
     match node:
         case ast.Constant(value=value):
-            return _bounded(value)
+            return lambda axes, dtypes: _bounded(value)
         case ast.Name(id=name):
-            if name not in axes:
-                raise LookupError(f"the axis {name!r}")
-            return axes[name]
+            return _axis(name)
         case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluate(left, axes, dtypes), _evaluate(right, axes, dtypes)
-            if isinstance(op, ast.Pow) and not abs(b) <= MAX_EXPONENT:
-                raise OverflowError
-            return _bounded(_BINARY[type(op)](a, b))
+            return _binary(_function(left), _BINARY[type(op)], _function(right), is_power=isinstance(op, ast.Pow))
         case ast.UnaryOp(op=op, operand=operand):
-            return _UNARY[type(op)](_evaluate(operand, axes, dtypes))
+            unary, only = _UNARY[type(op)], _function(operand)
+            return lambda axes, dtypes: unary(only(axes, dtypes))
         case ast.BoolOp(op=op, values=values):
-            results = (_evaluate(value, axes, dtypes) for value in values)
-            return all(results) if isinstance(op, ast.And) else any(results)
+            combine, parts = all if isinstance(op, ast.And) else any, [_function(value) for value in values]
+            return lambda axes, dtypes: combine(part(axes, dtypes) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
-            current = _evaluate(left, axes, dtypes)
-            for comparison, comparator in zip(ops, comparators, strict=True):
-                following = _evaluate(comparator, axes, dtypes)
-                if not _COMPARE[type(comparison)](current, following):
-                    return False
-                current = following
-            return True
+            rest = zip(ops, comparators, strict=True)
+            return _comparison(_function(left), [(_COMPARE[type(op)], _function(part)) for op, part in rest])
         case ast.Call(func=ast.Name(id="sizeof"), args=[ast.Name(id=name)]):
-            dtype = dtypes.get(name, name)
-            if dtype not in DTYPE_BYTES:
-                raise LookupError(f"sizeof({name})")
-            return DTYPE_BYTES[dtype]
+            return _size_of(name)
         case ast.Call(func=ast.Name(id=name), args=args):
-            return _bounded(_CALLS[name](*(_evaluate(value, axes, dtypes) for value in args)))
+            call, given = _CALLS[name], [_function(value) for value in args]
+            return lambda axes, dtypes: _bounded(call(*[value(axes, dtypes) for value in given]))
     raise AssertionError(f"unchecked node {ast.dump(node)}")
+
+
+def _axis(name: str) -> _Function:
+    def size(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> Any:
+        if name not in axes:
+            raise LookupError(f"the axis {name!r}")
+        return axes[name]
+
+    return size
+
+
+def _binary(left: _Function, op: Callable[[Any, Any], Any], right: _Function, *, is_power: bool) -> _Function:
+    def value(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> Any:
+        a, b = left(axes, dtypes), right(axes, dtypes)
+        if is_power and not abs(b) <= MAX_EXPONENT:
+            raise OverflowError
+        return _bounded(op(a, b))
+
+    return value
+
+
+def _comparison(first: _Function, rest: list[tuple[Callable[[Any, Any], bool], _Function]]) -> _Function:
+    def value(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> bool:
+        current = first(axes, dtypes)
+        for compare, part in rest:
+            following = part(axes, dtypes)
+            if not compare(current, following):
+                return False
+            current = following
+        return True
+
+    return value
+
+
+def _size_of(name: str) -> _Function:
+    def size(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> int:
+        dtype = dtypes.get(name, name)
+        if dtype not in DTYPE_BYTES:
+            raise LookupError(f"sizeof({name})")
+        return DTYPE_BYTES[dtype]
+
+    return size
 
 
 # ---- content constraints --------------------------------------------------------------------------

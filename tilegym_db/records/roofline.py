@@ -153,9 +153,13 @@ def share_of_stated_light(
     if peaks is None:
         return None
     bound = definition.bind_axes(axes), definition.bind_dtypes(dtypes)
-    light, fast = (speed_of_light(definition, *bound, peaks, math_mode=mode) for mode in ("ieee", "tf32"))
-    if light is None or fast is None or light.us != fast.us:
+    light = speed_of_light(definition, *bound, peaks)
+    if light is None:
         return None
+    if light.operand == "float32":
+        fast = speed_of_light(definition, *bound, peaks, math_mode="tf32")
+        if fast is None or light.us != fast.us:
+            return None
     return light.us, sol_ratio(light, latency_us)
 
 

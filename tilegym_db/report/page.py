@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from tilegym_db.catalog.record_files import keeping_parsed_sources
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.records.roofline import share_of_stated_light
@@ -159,7 +160,8 @@ class ReportData:
 def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -> ReportData:
     """Read every part of a report. Changes are those since ``since`` (UTC), or all of them."""
     definitions = queries.definition_rows(store)
-    sources, files_of = _sources(catalog)
+    with keeping_parsed_sources(store.home):
+        sources, files_of = _sources(catalog)
     return ReportData(
         newest=queries.newest_trace_time(store),
         evidence=_with_work(queries.evidence_rows(store), definitions),

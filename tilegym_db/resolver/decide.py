@@ -27,7 +27,7 @@ from tilegym_db.published.neighbours import (
 from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, first_done, why_not_served
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
-from tilegym_db.records.call import Request, is_code_selecting
+from tilegym_db.records.call import Launch, Request, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.solution import Config
 from tilegym_db.records.trace import PROCESS_NOISE_US
@@ -121,7 +121,7 @@ def judge(
 ) -> Decision:
     """Decide by one measured point."""
     eligible, rejected = _sort_out(point, request, table, solutions)
-    return _conclude(point, table, solutions, eligible, rejected, request.serving)
+    return _conclude(point, table, solutions, eligible, rejected, request.serving, request.launch)
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
@@ -162,7 +162,7 @@ def decide_first_call(
         eligible, rejected = _sort_out(MeasuredPoint(entry, False), request, table, solutions, is_checked=True)
         if eligible:
             point = MeasuredPoint(entry, False)
-            return _conclude(point, table, solutions, eligible, rejected, request.serving)
+            return _conclude(point, table, solutions, eligible, rejected, request.serving, request.launch)
     return None
 
 
@@ -180,7 +180,7 @@ def judge_each_serving(
     eligible, rejected = _sort_out(point, request, table, solutions)
     as_fast = tied(ranked(eligible))
     names = [None, *{candidate.solution for candidate in as_fast}] if len(as_fast) > 1 else [None]
-    return {name: _conclude(point, table, solutions, eligible, rejected, name) for name in names}
+    return {name: _conclude(point, table, solutions, eligible, rejected, name, request.launch) for name in names}
 
 
 def _sort_out(
@@ -307,14 +307,15 @@ def _conclude(
     eligible: Sequence[Candidate],
     rejected: Sequence[Rejection],
     serving: str | None,
+    launch: Launch,
 ) -> Decision:
     axes, where = point.entry.call.axes, _where(point, table)
     other = point.between.others[0].call.axes if point.between is not None and point.between.others else None
     if not eligible:
-        reason = _why_nothing_eligible(point, where, rejected)
+        reason = _why_nothing_eligible(point, where, rejected) + _REPLAYED[launch]
         evidence = Evidence("stock", reason, table.gpu, table.published, axes, other_axes=other)
         return Decision(None, {}, evidence, tuple(rejected))
-    winner, lost = _fastest(eligible, serving)
+    winner, lost = _fastest(eligible, serving, launch)
     source: Literal["exact", "nearest"] = "exact" if point.exact else "nearest"
     reason = (
         f"fastest verified solution at {where}" if point.exact else f"fastest at {where}, the nearest measured point"
@@ -331,9 +332,12 @@ def _conclude(
         reason += f", and as sure at {axes_key(dict(other))}"
     if point.between is not None and point.between.halves:
         reason += "; beyond the measured work, more of which is only repeated"
-    reason += _whose_word(winner)
+    reason += _whose_word(winner) + _REPLAYED[launch]
     evidence = Evidence(source, reason, table.gpu, table.published, axes, winner, other)
     return Decision(solutions[winner.solution], dict(winner.config), evidence, (*lost, *rejected))
+
+
+_REPLAYED: Mapping[Launch, str] = {"call": "", "replay": "; calls are replayed, so only the device time counts"}
 
 
 def _why_nothing_eligible(point: MeasuredPoint, where: str, rejected: Sequence[Rejection]) -> str:
@@ -376,17 +380,17 @@ def _unmeasured(solutions: Mapping[str, SolutionFiles], measured: set[str], reas
     return found
 
 
-def _fastest(eligible: Sequence[Candidate], serving: str | None) -> tuple[Candidate, list[Rejection]]:
+def _fastest(eligible: Sequence[Candidate], serving: str | None, launch: Launch) -> tuple[Candidate, list[Rejection]]:
     """Return the winner, and the others with the reason why they lost.
 
     The lowest latency wins. Of candidates within its noise, the one that is serving stays; otherwise the one that is launched
     clearly sooner wins. A small kernel takes a few microseconds on the device and several times that to launch, so the host
-    time decides how fast a model is.
+    time decides how fast a model is. In replays it does not, and the lowest latency wins.
     """
     by_latency = ranked(eligible)
     best, as_fast = by_latency[0], tied(by_latency)
     held = next((candidate for candidate in as_fast if candidate.solution == serving), None)
-    soonest = min(as_fast, key=host_us)
+    soonest = best if launch == "replay" else min(as_fast, key=host_us)
     winner = held or (soonest if host_us(best) - host_us(soonest) > HOST_NOISE_US else best)
     lost = []
     for candidate in by_latency:

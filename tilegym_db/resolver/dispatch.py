@@ -5,6 +5,7 @@ outputs, and the scalars that select code. A known key costs one dict lookup. A 
 loaded and remembered. A kernel that raises is put in quarantine for its key. Stock code runs what no verified kernel can serve.
 
 An axis that grows by one at each call (a cache) is not part of the key; see the section on growing axes below.
+Calls that will be replayed have keys of another class, so they do not change the answers of eager calls.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilegym_db.backends.toolchains import check_libraries
 from tilegym_db.errors import NoSolutionError, SolutionError, TilegymDBError
 from tilegym_db.records import Definition, axes_key
-from tilegym_db.records.call import Call, bind_call
+from tilegym_db.records.call import Call, Launch, bind_call
 from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
 from tilegym_db.resolver.first_call import check_first_call
 from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
+from tilegym_db.resolver.replay import Replayed, is_replayed
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +43,11 @@ PREVIEW = "preview"
 MAX_KEYS = 4096
 """Number of keys that a call site remembers. Then it forgets the oldest, because a server has a new token count at every step."""
 
-Choose = Callable[[Call, "torch.device", str | None], Decision]
-"""(call, device, name of the solution that served this call site last) -> Decision."""
+Choose = Callable[[Call, "torch.device", str | None, Launch], Decision]
+"""(call, device, name of the solution that served this call site last, way of launching) -> Decision."""
 
-Propose = Callable[[Call, "torch.device"], Decision | None]
-"""(call, device) -> the kernel to check at the first call of a size that was not measured, or None."""
+Propose = Callable[[Call, "torch.device", Launch], Decision | None]
+"""(call, device, way of launching) -> the kernel to check at the first call of a size that was not measured, or None."""
 
 
 class Dispatcher:
@@ -65,6 +67,7 @@ class Dispatcher:
         is_capturing: Callable[[], bool] = device.is_capturing,
         max_keys: int = MAX_KEYS,
         propose: Propose | None = None,
+        launch: Launch = "call",
     ) -> None:
         """Create a call site with an empty cache.
 
@@ -75,11 +78,13 @@ class Dispatcher:
             is_capturing: returns True while a CUDA graph is being captured on the current stream.
             max_keys: the number of keys to remember.
             propose: names the kernel to check at a first call that was not measured; None if no call is checked.
+            launch: ``replay`` if all calls will be replayed, not only those inside ``replayed()``.
         """
         self.definition = definition
         self.choose = choose
         self._stock = stock
         self._propose = propose
+        self._launch = launch
         self.is_capturing = is_capturing
         self.max_keys = max_keys
         self._keys: dict[Any, Bound] = {}
@@ -88,7 +93,7 @@ class Dispatcher:
         self._refused: dict[str, str] = {}
         self.loaded: dict[str, tuple[Candidate, str]] = {}
         """Solution and config -> the candidate and the GPU slug of its table, of each kernel that was bound to a call."""
-        self._serving: str | None = None
+        self._serving: dict[Launch, str] = {}
         self._misses = self._capture_misses = self._forgotten_calls = self._forgotten_kernel_calls = 0
         self._binding_a_key = threading.Lock()
         self.attempt = compile_attempt(definition, self._keys.get, self._miss_written, self._failed)
@@ -148,7 +153,7 @@ class Dispatcher:
         """
         try:
             call = bind_call(self.definition, with_outputs(inputs, allocate))
-            decision = self.choose(call, where, self._serving)
+            decision = self._choose(call, where, self._launch)
         except TilegymDBError:
             return False
         if decision.solution is None or str(decision.evidence.candidate) in self._refused:
@@ -156,8 +161,12 @@ class Dispatcher:
         return not_in_compiled_code(decision) is None
 
     def preview(self, inputs: tuple[Any, ...], allocate: Allocate) -> Preview:
-        """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call."""
-        bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate)
+        """Return the kernel for such inputs, loaded and ready to try. Nothing is remembered or counted as a call.
+
+        Inside ``replayed()`` it is the kernel for a replay.
+        """
+        launch: Launch | None = "replay" if is_replayed() else None
+        bound = self._bind((PREVIEW, len(self._quarantined)), inputs, allocate, launch=launch)
         return Preview(bound.launch, bound.solution, bound.reason)
 
     def refuse(self, kernel: str, reason: str) -> None:
@@ -192,6 +201,9 @@ class Dispatcher:
         )
 
     # -- new calls ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, call: Call, where: torch.device, launch: Launch) -> Decision:
+        return self.choose(call, where, self._serving.get(launch), launch)
 
     def _miss_written(self, key: Any, args: tuple[Any, ...]) -> Bound:
         return self._miss(key, lambda: self._bind(key, args))
@@ -228,6 +240,7 @@ class Dispatcher:
         args: tuple[Any, ...],
         allocate: Allocate | None = None,
         growing: tuple[str, int] | None = None,
+        launch: Launch | None = None,
     ) -> Bound:
         """Decide about a call, and load the kernel that serves it.
 
@@ -236,28 +249,33 @@ class Dispatcher:
             args: the arguments of the call.
             allocate: makes the outputs if ``args`` has none.
             growing: the axis whose size is not in the key, and its size.
+            launch: the way of launching, if the key does not have it.
         """
-        if key in self._quarantined:
-            return Bound(None, self._quarantined[key].summary)
+        launch = launch or ("replay" if isinstance(key, Replayed) else self._launch)
+        failure = self._quarantined.get(key)
+        if failure is None and isinstance(key, Replayed):
+            failure = self._quarantined.get(key.key)
+        if failure is not None:
+            return Bound(None, failure.summary)
         where = device.common_device(args)
         if isinstance(where, str):
             return Bound(None, where)
         given = args if allocate is None else with_outputs(args, allocate)
         try:
             call = bind_call(self.definition, given)
-            decision = self.choose(call, where, self._serving)
+            decision = self._choose(call, where, launch)
         except TilegymDBError as error:  # the call does not fit the Definition, but stock code may accept it
             bound = Bound(None, str(error))
             if growing is not None:
                 bound.low = bound.high = growing[1]
             return bound
         promised = None if allocate is None else given[len(self.definition.inputs) :]
-        bound = self._load(key, where, call, decision, promised)
+        bound = self._load(key, where, call, decision, promised, launch)
         if decision.evidence.source != "exact" and growing is None and key[0] != PREVIEW:
-            bound = self._checked(key, where, call, args, promised) or bound
+            bound = self._checked(key, where, call, args, promised, launch) or bound
         if growing is not None:
             bound.low, bound.high = alike_span(
-                growing[0], call, decision, self.definition, lambda other: self.choose(other, where, self._serving)
+                growing[0], call, decision, self.definition, lambda other: self._choose(other, where, launch)
             )
         return bound
 
@@ -268,15 +286,16 @@ class Dispatcher:
         call: Call,
         args: tuple[Any, ...],
         promised: Sequence[torch.Tensor] | None,
+        launch: Launch,
     ) -> Bound | None:
         """Check the kernel of the nearest measured point on this very call; return None if there is nothing to check.
 
         This happens once for a key. Later calls find its binding.
         """
-        proposed = None if self._propose is None or self._stock is None else self._propose(call, where)
+        proposed = None if self._propose is None or self._stock is None else self._propose(call, where, launch)
         if proposed is None or self._stock is None or str(proposed.evidence.candidate) in self._refused:
             return None
-        bound = self._load(key, where, call, proposed, promised)
+        bound = self._load(key, where, call, proposed, promised, launch)
         if bound.launch is None:
             return bound
         count = len(self.definition.inputs)
@@ -303,6 +322,7 @@ class Dispatcher:
         call: Call,
         decision: Decision,
         promised: Sequence[torch.Tensor] | None,
+        way: Launch,
     ) -> Bound:
         candidate = decision.evidence.candidate
         if decision.solution is None or candidate is None:
@@ -318,7 +338,7 @@ class Dispatcher:
         except TilegymDBError as error:
             failure = self._quarantine(key, str(candidate), call.axes, error)
             return Bound(None, failure.summary, axes=call.axes)
-        self._serving = candidate.solution
+        self._serving[way] = candidate.solution
         self.loaded[str(candidate)] = candidate, decision.evidence.gpu
         launch = device.on_device(launch, where)
         bound = Bound(launch, decision.evidence.reason, str(candidate), call.axes)

@@ -76,6 +76,7 @@ class Explanation:
             "layouts": dict(call.layouts),
             "gpu": self.request.gpu,
             "mode": self.request.mode,
+            "launch": self.request.launch,
             "solution": self.solution,
             "stock": self.stock,
             "config": self.config,
@@ -130,6 +131,7 @@ def explain(
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,
     mode: str = "inference",
+    launch: str = "call",
     like: Sequence[Any] | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
@@ -145,7 +147,16 @@ def explain(
     """
     catalog = (catalog or Catalog.default()).trusting(trust)
     request = ask(
-        definition, catalog, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars, gpu=gpu, mode=mode, like=like
+        definition,
+        catalog,
+        axes=axes,
+        dtypes=dtypes,
+        layouts=layouts,
+        scalars=scalars,
+        gpu=gpu,
+        mode=mode,
+        launch=launch,
+        like=like,
     )
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())

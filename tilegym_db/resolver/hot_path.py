@@ -17,6 +17,7 @@ from tilegym_db.records.definition_rules import is_packed
 from tilegym_db.records.expressions import names_in
 from tilegym_db.records.layouts import parse_layout
 from tilegym_db.records.serving import Serving
+from tilegym_db.resolver import replay
 
 if TYPE_CHECKING:
     from tilegym_db.records.definition_parts import TensorSpec
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _FIND = """\
 def _call({parameters}):
     _key = ({key},)
+    if _threads:
+        _key = _key_here(_key)
     _bound = _find(_key)
     if _bound is None{unless_seen}:
         _bound = _miss(_key, ({parameters},))
@@ -115,6 +118,7 @@ def _compile(
         unless_seen=f" or {size} not in _bound.seen" if size else "",
     )
     namespace: dict[str, Any] = {f"_{name}": function for name, function in functions.items()}
+    namespace |= {"_threads": replay.threads, "_key_here": replay.key_here}
     exec(compile(source, f"<call site of {definition.name}>", "exec"), namespace)
     compiled: Callable[..., Any] = namespace["_call"]
     compiled.__name__ = compiled.__qualname__ = definition.name

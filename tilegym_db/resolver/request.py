@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tilegym_db.errors import UsageError, did_you_mean
 from tilegym_db.records import Definition
-from tilegym_db.records.call import MODES, Call, Request, is_code_selecting
+from tilegym_db.records.call import LAUNCHES, MODES, Call, Request, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
@@ -21,6 +21,7 @@ def make_request(
     mode: str = "inference",
     serving: str | None = None,
     unavailable: Mapping[str, str] | None = None,
+    launch: str = "call",
 ) -> Request:
     """Return a checked request: the call is bound and fits the Definition.
 
@@ -29,10 +30,12 @@ def make_request(
     """
     if mode not in MODES:
         raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.", code="mode_unknown")
+    if launch not in LAUNCHES:
+        raise UsageError(f"launch must be {' or '.join(LAUNCHES)}, not {launch!r}.", code="launch_unknown")
     bound = call.bind(definition)
     _check_layouts(definition, call.layouts)
     _check_scalars(definition, call.scalars)
-    return Request(definition, bound, gpu, sm or compile_target(gpu), mode, serving, dict(unavailable or {}))
+    return Request(definition, bound, gpu, sm or compile_target(gpu), mode, serving, dict(unavailable or {}), launch)
 
 
 def compile_target(gpu: str) -> str:

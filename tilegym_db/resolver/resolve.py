@@ -14,7 +14,7 @@ from tilegym_db.published.servable import why_outside_scalars
 from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
-from tilegym_db.records.call import Call, Mode, Request, bind_call
+from tilegym_db.records.call import Call, Launch, Mode, Request, bind_call
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import parse_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
@@ -94,6 +94,7 @@ def resolve(
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,
     mode: Mode = "inference",
+    launch: Launch = "call",
     like: Sequence[Any] | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
@@ -108,6 +109,7 @@ def resolve(
         scalars: scalar inputs; those that select code are required.
         gpu: a GPU slug or family such as ``h200``; None or ``auto`` means this machine's device.
         mode: ``training`` resolves to stock unless a kernel for the backward of the call is also verified.
+        launch: ``replay`` decides for a call in a CUDA graph, by device time alone; its first call must come before the capture.
         like: real arguments (inputs, optionally outputs), from which axes, dtypes, layouts and scalars are read.
         catalog: the catalog of the records; None means :meth:`Catalog.default`.
         trust: also use published traces that neither came with the package nor were published by this installation.
@@ -119,7 +121,16 @@ def resolve(
     """
     catalog = (catalog or Catalog.default()).trusting(trust)
     request = ask(
-        definition, catalog, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars, gpu=gpu, mode=mode, like=like
+        definition,
+        catalog,
+        axes=axes,
+        dtypes=dtypes,
+        layouts=layouts,
+        scalars=scalars,
+        gpu=gpu,
+        mode=mode,
+        launch=launch,
+        like=like,
     )
     decision, solutions = decide_request(request, catalog)
     stock = stock_of(solutions.values())
@@ -127,7 +138,8 @@ def resolve(
     if chosen is None:
         raise NoSolutionError(_why_nothing(request, decision), code="no_solution")
     record = request.definition
-    dispatcher = call_site(record, catalog, mode=mode, stock=stock_launcher(record, stock) if stock else None)
+    launcher = stock_launcher(record, stock) if stock else None
+    dispatcher = call_site(record, catalog, mode=mode, launch=launch, stock=launcher)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
 
 
@@ -141,6 +153,7 @@ def ask(
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,
     mode: str = "inference",
+    launch: str = "call",
     like: Sequence[Any] | None = None,
 ) -> Request:
     """Return the request that the arguments of :func:`resolve` describe.
@@ -152,7 +165,7 @@ def ask(
     call = _call(record, like, axes=axes, dtypes=dtypes, layouts=layouts, scalars=scalars)
     slug, target = _gpu(gpu, like)
     unavailable = unavailable_languages(catalog.solutions_for(record.name)) if _is_this_machine(gpu) else None
-    return make_request(record, call, gpu=slug, sm=target, mode=mode, unavailable=unavailable)
+    return make_request(record, call, gpu=slug, sm=target, mode=mode, unavailable=unavailable, launch=launch)
 
 
 def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, Any] | None) -> Call:
@@ -199,6 +212,7 @@ def _decide_backward(request: Request, catalog: Catalog) -> Decision | None:
             sm=request.sm,
             mode=request.mode,
             unavailable=request.unavailable,
+            launch=request.launch,
         )
     except UsageError as error:
         return no_kernel(str(error), request.gpu)
@@ -217,6 +231,7 @@ def call_site(
     catalog: Catalog,
     *,
     mode: Mode = "inference",
+    launch: Launch = "call",
     stock: Launcher | None = None,
     backward: Definition | None = None,
     only: str | None = None,
@@ -228,6 +243,7 @@ def call_site(
         definition: the operator of the calls.
         catalog: the catalog whose solutions may serve the site; it is read once, now.
         mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
+        launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.replay.replayed`.
         stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
         backward: the Definition of the gradients that training needs; by default that of all gradients.
         only: the one solution that may serve the site, by the usual rules; None allows all.
@@ -238,7 +254,7 @@ def call_site(
     gradients_by = backward or _backward(definition, catalog, mode)
     propose = _proposer(definition, catalog, only) if check and mode == "inference" else None
     chooser = _chooser(definition, catalog, mode, gradients_by, only)
-    return Dispatcher(definition, chooser, stock=stock, propose=propose)
+    return Dispatcher(definition, chooser, stock=stock, propose=propose, launch=launch)
 
 
 def _proposer(definition: Definition, catalog: Catalog, only: str | None) -> Propose:
@@ -246,10 +262,10 @@ def _proposer(definition: Definition, catalog: Catalog, only: str | None) -> Pro
     solutions = {name: files for name, files in known.items() if only in (None, name)}
     unavailable = unavailable_languages(solutions.values())
 
-    def propose(call: Call, device: torch.device) -> Decision | None:
+    def propose(call: Call, device: torch.device, launch: Launch) -> Decision | None:
         gpu, target = device_gpu(device)
         table = table_for(catalog, gpu)
-        request = make_request(definition, call, gpu=gpu, sm=target, unavailable=unavailable)
+        request = make_request(definition, call, gpu=gpu, sm=target, unavailable=unavailable, launch=launch)
         return decide_first_call(request, table, solutions)
 
     return propose
@@ -264,30 +280,32 @@ def _chooser(
 
     choose_backward = None if backward is None else _chooser(backward, catalog, mode, None)
     tables: dict[str, ResolverTable | None] = {}  # later publications must not change a running model
-    indexes: dict[str, PointIndex] = {}
+    indexes: dict[tuple[str, Launch], PointIndex] = {}
 
-    def choose(call: Call, device: torch.device, serving: str | None) -> Decision:
+    def choose(call: Call, device: torch.device, serving: str | None, launch: Launch = "call") -> Decision:
         gpu, target = device_gpu(device)
         if gpu not in tables:
-            table = tables[gpu] = table_for(catalog, gpu)
-            if table is not None:
-                indexes[gpu] = index_of(definition, table, solutions, sm=target, unavailable=unavailable)
-        after = after_it(call, device)
+            tables[gpu] = table_for(catalog, gpu)
+        table, index = tables[gpu], indexes.get((gpu, launch))
+        if index is None and table is not None:
+            index = index_of(definition, table, solutions, sm=target, unavailable=unavailable, launch=launch)
+            indexes[gpu, launch] = index
+        after = after_it(call, device, launch)
         leads_back = after is not None and after.solution is not None
-        if gpu in indexes and (mode == "inference" or definition.backward_of is not None or leads_back):
-            known = indexes[gpu].find(call, serving)
+        if index is not None and (mode == "inference" or definition.backward_of is not None or leads_back):
+            known = index.find(call, serving)
             if known is not None:
                 return known
         request = make_request(
-            definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable
+            definition, call, gpu=gpu, sm=target, mode=mode, serving=serving, unavailable=unavailable, launch=launch
         )
-        return decide(request, tables[gpu], solutions, after, missing=why_no_table(gpu))
+        return decide(request, table, solutions, after, missing=why_no_table(gpu))
 
-    def after_it(call: Call, device: torch.device) -> Decision | None:
+    def after_it(call: Call, device: torch.device, launch: Launch) -> Decision | None:
         if backward is None or choose_backward is None:
             return None
         try:
-            return choose_backward(backward_call(backward, call), device, None)
+            return choose_backward(backward_call(backward, call), device, None, launch)
         except UsageError as error:
             return no_kernel(str(error), device_gpu(device)[0])
 
@@ -410,6 +428,7 @@ class PointIndex:
         *,
         sm: str,
         unavailable: Mapping[str, str],
+        launch: Launch = "call",
     ) -> None:
         """Create an index whose points are judged dtype by dtype, on demand.
 
@@ -419,6 +438,7 @@ class PointIndex:
             solutions: the catalog's Solutions of the Definition, by name.
             sm: the device's ``sm_XX``, or ``cpu``.
             unavailable: language -> reason if it cannot run in this process.
+            launch: the way in which the calls get to the device.
         """
         self._definition, self._table, self._solutions = definition, table, dict(solutions)
         self._tensors = frozenset((*definition.tensor_inputs, *definition.outputs))
@@ -431,7 +451,7 @@ class PointIndex:
         self._points: dict[tuple[Any, ...], list[_Measured]] = {}
         # Within these ranges every candidate may serve; outside, each candidate is judged.
         self._ranges = dict(table.scalar_hull(definition.name))
-        self._sm, self._unavailable = sm, unavailable
+        self._sm, self._unavailable, self._launch = sm, unavailable, launch
         self._judged: set[tuple[Any, ...]] = set()
 
     def _judge_points(self, dtypes: tuple[Any, ...]) -> None:
@@ -458,6 +478,7 @@ class PointIndex:
                 gpu=self._table.gpu,
                 sm=self._sm,
                 unavailable=self._unavailable,
+                launch=self._launch,
             )
         except UsageError:
             return  # no call can have these values either
@@ -542,13 +563,15 @@ def index_of(
     *,
     sm: str,
     unavailable: Mapping[str, str],
+    launch: Launch = "call",
 ) -> PointIndex:
     """Return the index of a Definition, built once per table and set of Solutions; arguments as of :class:`PointIndex`."""
     digests = frozenset((name, files.digest) for name, files in solutions.items())
-    key = definition.name, definition.digest, digests, sm, frozenset(unavailable.items())
+    key = definition.name, definition.digest, digests, sm, frozenset(unavailable.items()), launch
     index: PointIndex | None = table.indexes.get(key)
     if index is None:
-        index = table.indexes[key] = PointIndex(definition, table, solutions, sm=sm, unavailable=unavailable)
+        index = PointIndex(definition, table, solutions, sm=sm, unavailable=unavailable, launch=launch)
+        table.indexes[key] = index
     return index
 
 
@@ -567,6 +590,7 @@ def why_never_served(
     sm: str,
     dtypes: Collection[str] | None = None,
     unavailable: Mapping[str, str] | None = None,
+    launch: Launch = "call",
 ) -> str:
     """Return why no call of a Definition can be given a kernel, whatever its sizes; empty if some call can.
 
@@ -578,6 +602,7 @@ def why_never_served(
         sm: its ``sm_XX``, or ``cpu``.
         dtypes: those that the model's tensors have; None if that is not known.
         unavailable: language -> why it cannot run in this process.
+        launch: ``replay`` if some of the calls may be replayed. What serves a call also serves a replay.
     """
     if table is None:
         return why_no_table(gpu)
@@ -586,12 +611,18 @@ def why_never_served(
     if measured and not usable:
         known = "; ".join(", ".join(f"{name}={dtype}" for name, dtype in one.items()) for one in measured)
         return f"{definition.name} was not measured on {table.gpu} with {' or '.join(sorted(dtypes or ()))} (measured: {known})"
-    key = "servable", definition.digest, frozenset((name, files.digest) for name, files in solutions.items()), sm
+    key = (
+        "servable",
+        definition.digest,
+        frozenset((name, files.digest) for name, files in solutions.items()),
+        sm,
+        launch,
+    )
     asked = (*key, frozenset((unavailable or {}).items()), tuple(str(one) for one in usable))
     if asked not in table.indexes:
         reason = f"{definition.name} was not measured on {table.gpu}"
         for entry in (entry for binding in usable for entry in table.entries(definition.name, binding)):
-            reason = _why_not_at(definition, entry, table, solutions, sm, unavailable or {})
+            reason = _why_not_at(definition, entry, table, solutions, sm, unavailable or {}, launch)
             if not reason:
                 break
         table.indexes[asked] = reason
@@ -606,6 +637,7 @@ def _why_not_at(
     solutions: Mapping[str, SolutionFiles],
     sm: str,
     unavailable: Mapping[str, str],
+    launch: Launch,
 ) -> str:
     """Return why even a call that is exactly a measured point gets no kernel; empty if it does."""
     scalars = entry.call.scalars
@@ -616,6 +648,7 @@ def _why_not_at(
             gpu=table.gpu,
             sm=sm,
             unavailable=unavailable,
+            launch=launch,
         )
     except UsageError as error:
         return str(error)

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class WorkerProcess:
         self.device = device
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.on_answer: Callable[[str, float], None] = lambda op, seconds: None
+        """Called after each answer with the kind of the request and the seconds that the worker took."""
         self._ready = False
         self._sandbox: Mapping[str, Any] | None = None
         self._ending: Ending | None = None
@@ -198,12 +200,14 @@ class WorkerProcess:
         """
         try:
             self.wait_until_ready()
+            began = time.perf_counter()
             deadline = time.monotonic() + timeout_s
             number = secrets.randbits(53)
             line = protocol.encode({"id": number, "op": op, **content})
             with self._ending_where_it_breaks(timeout_s):
                 self._channel.send(line, descriptors, deadline)
             message = self._receive(number, deadline, timeout_s)
+            self.on_answer(op, time.perf_counter() - began)
         except KeyboardInterrupt:
             self.kill()  # the answer is not awaited any more, and the next request must not receive it
             raise

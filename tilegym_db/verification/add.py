@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib.util
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -294,7 +295,7 @@ def _from_file(
     if definition is None or language is None:
         lacking = "definition" if definition is None else "language"
         raise UsageError(
-            f"{file}: a single file needs a {lacking}. Try: tilegym-db add-solution {file} -d NAME -l triton",
+            f"{file}: a single file needs a {lacking}. Try: tilegym-db add-solution {shlex.quote(str(file))} -d NAME -l triton",
             code="options_missing",
         )
     operator = catalog.definition(definition)
@@ -387,7 +388,7 @@ def _require_finished(places: Sequence[str], path: Path) -> None:
     if places:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         raise RecordError(
-            f"{path}: a draft with an open place: {places[0]}{more}. Replace each TODO, and add it again.",
+            f"{path}: a draft with an open place: {places[0].rstrip('.')}{more}. Replace each TODO, and add it again.",
             code="draft_unfinished",
         )
 

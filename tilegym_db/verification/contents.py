@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
-from tilegym_db.verification.phases import ORACLE, Phases
+from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
@@ -61,19 +62,31 @@ class ExpectedCache:
         self._phases = phases or Phases()
         self.device = device
         self._lock = threading.Lock()
-        self._known: dict[str, OracleCase | None] = {}
+        self._known: dict[str, Future[OracleCase | None]] = {}
 
     def get(self, case: Case) -> OracleCase | None:
-        """Return the case with its oracle, or None if the reference itself fails it."""
-        with self._phases(ORACLE), self._lock:
-            key = case.key
-            if key not in self._known:
-                self._known[key] = make_oracle_case(self._definition, case, self.device, self._blobs)
-            return self._known[key]
+        """Return the case with its oracle, or None if the reference itself fails it.
+
+        Threads that ask for different cases do not wait for each other. An error is raised in every thread that waits for the
+        case, and is not cached.
+        """
+        with self._phases(ORACLE):
+            key, mine = case.key, Future[OracleCase | None]()
+            with self._lock:
+                found = self._known.setdefault(key, mine)
+            if found is mine:
+                try:
+                    mine.set_result(self.once(case))
+                except BaseException as error:
+                    with self._lock:
+                        self._known.pop(key, None)
+                    mine.set_exception(error)
+            return found.result()
 
     def once(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle without caching it; see :meth:`get`."""
-        return make_oracle_case(self._definition, case, self.device, self._blobs)
+        with self._phases(MAKE_ORACLE, self._definition.name):
+            return make_oracle_case(self._definition, case, self.device, self._blobs)
 
     def clear(self) -> None:
         """Forget everything, so that tensors of large workloads do not pile up."""
@@ -105,7 +118,8 @@ class WorkloadContents:
     """Calls with an unusual spread of ids or lengths: over few groups, or all in one."""
     other: OracleCase | None = None
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
-    _fresh: dict[int, list[OracleCase]] = field(default_factory=dict)
+    _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
+    """By attempt: the contents, and how many were tried."""
 
     @classmethod
     def draw(
@@ -145,20 +159,30 @@ class WorkloadContents:
 
     def fresh(self, attempt: int, count: int) -> Sequence[OracleCase]:
         """Return up to ``count`` contents that no Solution has seen before this attempt; the same ones for every Solution."""
-        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
-        varies = not draws_noise(self.definition)
         # Every Solution makes the first attempt, but few make later ones: of those only the newest is kept.
         self._fresh = {number: found for number, found in self._fresh.items() if number in (0, attempt)}
-        known, tried = self._fresh.setdefault(attempt, []), 0
-        while len(known) < count and tried < 4 * count:
-            ranges = tuple(RANGES)
+        self._draw_fresh(attempt, count)
+        return self._fresh[attempt][0][:count]
+
+    def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
+        """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
+
+        Drawing must have ended before :meth:`fresh` is called.
+        """
+        self._draw_fresh(0, count, stopped)
+
+    def _draw_fresh(self, attempt: int, count: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        # Inputs that the Definition draws as noise keep their range: other ranges may be ill-conditioned for some elements.
+        varies, ranges = not draws_noise(self.definition), tuple(RANGES)
+        known, tried = self._fresh.setdefault(attempt, ([], 0))
+        while len(known) < count and tried < 4 * count and not stopped():
             known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
             distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
             case = self._case(distribution, _FRESH * (attempt + 1) + tried, drawn=self.is_fixed)
             drawn = self.cache.once(case)
             known += [] if drawn is None else [drawn]
             tried += 1
-        return known[:count]
+            self._fresh[attempt] = known, tried
 
     @property
     def is_fixed(self) -> bool:

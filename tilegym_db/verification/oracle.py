@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_db.errors import RecordError
@@ -264,8 +265,8 @@ def run_lifted(definition: Definition, inputs: Inputs, *, source: str | None = N
         else:
             whole[name] = value
     lifted = lift(whole)
-    mode: Any = Lifted
-    with mode(slices):
+    mode: Any = Lifted(slices) if slices else LiftedCalls()
+    with mode:
         return run_reference(
             definition, {name: lifted.get(name, value) for name, value in inputs.items()}, source=source, label=label
         )
@@ -376,6 +377,48 @@ class Lifted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         slice_: torch.Tensor = func(*args)
         return slice_.double()
+
+
+_T = torch.Tensor
+PLAIN_CALLS = frozenset(
+    {
+        *(torch.einsum, torch.matmul, torch.mm, torch.bmm, torch.baddbmm, torch.softmax, torch.exp, torch.rsqrt, torch.cat),
+        *(torch.stack, _T.matmul, _T.__matmul__, _T.mul, _T.__mul__, _T.add, _T.__add__, _T.add_, _T.sub, _T.__sub__),
+        *(_T.div, _T.__truediv__, _T.neg, _T.abs, _T.square, _T.sqrt, _T.exp, _T.sum, _T.amax, _T.mean),
+        *(_T.__getitem__, _T.__setitem__, _T.masked_fill, _T.triu, _T.tril, _T.transpose, _T.permute, _T.reshape, _T.view),
+        *(_T.unbind, _T.expand, _T.unsqueeze, _T.squeeze, _T.chunk, _T.flatten, _T.contiguous, _T.clone, _T.dim, _T.numel),
+        *(_T.ge, _T.gt, _T.le, _T.lt, _T.__invert__, _T.__and__, _T.__or__, _T.long, _T.is_inference, torch.ones),
+    }
+)  # fmt: skip
+"""Functions that make no dtype argument of their own: on fp64 tensors they give the same bits without a dispatch mode."""
+FLOAT_CASTS = frozenset({_T.float, _T.half, _T.bfloat16, _T.double})
+
+
+class LiftedCalls(TorchFunctionMode):
+    """Mode with the results of :class:`Lifted`, for references that call thousands of small operators.
+
+    A dispatch mode costs 10 us for each operator, of which ``einsum`` calls six. So only calls that may cast enter it.
+    """
+
+    def __init__(self) -> None:
+        """Create the mode."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lifted: Any = Lifted()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function, under :class:`Lifted` if it may cast."""
+        kwargs = kwargs or {}
+        if func in PLAIN_CALLS:
+            if kwargs.get("dtype") not in LIFTED_DTYPES and not any(map(_is_float_dtype, args)):
+                return func(*args, **kwargs)
+        elif func in FLOAT_CASTS and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
+            return args[0].clone()  # a cast between two dtypes copies
+        elif getattr(func, "__name__", "") == "__get__":
+            return func(*args)  # an attribute, such as the shape
+        with self._lifted:
+            return func(*args, **kwargs)
 
 
 def _is_float_dtype(value: Any) -> bool:

@@ -3,6 +3,8 @@
 The phases of the main thread follow each other: :data:`START`, then :data:`IDLE` or :data:`AT_WORK`, which consists of
 :data:`PREPARE`, :data:`VERIFY`, :data:`WAIT`, :data:`TIME` and the time between them. The phases in :data:`SIDE_BY_SIDE`
 run in parallel threads of a verification, so their sum may exceed the elapsed time.
+
+The time of single Solutions and Definitions is in :class:`Spent`. Its phases in :data:`INSIDE` are parts of others.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tilegym_db.sandbox.processes import descendants
@@ -35,8 +38,63 @@ ORACLE = "wait for the oracle"
 """Includes computing the oracle."""
 SIDE_BY_SIDE = (COMPILE, DRAW, ORACLE)
 
+START_WORKER = "start worker"
+"""Start of the process, its context on the device, and the profiler."""
+LOAD = "load source"
+"""Import of the toolchain and of the source."""
+FUZZ = "fuzz cases"
+LARGE = "large cases"
+SEQUENCES = "sequences"
+OWN_SHAPE = "own shape"
+ROUNDS = "timed rounds"
+OWNERSHIP = "audit of kernels"
+LONG_RUN = "long run"
+CLOCK = "audit of the clock"
+MAKE_ORACLE = "compute oracle"
+"""Drawing the inputs of a case, and its reference in float64; of a Definition, shared by its Solutions."""
+FIRST_CALLS = "first calls"
+"""The first call at a shape, which compiles; the harness waits for the worker."""
+CALLS = "other calls"
+INSIDE = (MAKE_ORACLE, FIRST_CALLS, CALLS)
+"""Parts of other phases."""
+
 PROCESSORS = "processor time"
 """Processor seconds of this process, its fork server and its workers while at work."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Time in one phase of one Solution or Definition: the sum over all blocks, and when the first began and the last ended.
+
+    ``began`` and ``ended`` are seconds since the epoch, so that processes of one host can be compared.
+    """
+
+    of: str
+    phase: str
+    seconds: float
+    times: int
+    began: float
+    ended: float
+
+    def plus(self, other: Spent) -> Spent:
+        """Return the sum of two parts of the same phase."""
+        return Spent(
+            self.of,
+            self.phase,
+            self.seconds + other.seconds,
+            self.times + other.times,
+            min(self.began, other.began),
+            max(self.ended, other.ended),
+        )
+
+
+def merged(parts: Iterable[Spent]) -> tuple[Spent, ...]:
+    """Return one entry per phase and Solution or Definition, in the order in which they began."""
+    found: dict[tuple[str, str], Spent] = {}
+    for part in parts:
+        key = part.of, part.phase
+        found[key] = found[key].plus(part) if key in found else part
+    return tuple(sorted(found.values(), key=lambda part: part.began))
 
 
 class Phases:
@@ -46,26 +104,38 @@ class Phases:
         """Start with no time in any phase."""
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
+        self._spent: dict[tuple[str, str], Spent] = {}
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to a phase."""
+    def __call__(self, phase: str, of: str = "") -> Iterator[None]:
+        """Add the time of the block to a phase, of one Solution or Definition if it is named."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.add(phase, time.perf_counter() - began)
+            self.add(phase, time.perf_counter() - began, of)
 
-    def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase."""
+    def add(self, phase: str, seconds: float, of: str = "") -> None:
+        """Add seconds that end now to a phase, of one Solution or Definition if it is named."""
         with self._lock:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+            if not of:
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+                return
+            now, key = time.time(), (of, phase)
+            part = Spent(of, phase, seconds, 1, now - seconds, now)
+            self._spent[key] = self._spent[key].plus(part) if key in self._spent else part
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, and reset them."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return {phase: round(seconds, 4) for phase, seconds in taken.items()}
+
+    def take_spent(self) -> tuple[Spent, ...]:
+        """Return the time of single Solutions and Definitions since the last call, and reset it."""
+        with self._lock:
+            taken, self._spent = self._spent, {}
+        return merged(taken.values())
 
 
 def added(*parts: Mapping[str, float]) -> dict[str, float]:

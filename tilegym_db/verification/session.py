@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case, raising_out_of_memory
 from tilegym_db.verification.large import large_cases
+from tilegym_db.verification.phases import FUZZ, LARGE, OWN_SHAPE, SEQUENCES
 from tilegym_db.verification.sequences import check_sequences
 from tilegym_db.verification.verifier import (
     CANNOT_VERIFY,
@@ -70,7 +71,10 @@ def check_own_shape(
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     outputs: list[Mapping[str, torch.Tensor]] = []
     case = contents.sets[0].case
-    with SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers:
+    with (
+        handle.phases(OWN_SHAPE, handle.solution.name),
+        SharedBuffers(plan_slot(handle.definition, case), 1, handle.device) as buffers,
+    ):
         failure = handle.attach(buffers, case)
         for number, expected in enumerate(contents.verified):
             if failure is not None:
@@ -159,6 +163,17 @@ class FuzzOutcome:
     large: list[Mapping[str, int]] = field(default_factory=list)
     """The axes of each large case that passed."""
 
+    def plus(self, other: FuzzOutcome | Failure) -> FuzzOutcome | Failure:
+        """Return the cases of both; a failure stays one."""
+        if isinstance(other, Failure):
+            return other
+        return FuzzOutcome(
+            [*self.passed, *other.passed],
+            [*self.dropped, *other.dropped],
+            [*self.scalars, *other.scalars],
+            [*self.large, *other.large],
+        )
+
 
 def _elements(definition: Definition, case: Case) -> int:
     names = (*definition.tensor_inputs, *definition.outputs)
@@ -191,35 +206,45 @@ class CaseQueue:
     """A queue that hands out cases in order until one has failed for good; thread-safe.
 
     All cases before the failed one have been handed out and are checked to the end. The first failure in the order of the cases
-    therefore does not depend on the number and speed of workers.
+    therefore does not depend on the number and speed of workers. Cases may be added in their order while others are checked.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        """Start with every case in the queue."""
-        self._pairs, self._next = pairs, 0
+    def __init__(self, pairs: Sequence[Pair], coming: int = 0) -> None:
+        """Start with some cases in the queue, and with the number of those that will be added."""
+        self._pairs, self._coming, self._next = list(pairs), coming, 0
         self._failures: list[tuple[int, Failure]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """Yield the remaining cases with their numbers."""
+        """Yield the remaining cases with their numbers; wait for those that are coming."""
         while True:
             with self._lock:
+                self._lock.wait_for(lambda: self._next < len(self._pairs) or not self._coming)
                 if self._next >= len(self._pairs):
                     return
                 number = self._next
                 self._next += 1
             yield number, self._pairs[number]
 
+    def put(self, pair: Pair | None) -> None:
+        """Add the next case that was coming, or with None, leave it out."""
+        with self._lock:
+            if self._coming:
+                self._coming -= 1
+                self._pairs += [] if pair is None else [pair]
+            self._lock.notify_all()
+
     @property
     def left(self) -> int:
-        """The number of remaining cases."""
+        """The number of remaining cases, including those that are coming."""
         with self._lock:
-            return len(self._pairs) - self._next
+            return len(self._pairs) + self._coming - self._next
 
     def close(self) -> None:
         """Stop handing out cases."""
         with self._lock:
-            self._next = len(self._pairs)
+            self._next, self._coming = len(self._pairs), 0
+            self._lock.notify_all()
 
     def fail(self, failure: Failure, number: int | None = None) -> None:
         """Record the failure of a case, or without a number, of a worker that has not taken a case."""
@@ -239,6 +264,10 @@ class CaseQueue:
 # Processors of a machine are shared by Solutions that are verified in parallel, and by their helpers.
 
 
+ALONE_PER_PROCESSOR = 4
+"""Runners that share a processor if they compile little. They wait for the GPU and the harness most of the time."""
+
+
 class Processors:
     """Budget of processes. Each runner has a processor until it is done; helpers use the rest.
 
@@ -246,7 +275,7 @@ class Processors:
     """
 
     def __init__(self, total: int, runners: int = 1, alone: int = 0) -> None:
-        """Start with ``runners``, running or waiting; ``alone`` of them never ask for a helper."""
+        """Start with ``runners``, running or waiting; ``alone`` of them compile little and never ask for a helper."""
         self._total, self._runners, self._alone, self._helpers = total, runners, alone, 0
         self._lock = threading.Lock()
 
@@ -257,8 +286,10 @@ class Processors:
         :meth:`give_back`.
         """
         with self._lock:
-            share = -(-(self._total - self._alone) // max(self._runners - self._alone, 1))
-            if self._runners + self._helpers >= self._total or workers >= share:
+            alone = -(-self._alone // ALONE_PER_PROCESSOR)
+            sharing = self._runners - self._alone
+            share = -(-(self._total - alone) // max(sharing, 1))
+            if sharing + alone + self._helpers >= self._total or workers >= share:
                 return False
             self._helpers += 1
             return True
@@ -277,13 +308,15 @@ class Processors:
 
 MAY_PASS_NEXT = ("TIMEOUT", "RUNTIME_ERROR", "COMPILE_ERROR", "UNSUPPORTED")
 """Statuses that the machine may have caused: fuzz cases that ended so are tried again with the next workload."""
-MAX_FUZZ_WORKERS = 6
-SHARED_HOST_WORKERS = 4
+MAX_FUZZ_WORKERS = 12
+MAX_SIDES = 3
+"""Maximum number of further dtype bindings of a Solution whose fuzz cases run side by side."""
+SHARED_HOST_WORKERS = 10
 """Additional workers per kernel, divided by the number of GPUs at work: a host creates one CUDA context after the other,
 0.3 s each, whichever GPU it is for."""
-CASES_PER_WORKER = {"tilelang": 1, "cutile": 2}
+CASES_PER_WORKER = {"tilelang": 1, "cutile": 2, "triton": 2}
 """Fuzz cases that take about as long as the start of another worker: half a second on an H100, and two seconds more to
-import TileLang."""
+import TileLang. Triton compiles a long kernel for three seconds per case."""
 OTHER_CASES_PER_WORKER = 6
 
 
@@ -292,6 +325,19 @@ class VerifiedWorkload(ShapeResult):
     """A pass of one workload: its own shape, and the fuzz cases."""
 
     fuzz: FuzzOutcome
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class SideBySide:
+    """Verifications of further dtype bindings of a Solution, and what they began, by the key of their fuzz cases."""
+
+    workloads: tuple[Workload, ...]
+    pool: ThreadPoolExecutor
+    begun: dict[str, Future[FuzzOutcome | Failure]] = field(default_factory=dict)
+    others: list[Verification] = field(default_factory=list)
 
 
 @dataclass
@@ -309,6 +355,9 @@ class Verification:
     ahead: ShapesAhead = field(default_factory=ShapesAhead)
     """Other shapes that this Solution is verified at; the handle's worker begins with them while helpers run fuzz cases."""
     _helpers: list[WorkerHandle] = field(default_factory=list)
+    _calling: list[WorkerHandle] = field(default_factory=list)
+    """The helpers for large cases and for sequences."""
+    _sides: SideBySide | None = None
 
     def verify(
         self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
@@ -362,8 +411,22 @@ class Verification:
 
     def abort(self) -> None:
         """Kill every worker for good; see :meth:`WorkerHandle.abort`."""
-        for handle in (self.handle, *self._helpers):
+        for handle in (self.handle, *self._helpers, *self._calling):
             handle.abort()
+        for other in self._sides.others if self._sides is not None else ():
+            other.abort()
+
+    @contextmanager
+    def expecting(self, workloads: Iterable[Workload]) -> Iterator[None]:
+        """Let fuzz cases for the dtype bindings of several workloads run side by side in the block, as processors allow."""
+        with ThreadPoolExecutor(max_workers=MAX_SIDES) as pool:
+            self._sides = SideBySide(tuple(workloads), pool)
+            try:
+                yield
+            finally:
+                for other in self._sides.others:
+                    other.abort()  # its workloads were not reached
+                self._sides = None
 
     def _attempt(
         self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
@@ -385,57 +448,163 @@ class Verification:
     def _fuzz(
         self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
     ) -> FuzzOutcome | Failure:
-        definition, record, policy = self.handle.definition, self.handle.solution.record, self.handle.policy
-        dtypes, scalars = definition.bind_dtypes(workload.dtypes), workload.scalars()
-        # A continuous scalar such as eps does not select code, so one set of fuzz cases serves all its values.
-        selecting = {n: v for n, v in scalars.items() if is_code_selecting(definition, n)}
-        key = canonical_json([dtypes, selecting, self.handle.config])
+        key = self._key_of(workload)
         if key not in self.fuzz_outcomes:
-            cases = fuzz_cases(
-                definition,
-                record,
-                [anchor.axes for anchor in anchors],
-                dtypes,
-                scalars,
-                count=policy.fuzz_cases_of(record),
-                seed=seed,
-                max_rows=policy.fuzz_rows,
-            )
-            outcome = self._check_fuzz_cases(cases, cache, scalars)
-            # A baseline never serves a model, and an interpreter is too slow.
-            if policy.as_served and record.spec.role == "kernel" and not self.handle.interpret:
-                if not isinstance(outcome, Failure):
-                    outcome = self._check_large_cases(outcome, dtypes, scalars, seed)
-                if not isinstance(outcome, Failure):
-                    outcome = self._check_sequences(outcome, cases, seed, cache)
+            self._begin_others(key, anchors, seed, cache)
+            begun = None if self._sides is None else self._sides.begun.pop(key, None)
+            outcome = None if begun is None else self._wait_for(begun)
+            if outcome is None or _may_pass_again(outcome):
+                outcome = self.handle.load() or self._check_set(workload, anchors, seed, cache)
             if isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT:
                 return outcome
             self.fuzz_outcomes[key] = outcome
         return self.fuzz_outcomes[key]
 
+    def _key_of(self, workload: Workload) -> str:
+        """Return the key of all workloads that one set of fuzz cases serves."""
+        definition = self.handle.definition
+        # A continuous scalar such as eps does not select code, so one set of fuzz cases serves all its values.
+        selecting = {n: v for n, v in workload.scalars().items() if is_code_selecting(definition, n)}
+        return canonical_json([definition.bind_dtypes(workload.dtypes), selecting, self.handle.config])
+
+    def _begin_others(self, key: str, anchors: Sequence[Workload], seed: int, cache: ExpectedCache) -> None:
+        """Begin with the fuzz cases of further dtype bindings, each in a separate worker, if there are processors for them."""
+        sides = self._sides
+        if sides is None or self.handle.limits.fuzz_workers == 1:
+            return
+        known = {key, *self.fuzz_outcomes, *sides.begun}
+        for workload in sides.workloads:
+            other_key = self._key_of(workload)
+            if other_key in known:
+                continue
+            helper = self._another(1 + len(sides.begun)) if len(sides.begun) < MAX_SIDES else None
+            if helper is None:
+                return
+            known.add(other_key)
+            other = replace(self, handle=helper, fuzz_outcomes={}, ahead=ShapesAhead(), _helpers=[], _calling=[])
+            other._sides = None
+            sides.others.append(other)
+            sides.begun[other_key] = sides.pool.submit(other._check_set_only, workload, anchors, seed, cache)
+
+    def _check_set_only(
+        self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> FuzzOutcome | Failure:
+        """Check one set of fuzz cases in the worker of this verification, which then ends."""
+        try:
+            with closing(self.handle):
+                return self.handle.load() or self._check_set(workload, anchors, seed, cache)
+        finally:
+            self.processors.give_back()
+
+    def _wait_for(self, begun: Future[T]) -> T:
+        """Return a result; until then, verify the next workloads' shapes."""
+        while self.handle.usable and not begun.done() and self.ahead.check_next(self.handle):
+            pass
+        return begun.result()
+
+    def _another(self, workers: int) -> WorkerHandle | None:
+        """Return a handle with a started worker, for which a processor was taken; None if there is no processor or process."""
+        if not self.processors.take(workers):
+            return None
+        try:
+            helper = self.handle.another()
+        except WorkerDied:
+            self.processors.give_back()
+            return None
+        if self.handle.aborted:
+            helper.abort()
+        return helper
+
+    def _check_set(
+        self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+    ) -> FuzzOutcome | Failure:
+        """Check the fuzz cases for one dtype binding; for a kernel, also large cases and sequences, at the same time if possible.
+
+        The failure of a fuzz case counts first, whichever is found first.
+        """
+        handle, record = self.handle, self.handle.solution.record
+        dtypes, scalars = handle.definition.bind_dtypes(workload.dtypes), workload.scalars()
+        cases = fuzz_cases(
+            handle.definition,
+            record,
+            [anchor.axes for anchor in anchors],
+            dtypes,
+            scalars,
+            count=handle.policy.fuzz_cases_of(record),
+            seed=seed,
+            max_rows=handle.policy.fuzz_rows,
+        )
+        # A baseline never serves a model, and an interpreter is too slow.
+        as_served = handle.policy.as_served and record.spec.role == "kernel" and not handle.interpret
+        calls: list[_CheckCalls] = [_check_large_cases, _check_sequences] if as_served else []
+        given = cases, dtypes, scalars, seed, cache
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            begun: dict[_CheckCalls, Future[FuzzOutcome | Failure]] = {}
+            for number, check in enumerate(calls if handle.limits.fuzz_workers > 1 else ()):
+                helper = self._another(1 + number)
+                if helper is not None:
+                    self._calling.append(helper)
+                    begun[check] = pool.submit(self._check_calls_only, helper, check, *given)
+            outcome: FuzzOutcome | Failure | None = None
+            try:
+                with handle.phases(FUZZ, handle.solution.name):
+                    outcome = self._check_fuzz_cases(cases, cache, scalars)
+                for check in calls:
+                    if isinstance(outcome, FuzzOutcome):
+                        outcome = outcome.plus(self._check_calls(check, begun.get(check), *given))
+            finally:
+                if not isinstance(outcome, FuzzOutcome):
+                    for helper in self._calling:
+                        helper.abort()  # else the pool would wait for it
+        self._calling.clear()
+        assert outcome is not None
+        return outcome
+
+    def _check_calls_only(self, helper: WorkerHandle, check: _CheckCalls, *arguments: Any) -> FuzzOutcome | Failure:
+        """Check large cases or sequences in a separate worker, which then ends."""
+        try:
+            with closing(helper), raising_out_of_memory():
+                outcome = helper.load() or check(helper, *arguments)
+                return outcome if isinstance(outcome, Failure) else helper.check_state() or outcome
+        finally:
+            self.processors.give_back()
+
+    def _check_calls(
+        self, check: _CheckCalls, begun: Future[FuzzOutcome | Failure] | None, *arguments: Any
+    ) -> FuzzOutcome | Failure:
+        """Return what a helper found. Without one, or if the Solution may not be the cause of its failure, check it here."""
+        found = None if begun is None else self._wait_for(begun)
+        if found is None or _may_pass_again(found):
+            found = self.handle.load() or check(self.handle, *arguments)
+        return found
+
     def _check_fuzz_cases(
         self, cases: Sequence[Case], cache: ExpectedCache, scalars: Mapping[str, Scalar]
     ) -> FuzzOutcome | Failure:
         """Check every case, by the worker and as many helpers as processors allow, now or when other runners finish."""
-        definition, in_turn = self.handle.definition, self.handle.policy.in_turn
-        fuzz = FuzzOutcome()
-        proving: list[Pair] = []
-        for number, case in enumerate(cases):
-            expected = cache.get(case)
-            if expected is None:
-                fuzz.dropped.append(str(case))
-                continue
-            proving.append((expected, cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None))
-        proving.sort(
-            key=lambda pair: _elements(definition, pair[0].case)
-        )  # so that the smallest failing case is reported
-        if not proving:
-            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
-            return Failure("UNSUPPORTED", reason, gate="envelope")
-        queue, helping = CaseQueue(proving), list[Future[None]]()
+        fuzz, proving = FuzzOutcome(), list[Pair]()
+        queue, helping = CaseQueue((), len(cases)), list[Future[None]]()
+
+        def prove() -> None:
+            """Compute the oracles from the smallest case on, so that the smallest failing case is reported, and soon."""
+            definition, in_turn = self.handle.definition, self.handle.policy.in_turn
+            with closing_after_error(queue):
+                for number, case in sorted(enumerate(cases), key=lambda one: _elements(definition, one[1])):
+                    if not queue.left:
+                        return
+                    expected, pair = cache.get(case), None
+                    if expected is None:
+                        fuzz.dropped.append(str(case))
+                    else:
+                        other = cache.get(sibling_of(definition, case, number, scalars)) if in_turn else None
+                        pair = expected, other
+                        proving.append(pair)
+                    queue.put(pair)
+
         own = iter(queue)
         try:
-            with ThreadPoolExecutor(max_workers=max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+            with ThreadPoolExecutor(max_workers=1 + max(1, self.handle.limits.fuzz_workers)) as pool, closing(queue):
+                proved = pool.submit(prove)
                 while queue.left:
                     self._start_helpers(queue, pool, helping)
                     if _at_work(helping) and self._check_ahead(queue):
@@ -443,48 +612,14 @@ class Verification:
                     taken = next(own, None)
                     if taken is not None:
                         self._check_pair(self.handle, queue, *taken)
-            for help_given in helping:
-                help_given.result()
+            for ended in (proved, *helping):
+                ended.result()
         finally:
             self._helpers = []
+        if not proving and not queue.failures:
+            reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
+            return Failure("UNSUPPORTED", reason, gate="envelope")
         return conclude_fuzz(fuzz, proving, queue.failures)
-
-    def _check_sequences(
-        self, fuzz: FuzzOutcome, cases: Sequence[Case], seed: int, cache: ExpectedCache
-    ) -> FuzzOutcome | Failure:
-        """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
-        judged = self.handle.load() or check_sequences(self.handle, cases, seed, cache)
-        if isinstance(judged, Failure):
-            return judged
-        fuzz.passed += judged
-        return fuzz
-
-    def _check_large_cases(
-        self, fuzz: FuzzOutcome, dtypes: Mapping[str, str], scalars: Mapping[str, Scalar], seed: int
-    ) -> FuzzOutcome | Failure:
-        """Call once at sizes too large for a whole oracle; compare some rows. Cases without memory are dropped."""
-        handle, budget = self.handle, MAX_LARGE_BYTES_ON_CPU
-        definition, record = handle.definition, handle.solution.record
-        if handle.device != CPU:
-            budget = torch.cuda.mem_get_info(handle.device)[0] // COPIES_OF_LARGE
-        for case in large_cases(
-            definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
-        ):
-            try:
-                with raising_out_of_memory():
-                    large = make_large_case(definition, case, handle.device)
-                    outcome = _check_large_case(handle, large) if large is not None else None
-            except (StoreError, torch.OutOfMemoryError):
-                large = outcome = None
-            # An exception at such a size is loud, and a model runs stock code then. A wrong number or a lost process is not.
-            raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
-            if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
-                return outcome
-            passed = large is not None and outcome is None
-            (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
-            if passed:
-                fuzz.large.append(case.case.call.axes)
-        return fuzz
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
         """Verify another shape early; return False if there is none, and the worker takes a fuzz case instead."""
@@ -515,16 +650,10 @@ class Verification:
             workers = 1 + _at_work(helping)
             if workers >= self.handle.limits.fuzz_workers or queue.left < workers * self._cases_per_worker():
                 return
-            if not self.processors.take(workers):
-                return
-            try:
-                helper = self.handle.another()
-            except WorkerDied:  # run with the helpers that could start
-                self.processors.give_back()
-                return
+            helper = self._another(workers)
+            if helper is None:
+                return  # run with the helpers that could start
             self._helpers.append(helper)
-            if self.handle.aborted:
-                helper.abort()
             helping.append(pool.submit(self._help, helper, queue))
 
     def _help(self, helper: WorkerHandle, queue: CaseQueue) -> None:
@@ -574,6 +703,21 @@ def max_fuzz_workers(host_share: int) -> int:
     return MAX_FUZZ_WORKERS - SHARED_HOST_WORKERS + SHARED_HOST_WORKERS // host_share
 
 
+@contextmanager
+def closing_after_error(queue: CaseQueue) -> Iterator[None]:
+    """Close the queue if the block raises, so that no worker waits for a case that will not come."""
+    try:
+        yield
+    except BaseException:
+        queue.close()
+        raise
+
+
+def _may_pass_again(outcome: FuzzOutcome | Failure) -> bool:
+    """Return True for a failure of a helper that is not final before the worker of the Solution has tried the same."""
+    return isinstance(outcome, Failure) and outcome.status in MAY_PASS_NEXT and outcome.status != "TIMEOUT"
+
+
 def _at_work(helping: Sequence[Future[None]]) -> int:
     """Return the number of helpers that have not ended."""
     return sum(not help_given.done() for help_given in helping)
@@ -593,6 +737,58 @@ def _check_case(
         return outcome
     verdict.add(outcome[0])
     return verdict
+
+
+_CheckCalls = Callable[
+    [WorkerHandle, Sequence[Case], Mapping[str, str], Mapping[str, Scalar], int, ExpectedCache], "FuzzOutcome | Failure"
+]
+
+
+def _check_sequences(
+    handle: WorkerHandle,
+    cases: Sequence[Case],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    seed: int,
+    cache: ExpectedCache,
+) -> FuzzOutcome | Failure:
+    """Make sequences of calls, whose sizes are those of the fuzz cases but for one axis."""
+    with handle.phases(SEQUENCES, handle.solution.name):
+        judged = check_sequences(handle, cases, seed, cache)
+    return judged if isinstance(judged, Failure) else FuzzOutcome(judged)
+
+
+def _check_large_cases(
+    handle: WorkerHandle,
+    cases: Sequence[Case],
+    dtypes: Mapping[str, str],
+    scalars: Mapping[str, Scalar],
+    seed: int,
+    cache: ExpectedCache,
+) -> FuzzOutcome | Failure:
+    """Call once at sizes too large for a whole oracle; compare some rows. Cases without memory are dropped."""
+    fuzz, budget = FuzzOutcome(), MAX_LARGE_BYTES_ON_CPU
+    definition, record = handle.definition, handle.solution.record
+    if handle.device != CPU:
+        budget = torch.cuda.mem_get_info(handle.device)[0] // COPIES_OF_LARGE
+    for case in large_cases(
+        definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
+    ):
+        try:
+            with raising_out_of_memory(), handle.phases(LARGE, handle.solution.name):
+                large = make_large_case(definition, case, handle.device)
+                outcome = _check_large_case(handle, large) if large is not None else None
+        except (StoreError, torch.OutOfMemoryError):
+            large = outcome = None
+        # An exception at such a size is loud, and a model runs stock code then. A wrong number or a lost process is not.
+        raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
+        if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
+            return outcome
+        passed = large is not None and outcome is None
+        (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
+        if passed:
+            fuzz.large.append(case.case.call.axes)
+    return fuzz
 
 
 def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:

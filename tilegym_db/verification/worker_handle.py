@@ -26,6 +26,7 @@ from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProce
 from tilegym_db.verification.cases import MAX_ROWS
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.gates import OutputComparison
+from tilegym_db.verification.phases import CALLS, FIRST_CALLS, LOAD, START_WORKER, Phases
 from tilegym_db.verification.verifier import Failure, call_again, not_set_up, one_call, verify_slot
 
 # ---- tier policy ----------------------------------------------------------------------------------
@@ -75,6 +76,8 @@ PROMOTION = TierPolicy(
 )
 
 
+CALLING = ("call", "repeat", "time", "run", "profile")
+"""Requests that call the Solution."""
 MAX_DEATHS = 3
 _WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
 
@@ -107,6 +110,7 @@ class WorkerHandle:
     interpret: bool = False
     profiled: bool = True
     limits: RunnerLimits = field(default_factory=RunnerLimits)
+    phases: Phases = field(default_factory=Phases)
     worker: WorkerProcess | None = None
     broken: Failure | None = None
     deaths: int = 0
@@ -114,6 +118,7 @@ class WorkerHandle:
     aborted: bool = False
     _loaded: bool = False
     _load_failed: bool = False
+    _is_first_call: bool = True
 
     def __post_init__(self) -> None:
         """Remove the outputs that the Solution omits from the definition."""
@@ -167,9 +172,18 @@ class WorkerHandle:
             readable=self.solution.folders,
             compile_cache=compile_cache_folder() if compiles else None,
         )
+        worker.on_answer = self._note_answer
         if self.aborted:
             worker.kill()
         return worker
+
+    def _note_answer(self, op: str, seconds: float) -> None:
+        """Add the time of a request that makes calls to the phases. The first call on mapped memory may compile."""
+        if op == "attach":
+            self._is_first_call = True
+        elif op in CALLING:
+            self.phases.add(FIRST_CALLS if self._is_first_call else CALLS, seconds, self.solution.name)
+            self._is_first_call = False
 
     def abort(self) -> None:
         """Kill the worker for good; every thread that waits for an answer gets an error that it died."""
@@ -205,7 +219,8 @@ class WorkerHandle:
             self.close()  # a failed source may have changed the process
         if self.worker is None:
             try:
-                self.worker = self.start()
+                with self.phases(START_WORKER, self.solution.name):
+                    self.worker = self.start()
             except (WorkerDied, WorkerTimeout) as error:
                 return not_set_up(Failure("RUNTIME_ERROR", "no process could be started", str(error)))
             self._loaded = self._load_failed = False
@@ -221,12 +236,14 @@ class WorkerHandle:
     def _load(self, worker: WorkerProcess) -> Failure | None:
         """Prepare the worker and load the source, which may run code at import."""
         timeout_s = self.limits.first_call_s
-        failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
+        with self.phases(START_WORKER, self.solution.name):
+            failure = self.order("prepare", timeout_s, profile=self.policy.audited and self.profiled)
         if failure is not None:
             return not_set_up(failure)
         try:
             request = load_request(self.definition, self.solution, interpret=self.interpret)
-            reply = worker.request("load", timeout_s=timeout_s, **request)
+            with self.phases(LOAD, self.solution.name):
+                reply = worker.request("load", timeout_s=timeout_s, **request)
         except WorkerTimeout as error:
             return Failure("TIMEOUT", "loading the source did not finish", str(error))
         except WorkerDied as error:

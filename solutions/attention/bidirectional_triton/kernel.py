@@ -197,7 +197,7 @@ def _packed_attention(
 def _widths(size: int) -> tuple[int, int]:
     """Return the columns of the first tile of a head, and those of a second one if that saves work; else 0."""
     whole = max(16, 1 << (size - 1).bit_length())
-    rest = max(16, 1 << (size - whole // 2 - 1).bit_length()) if size > whole // 2 >= 64 else whole
+    rest = max(64, 1 << (size - whole // 2 - 1).bit_length()) if size > whole // 2 >= 64 else whole
     return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
 
 

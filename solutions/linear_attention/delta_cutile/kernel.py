@@ -91,7 +91,9 @@ def run_recurrent(
 # is W = (I + A)^-1 diag(beta) (V - e^G K S), of the state S before the chunk. Then out = e^G Q S + P W, where
 # P = tril(e^(G_i - G_j) q_i k_j), and the state becomes e^G_last S + (e^(G_last - G) K)^T W.
 #
-# A float32 factor of a product is split into two of bfloat16, so that 16 of its bits count.
+# A write may erase what is a thousand times larger than what it leaves, so products that make the state need the bits of float32.
+# A float32 factor is split into three of bfloat16, which have its range too. Two of them are enough for what is rounded to
+# bfloat16.
 
 CHUNK = 64
 Square = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3))]
@@ -102,22 +104,36 @@ MINUS_INFINITY = float("-inf")
 
 @ct.function
 def _split(x):
-    """Return two tiles of bfloat16 whose sum has 16 bits of x, which is in float32."""
+    """Return three tiles of bfloat16 whose sum has all bits of x, which is in float32."""
     high = x.astype(ct.bfloat16)
-    return high, (x - high.astype(ct.float32)).astype(ct.bfloat16)
+    rest = x - high.astype(ct.float32)
+    middle = rest.astype(ct.bfloat16)
+    return high, middle, (rest - middle.astype(ct.float32)).astype(ct.bfloat16)
 
 
 @ct.function
-def _add_product(high, low, x, acc, SPLIT: Flag):
-    """Return acc + (high + low) x in float32; x is bfloat16, or is split too."""
+def _add_parts(high, middle, low, x_high, x_middle, x_low, acc):
+    """Return acc + (high + middle + low) (x_high + x_middle + x_low) in float32, without products below 2^-24."""
+    acc = ct.mma(low, x_high, acc)
+    acc = ct.mma(middle, x_middle, acc)
+    acc = ct.mma(high, x_low, acc)
+    acc = ct.mma(middle, x_high, acc)
+    acc = ct.mma(high, x_middle, acc)
+    return ct.mma(high, x_high, acc)
+
+
+@ct.function
+def _add_product(x, y, acc, SPLIT: Flag, ROUNDED: Flag):
+    """Return acc + x y in float32, of x in float32; ROUNDED: two parts of x are enough. SPLIT: y is split too, else bfloat16."""
+    high, middle, low = _split(x)
     if SPLIT:
-        x_high, x_low = _split(x.astype(ct.float32))
-        acc = ct.mma(low, x_high, acc)
-        acc = ct.mma(high, x_low, acc)
-        acc = ct.mma(high, x_high, acc)
+        y_high, y_middle, y_low = _split(y.astype(ct.float32))
+        acc = _add_parts(high, middle, low, y_high, y_middle, y_low, acc)
     else:
-        acc = ct.mma(low, x, acc)
-        acc = ct.mma(high, x, acc)
+        if not ROUNDED:
+            acc = ct.mma(low, y, acc)
+        acc = ct.mma(middle, y, acc)
+        acc = ct.mma(high, y, acc)
     return acc
 
 
@@ -126,8 +142,7 @@ def _product(a, b, SPLIT: Flag):
     """Return a b^T in float32."""
     nothing = ct.zeros((CHUNK, CHUNK), dtype=ct.float32)
     if SPLIT:
-        high, low = _split(a.astype(ct.float32))
-        found = _add_product(high, low, ct.transpose(b), nothing, True)
+        found = _add_product(a.astype(ct.float32), ct.transpose(b), nothing, True, False)
     else:
         found = ct.mma(a, ct.transpose(b), nothing)
     return found
@@ -147,8 +162,8 @@ def _join(T, A, rows, cols, SIZE: Int):
 def _inverse(A, rows, cols):
     """Return (I + A)^-1 of A [C, C] in float32, which is strictly lower.
 
-    Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. A step
-    of Newton then leaves the error of the split factors.
+    Keys are of norm one and rates at most one, so no element of an inverse of blocks exceeds one, and float16 holds them. With
+    E = I - (I + A) T, which is about 2^-8, T (I + E + E^2) then has nearly the bits of float32.
     """
     identity = ct.where(rows == cols, 1.0, 0.0).astype(ct.float32)
     pairs = (rows // 2 == cols // 2) & (rows > cols)
@@ -159,10 +174,13 @@ def _inverse(A, rows, cols):
     T = _join(T, A, rows, cols, 16)
     T = _join(T, A, rows, cols, 32)
     rough = T.astype(ct.bfloat16)
-    high, low = _split(A)
-    found = ct.mma(high, rough, ct.mma(low, rough, ct.zeros((CHUNK, CHUNK), dtype=ct.float32)))
+    found = _add_product(A, rough, ct.zeros((CHUNK, CHUNK), dtype=ct.float32), False, False)
     rest = identity - rough.astype(ct.float32) - found
-    return ct.mma(rough, rest.astype(ct.bfloat16), rough.astype(ct.float32))
+    high = rest.astype(ct.bfloat16)
+    rest = ct.mma(high, high, rest)
+    high = rest.astype(ct.bfloat16)
+    low = (rest - high.astype(ct.float32)).astype(ct.bfloat16)
+    return ct.mma(rough, high, ct.mma(rough, low, rough.astype(ct.float32)))
 
 
 @ct.kernel(num_worker_warps=4, occupancy=2)
@@ -194,32 +212,119 @@ def _prepare_chunk(
     ct.store(factors, (part, 3, 0), (ct.exp(last) + ct.zeros((CHUNK,), dtype=ct.float32)).reshape(row))
     left = ct.exp(ct.where(rows >= cols, sums[:, None] - sums[None, :], MINUS_INFINITY)) * of_k[None, :]
     # 2. Products of queries and of keys with keys.
-    high, low = _split(_product(queries, keys, SPLIT) * left * of_q[:, None])
+    high, middle, low = _split(_product(queries, keys, SPLIT) * left * of_q[:, None])
     square = (1, 1, CHUNK, CHUNK)
     ct.store(attention, (part, 0, 0, 0), high.reshape(square))
-    ct.store(attention, (part, 1, 0, 0), low.reshape(square))
+    ct.store(attention, (part, 1, 0, 0), middle.reshape(square))
+    if SPLIT:
+        ct.store(attention, (part, 2, 0, 0), low.reshape(square))
     pairs = _product(keys, keys, SPLIT) * left * (of_k * rate)[:, None]
     # 3. The inverse.
-    high, low = _split(_inverse(ct.where(rows > cols, pairs, 0.0), rows, cols) * rate[None, :])
+    high, middle, low = _split(_inverse(ct.where(rows > cols, pairs, 0.0), rows, cols) * rate[None, :])
     ct.store(inverse, (part, 0, 0, 0), high.reshape(square))
-    ct.store(inverse, (part, 1, 0, 0), low.reshape(square))
+    ct.store(inverse, (part, 1, 0, 0), middle.reshape(square))
+    ct.store(inverse, (part, 2, 0, 0), low.reshape(square))
+
+
+# A long sequence of few heads has fewer blocks than the GPU has places, so it is cut into segments of chunks. The state behind a
+# segment is linear in the state before it: S M + F, with F what the segment makes of nothing. One pass finds F, and M as what
+# the segment makes of unit states while it writes no values. The states between segments follow, and a second pass has them all.
+
+
+@ct.function
+def _written(state, keys, values, inverse, factors, part, SPLIT: Flag):
+    """Return what the tokens of a chunk write [TILE_V, CHUNK], of the part of the values that is new."""
+    square = (1, 1, CHUNK, CHUNK)
+    inverse_high = ct.transpose(ct.load(inverse, (part, 0, 0, 0), square).reshape((CHUNK, CHUNK)))
+    inverse_middle = ct.transpose(ct.load(inverse, (part, 1, 0, 0), square).reshape((CHUNK, CHUNK)))
+    inverse_low = ct.transpose(ct.load(inverse, (part, 2, 0, 0), square).reshape((CHUNK, CHUNK)))
+    read = ct.load(factors, (part, 0, 0), (1, 1, CHUNK)).reshape((1, CHUNK))
+    nothing = ct.zeros((state.shape[0], CHUNK), dtype=ct.float32)
+    known = _add_product(state, ct.transpose(keys), nothing, SPLIT, False)
+    high, middle, low = _split(values - known * read)
+    return _add_parts(high, middle, low, inverse_high, inverse_middle, inverse_low, nothing)
+
+
+@ct.function
+def _behind(state, delta, keys, factors, part, SPLIT: Flag):
+    """Return the state behind a chunk."""
+    written = ct.load(factors, (part, 1, 0), (1, 1, CHUNK)).reshape((1, CHUNK))
+    left = ct.load(factors, (part, 3, 0), (1, 1, 1)).reshape((1, 1))
+    return _add_product(delta * written, keys, state * left, SPLIT, False)
+
+
+@ct.kernel
+def _scan_ahead(
+    k: Heads, v: Heads, initial: States, inverse: Square, factors: Rows, states: States, moves: States,
+    segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
+):  # fmt: skip
+    """Make states [pairs, segments, V, K] of what segments make of nothing, and moves [pairs, segments, K, K]."""
+    heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
+    of_values = ct.cdiv(v.shape[3], TILE_V)
+    blocks = of_values + ct.cdiv(k.shape[3], TILE_V)
+    block, segment = ct.bid(0) % blocks, ct.bid(0) // blocks % (segments - 1)
+    pair = ct.bid(0) // blocks // (segments - 1)
+    batch, head = pair // heads, pair % heads
+    key_head = head // (heads // k.shape[2])
+    unit = block >= of_values  # columns of unit states
+    if segment > 0 or not unit:
+        state = ct.zeros((TILE_V, TILE_K), dtype=ct.float32)
+        if segment == 0:
+            first = ct.load(initial, (batch, head, 0, block), (1, 1, TILE_K, TILE_V), padding_mode=ZERO)
+            state = ct.transpose(first.reshape((TILE_K, TILE_V)))
+        if unit:
+            rows = (block - of_values) * TILE_V + ct.arange(TILE_V, dtype=ct.int32)[:, None]
+            state = ct.where(rows == ct.arange(TILE_K, dtype=ct.int32)[None, :], 1.0, 0.0).astype(ct.float32)
+        for chunk in range(segment * segment_chunks, segment * segment_chunks + segment_chunks):
+            part = pair * chunks + chunk
+            keys = ct.load(k, (batch, chunk, key_head, 0), (1, CHUNK, 1, TILE_K), padding_mode=ZERO)
+            keys = keys.reshape((CHUNK, TILE_K))
+            values = ct.load(
+                v, (batch, chunk, head, ct.minimum(block, of_values - 1)), (1, CHUNK, 1, TILE_V), padding_mode=ZERO
+            )
+            values = ct.transpose(values.reshape((CHUNK, TILE_V))).astype(ct.float32)
+            values = ct.where(unit, 0.0, values)
+            delta = _written(state, keys, values, inverse, factors, part, SPLIT)
+            state = _behind(state, delta, keys, factors, part, SPLIT)
+        if unit:
+            ct.store(moves, (pair, segment, block - of_values, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+        else:
+            ct.store(states, (pair, segment + 1, block, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+
+
+@ct.kernel(num_worker_warps=4)
+def _join_segments(states: States, moves: States, segments: int, TILE_K: Int, TILE_V: Int):
+    """Turn what each segment makes of nothing into the state before each segment but the first."""
+    pair, block = ct.bid(0), ct.bid(1)
+    shape = (1, 1, TILE_V, TILE_K)
+    state = ct.load(states, (pair, 1, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+    for segment in range(2, segments):
+        move = ct.load(moves, (pair, segment - 1, 0, 0), (1, 1, TILE_K, TILE_K), padding_mode=ZERO)
+        made = ct.load(states, (pair, segment, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+        state = _add_product(state, move.reshape((TILE_K, TILE_K)), made, True, False)
+        ct.store(states, (pair, segment, block, 0), state.reshape(shape))
 
 
 @ct.kernel
 def _scan_chunks(
-    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, out: Heads,
-    final: States, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
+    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, states: States,
+    out: Heads, final: States, segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
 ):  # fmt: skip
     heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
     blocks = ct.cdiv(v.shape[3], TILE_V)
-    pair, block = ct.bid(0) // blocks, ct.bid(0) % blocks
+    block, segment, pair = ct.bid(0) % blocks, ct.bid(0) // blocks % segments, ct.bid(0) // blocks // segments
     batch, head = pair // heads, pair % heads
     key_head = head // (heads // k.shape[2])
     # The state and all that is made of it are transposed: rows are columns of values, and stay in registers between products.
-    state = ct.load(initial, (batch, head, 0, block), (1, 1, TILE_K, TILE_V), padding_mode=ZERO)
-    state = ct.transpose(state.reshape((TILE_K, TILE_V)))
+    if segment == 0:
+        first = ct.load(initial, (batch, head, 0, block), (1, 1, TILE_K, TILE_V), padding_mode=ZERO)
+        state = ct.transpose(first.reshape((TILE_K, TILE_V)))
+    else:
+        first = ct.load(states, (pair, segment, block, 0), (1, 1, TILE_V, TILE_K), padding_mode=ZERO)
+        state = first.reshape((TILE_V, TILE_K))
     nothing = ct.zeros((TILE_V, CHUNK), dtype=ct.float32)
-    for chunk in range(chunks):
+    square = (1, 1, CHUNK, CHUNK)
+    for chunk in range(segment * segment_chunks, ct.minimum(chunks, (segment + 1) * segment_chunks)):
         part = pair * chunks + chunk
         keys = ct.load(k, (batch, chunk, key_head, 0), (1, CHUNK, 1, TILE_K), padding_mode=ZERO).reshape(
             (CHUNK, TILE_K)
@@ -228,38 +333,40 @@ def _scan_chunks(
         queries = queries.reshape((CHUNK, TILE_K))
         values = ct.load(v, (batch, chunk, head, block), (1, CHUNK, 1, TILE_V), padding_mode=ZERO)
         values = ct.transpose(values.reshape((CHUNK, TILE_V))).astype(ct.float32)
-        square = (1, 1, CHUNK, CHUNK)
-        inverse_high = ct.transpose(ct.load(inverse, (part, 0, 0, 0), square).reshape((CHUNK, CHUNK)))
-        inverse_low = ct.transpose(ct.load(inverse, (part, 1, 0, 0), square).reshape((CHUNK, CHUNK)))
         attention_high = ct.transpose(ct.load(attention, (part, 0, 0, 0), square).reshape((CHUNK, CHUNK)))
-        attention_low = ct.transpose(ct.load(attention, (part, 1, 0, 0), square).reshape((CHUNK, CHUNK)))
-        read = ct.load(factors, (part, 0, 0), (1, 1, CHUNK)).reshape((1, CHUNK))
-        written = ct.load(factors, (part, 1, 0), (1, 1, CHUNK)).reshape((1, CHUNK))
+        attention_middle = ct.transpose(ct.load(attention, (part, 1, 0, 0), square).reshape((CHUNK, CHUNK)))
         asked = ct.load(factors, (part, 2, 0), (1, 1, CHUNK)).reshape((1, CHUNK))
-        left = ct.load(factors, (part, 3, 0), (1, 1, 1)).reshape((1, 1))
-        # 1. What the state holds for the keys.
-        high, low = _split(state)
-        known = _add_product(high, low, ct.transpose(keys), nothing, SPLIT)
-        found = _add_product(high, low, ct.transpose(queries), nothing, SPLIT)
-        # 2. What the tokens write, of the part of the values that is new.
-        high, low = _split(values - known * read)
-        delta = ct.mma(low, inverse_high, nothing)
-        delta = ct.mma(high, inverse_low, delta)
-        delta = ct.mma(high, inverse_high, delta)
-        # 3. What the queries read.
-        high, low = _split(delta)
-        found = ct.mma(low, attention_high, found * asked)
-        found = ct.mma(high, attention_low, found)
-        found = ct.mma(high, attention_high, found)
+        # 1. What the tokens write.
+        delta = _written(state, keys, values, inverse, factors, part, SPLIT)
+        # 2. What the queries read.
+        found = _add_product(state, ct.transpose(queries), nothing, SPLIT, True) * asked
+        high, middle, low = _split(delta)
+        if SPLIT:
+            attention_low = ct.transpose(ct.load(attention, (part, 2, 0, 0), square).reshape((CHUNK, CHUNK)))
+            found = _add_parts(high, middle, low, attention_high, attention_middle, attention_low, found)
+        else:
+            found = ct.mma(middle, attention_high, found)
+            found = ct.mma(high, attention_middle, found)
+            found = ct.mma(high, attention_high, found)
         found = ct.transpose(found.astype(out.dtype)).reshape((1, CHUNK, 1, TILE_V))
         ct.store(out, (batch, chunk, head, block), found)
-        # 4. The state behind the chunk.
-        high, low = _split(delta * written)
-        state = _add_product(high, low, keys, state * left, SPLIT)
-    ct.store(final, (batch, head, 0, block), ct.transpose(state).reshape((1, 1, TILE_K, TILE_V)))
+        # 3. The state behind the chunk.
+        state = _behind(state, delta, keys, factors, part, SPLIT)
+    if segment == segments - 1:
+        ct.store(final, (batch, head, 0, block), ct.transpose(state).reshape((1, 1, TILE_K, TILE_V)))
 
 
+_AHEAD = {warps: _scan_ahead.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 _SCAN = {warps: _scan_chunks.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
+
+
+def _scan_shape(heads, V, chunks):
+    """Return the columns of values of a block and the number of segments, for the heads of all sequences."""
+    # An H200 has places for 132 blocks. The first pass takes most of the time of the second: two segments gain nothing.
+    segments = min(132 // heads, chunks // 4)
+    if heads <= 32 and segments >= 3:
+        return (128 if V > 64 else 64), segments
+    return (128 if V > 64 and heads > 66 else 64), 1
 
 
 def run_chunk(
@@ -273,6 +380,7 @@ def run_chunk(
     final_state: torch.Tensor,
     *,
     TILE_V=None,
+    segments=None,
 ):
     """Compute S = e^g S + k^T delta with delta = beta (v - k e^g S), and out = q S, for T tokens one after the other.
 
@@ -280,20 +388,39 @@ def run_chunk(
     decays and the state are in float32.
     Mapping: one block a chunk of 64 tokens and head inverts the system of the chunk. Then a block owns TILE_V columns of a head's
     state and goes through the chunks.
-    TILE_V = None: 64, or 128 if that still gives a block to every second multiprocessor of an H200.
+    TILE_V and segments = None: by the number of heads, so that the blocks fill an H200.
     """
     B, T, Hv, V = v.shape
     K = k.shape[3]
     if final_state.numel() == 0:
         return
-    parts = B * Hv * -(-T // CHUNK)
+    chunks = -(-T // CHUNK)
+    parts = B * Hv * chunks
     tile_k = max(16, 1 << (K - 1).bit_length())
-    tile_v = TILE_V or (128 if B * Hv > 66 and V > 64 else 64)
-    inverse = torch.empty((parts, 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    attention = torch.empty((parts, 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    best_tile, best_segments = _scan_shape(B * Hv, V, chunks)
+    tile_v = TILE_V or best_tile
+    segments = min(segments or best_segments, chunks)
+    segment_chunks = -(-chunks // segments)
+    segments = -(-chunks // segment_chunks)
+    split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
+    inverse = torch.empty((parts, 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty((parts, 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
     factors = torch.empty((parts, 4, CHUNK), dtype=torch.float32, device=q.device)
-    split, stream = q.dtype != torch.bfloat16, torch.cuda.current_stream()
+    pairs = B * Hv if segments > 1 else 1
+    states = torch.empty((pairs, segments, V, K), dtype=torch.float32, device=q.device)
+    moves = torch.empty((pairs, segments, K, K), dtype=torch.float32, device=q.device)
     args = (q, k, g, beta, inverse, attention, factors, Hv, K**-0.5, split, tile_k)
     ct.launch(stream, (parts, 1, 1), _prepare_chunk, args)
-    args = (q, k, v, initial_state, inverse, attention, factors, out, final_state, split, tile_k, tile_v)
-    ct.launch(stream, (B * Hv * -(-V // tile_v), 1, 1), _SCAN[tile_v // 16], args)
+    if segments > 1:
+        args = (
+            k, v, initial_state, inverse, factors, states, moves, segments, segment_chunks, split, tile_k, tile_v,
+        )  # fmt: skip
+        grid = B * Hv * (segments - 1) * (blocks + -(-K // tile_v))
+        ct.launch(stream, (grid, 1, 1), _AHEAD[tile_v // 16], args)
+        args = (states, moves, segments, tile_k, 16)
+        ct.launch(stream, (B * Hv, -(-V // 16), 1), _join_segments, args)
+    args = (
+        q, k, v, initial_state, inverse, attention, factors, states, out, final_state, segments, segment_chunks,
+        split, tile_k, tile_v,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hv * segments * blocks, 1, 1), _SCAN[tile_v // 16], args)

@@ -44,6 +44,7 @@ def print_table(
     *,
     wide: bool = False,
     least: Sequence[str] = (),
+    most: Collection[str] = (),
     prose: Collection[str] = (),
 ) -> None:
     """Print a table in the width of the terminal. Numbers are right-aligned, and None is an empty cell.
@@ -51,6 +52,7 @@ def print_table(
     Args:
         wide: print every column in full, at any width.
         least: columns to leave out first if there is not enough room.
+        most: columns to leave out last.
         prose: columns of sentences, which are wrapped below their row.
     """
     given = [tuple(row) for row in rows]
@@ -62,10 +64,13 @@ def print_table(
         width=None if wide else table_width(),
         numeric=numeric,
         least=least,
+        most=most,
         prose=prose,
     )
     for line in layout.lines:
         print_line(line)
+    if layout.repeated:
+        note(f"in every row: {', '.join(f'{name} {value}' for name, value in layout.repeated)}")
     if layout.dropped:
         named, more = layout.dropped[:NAMES_IN_A_NOTE], len(layout.dropped) - NAMES_IN_A_NOTE
         note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + "; --wide shows all")
@@ -165,7 +170,7 @@ def plain_value(value: Any) -> Any:
 GAP = 2
 READABLE_TEXT = 24
 """Minimum width of a cut text while less important columns can still be dropped."""
-MIN_TEXT = 12
+MIN_TEXT = 11
 """Minimum width of a cut text before other columns are dropped."""
 CUT = ".."
 INDENT = 4
@@ -173,10 +178,12 @@ INDENT = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """The lines of a table, and the dropped columns."""
+    """The lines of a table, the dropped columns, and those of them that one line can state."""
 
     lines: list[str] = field(default_factory=list)
     dropped: tuple[str, ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
+    """Name and cell of each dropped column that has the same cell in every row."""
 
 
 def lay_out(
@@ -186,6 +193,7 @@ def lay_out(
     width: int | None,
     numeric: Collection[str] = (),
     least: Sequence[str] = (),
+    most: Collection[str] = (),
     prose: Collection[str] = (),
 ) -> Layout:
     """Lay out a table of one-line cells.
@@ -195,7 +203,8 @@ def lay_out(
         rows: cells, as many per row as headings.
         width: characters per line; None means no limit.
         numeric: columns that are right-aligned, and dropped rather than cut.
-        least: columns to drop first, least important first; then columns are dropped from the right.
+        least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
+        most: columns to drop last.
         prose: columns of sentences, which are wrapped below their row if there is a width.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
@@ -211,10 +220,14 @@ def lay_out(
         }
         for shortest in (READABLE_TEXT, MIN_TEXT)
     )
+    same: list[int] = []
     if width is not None:
         order = [columns.index(name) for name in least if name in columns]
+        others = [index for index in reversed(shown) if index not in order]
+        same = [index for index in others if columns[index] not in most and _is_repeated([row[index] for row in rows])]
+        others.sort(key=lambda index: columns[index] in most)
         shown = _kept(shown, readable, width, order)
-        shown = _kept(shown, narrow, width, [*order, *reversed(shown)])
+        shown = _kept(shown, narrow, width, [*order, *same, *others])
         sizes = _shared({index: natural[index] for index in shown}, narrow, width)
     else:
         sizes = natural
@@ -224,8 +237,14 @@ def lay_out(
         lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
         for index in below:
             lines += _wrapped(row[index], width or 0)
-    dropped = tuple(name for index, name in enumerate(columns) if index not in shown and index not in below)
-    return Layout(lines, dropped)
+    absent = [index for index in range(len(columns)) if index not in shown and index not in below]
+    repeated = [index for index in absent if index in same]
+    dropped = tuple(columns[index] for index in absent if index not in repeated)
+    return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated))
+
+
+def _is_repeated(cells: Sequence[str]) -> bool:
+    return len(cells) > 1 and cells[0] != "" and len(set(cells)) == 1
 
 
 def _kept(shown: list[int], sizes: dict[int, int], width: int, order: Sequence[int]) -> list[int]:

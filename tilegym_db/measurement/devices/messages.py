@@ -17,6 +17,7 @@ from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.records import Trace
 from tilegym_db.records.roofline import GpuPeaks
+from tilegym_db.verification.phases import Spent
 from tilegym_db.verification.worker_handle import TierPolicy
 
 
@@ -99,9 +100,10 @@ class JobMessage:
 
 @dataclass(frozen=True)
 class Done:
-    """The order is complete; ``seconds`` is its time by phase."""
+    """The order is complete; ``seconds`` is its time by phase, ``spent`` that of single Solutions and Definitions."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
+    spent: tuple[Spent, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from tilegym_db.measurement.machine import Site
 from tilegym_db.measurement.plan import DefinitionPlan
 from tilegym_db.records import Trace
 from tilegym_db.sandbox.limits import HOST_SHARE
-from tilegym_db.verification.phases import AT_WORK, IDLE, START, added
+from tilegym_db.verification.phases import AT_WORK, IDLE, START, Spent, added, merged
 
 MAX_RESTARTS = 2
 """Maximum number of restarts of a dead supervisor per device."""
@@ -86,6 +86,8 @@ class PoolReport:
 
     traces: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    spent: dict[str, tuple[Spent, ...]] = field(default_factory=dict)
+    """The same for single Solutions and Definitions."""
     notes: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -226,7 +228,8 @@ class DevicePool:
                 callbacks.job_message(content)
             case Ready(seconds):
                 report.seconds[label] = added(report.seconds[label], {START: seconds})
-            case Done(seconds):
+            case Done(seconds, spent):
+                report.spent[label] = merged([*report.spent.get(label, ()), *spent])
                 report.seconds[label] = added(report.seconds[label], seconds)
                 process.item = None
                 callbacks.starting(label, "idle")

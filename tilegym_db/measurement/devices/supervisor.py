@@ -182,7 +182,7 @@ class DeviceJobs:
             with scratch_folder() as folder, leaving_processors(self.machine):
                 JOBS[session.job](self, order, folder)
         self.phases.add(PROCESSORS, processor_seconds() - processors_before)
-        self.send(Done(self.phases.take()))
+        self.send(Done(self.phases.take(), self.phases.take_spent()))
 
     def _find_peaks(self, session: Session) -> None:
         if self.peaks is None:

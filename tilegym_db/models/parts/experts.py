@@ -10,8 +10,9 @@ probe, if it reads nothing of the module but the activation, inputs of the Defin
 Some of the experts may return their input: those from the number of ``routed`` experts on. They have no part in the kernel, and
 their share is added to its output.
 
-The first three inputs of a Definition are the arguments of a call: hidden states [M, H], ids and weights [M, K]. Every other
-input, and the ``activation``, is an attribute of the module. It has the same name unless ``serving.code`` states another.
+The first three inputs of a Definition are the arguments of a call: hidden states [M, H], ids and weights [M, K]. Hidden states
+[E, S, H] are the only argument, with the rows of all experts one after another. Every other input, and the ``activation``, is an
+attribute of the module. It has the same name unless ``serving.code`` states another.
 """
 
 from __future__ import annotations
@@ -58,29 +59,36 @@ from tilegym_db.models.upstream_code import EAGER, fingerprint, implementations,
 from tilegym_db.records import Definition
 from tilegym_db.records.serving import ModelCode
 
-CALLED_WITH = 3
-"""Number of a Definition's inputs that are arguments of a call; the module keeps the others."""
 ROUTED, ALL = "routed", "all"
 GATE, DOWN = "_apply_gate", "down_proj"
 UNDESCRIBED = {
-    "dac37a667ed00e1f": "no definition describes experts that all run on tokens scaled by their scores",
-    "9362cac990f448e8": "no definition describes experts without a gate",
     "cf29a494b01fa9b9": "no definition describes experts with a soft cap",
     "67f4d3b10242b4b3": "no definition describes experts that every token uses",
     "1b022aa8ae57ce75": "no definition describes experts with a norm of their outputs",
     "bdc4d68b8c68d77a": "no definition describes gated experts with weights by column and no bias",
 }
-"""Known code that no Definition describes: Llama 4, Nemotron-H, Inkling 2, Inkling, Muse Spark, Aria."""
+"""Known code that no Definition describes: Inkling 2, Inkling, Muse Spark, Aria."""
 SHARDED = "its experts are distributed over several GPUs"
 OWN_GATE = f"its {GATE} is replaced on the instance"
 NO_CONFIG = "it has no config that states the implementation"
 OTHER_GATE = "its code between the two products, {}, computes no definition of experts"
 OTHER_IDENTITY = "in its probe, experts from {} on do not return their input"
 CHANGED = "its bounds changed after the probe"
-NOT_CALLED_SO = "its arguments are not just hidden states, ids and weights, each a matrix"
+NOT_CALLED_SO = "its arguments are not just hidden states, or these with ids and weights, each a matrix"
 
 _is_compiling = torch.compiler.is_compiling
 Module = torch.nn.Module
+
+
+def called_with(definition: Definition) -> int:
+    """Return the number of a Definition's inputs that are arguments of a call; the module keeps the others."""
+    return 1 if _has_rows_of_all(definition) else 3
+
+
+def _has_rows_of_all(definition: Definition) -> bool:
+    """Return True if the hidden states have a row of each expert for each token."""
+    shape = next(iter(definition.inputs.values())).shape
+    return shape is not None and len(shape) == 3
 
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
@@ -139,7 +147,9 @@ def nominated(found: ModuleGroup, loop: Any, known: KnownCode) -> DefinitionMatc
     bounded = [name for name in read if name not in _unbounded(module)]
     for match in () if numbers or device_of(module).type == "meta" else plain:
         scalars = [
-            name for name in list(match.definition.inputs)[CALLED_WITH:] if match.definition.inputs[name].is_scalar
+            name
+            for name in list(match.definition.inputs)[called_with(match.definition) :]
+            if match.definition.inputs[name].is_scalar
         ]
         for names in itertools.permutations(bounded) if len(bounded) == len(scalars) else ():
             attributes = {**match.code.attributes, **dict(zip(scalars, names, strict=True))}
@@ -167,7 +177,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
     if reason:
         return reason
     names = list(match.definition.inputs)
-    inputs = drawn_for(match.definition, list(_kept(match)), names[:CALLED_WITH], device_of(module))
+    inputs = drawn_for(match.definition, list(_kept(match)), names[: called_with(match.definition)], device_of(module))
     results = {}
     for name in _implementations(type(module).forward):
         try:
@@ -243,7 +253,7 @@ def _why_not(module: Module, match: DefinitionMatch) -> str:
 
 def _kept(match: DefinitionMatch) -> dict[str, str]:
     """Return input of the Definition -> the module's attribute for it."""
-    return {name: match.attribute(name) for name in list(match.definition.inputs)[CALLED_WITH:]}
+    return {name: match.attribute(name) for name in list(match.definition.inputs)[called_with(match.definition) :]}
 
 
 def _run(
@@ -251,7 +261,7 @@ def _run(
 ) -> torch.Tensor:
     """Run one implementation with these weights; none of the module's submodules is called."""
     kept = {attribute: inputs[name] for name, attribute in _kept(match).items() if name in inputs}
-    sizes = {"num_experts": EXPERTS}
+    sizes = {"num_experts": EXPERTS, **_width(match, next(iter(inputs.values())))}
     if ROUTED in match.code.attributes:
         sizes = {match.attribute(ROUTED): EXPERTS, match.attribute(ALL): EXPERTS + 1}
     twin = _twin(module, kept, **sizes)
@@ -261,8 +271,18 @@ def _run(
     if isinstance(activation, Module):
         vars(twin)["_modules"] = {**module._modules, name: activation.forward}  # without its hooks
     with torch.no_grad():
-        out: torch.Tensor = type(module).forward(twin, *list(inputs.values())[:CALLED_WITH])
-    return out
+        return _in_rows(type(module).forward, twin, list(inputs.values())[: called_with(match.definition)])
+
+
+def _width(match: DefinitionMatch, states: torch.Tensor) -> dict[str, int]:
+    """Return the attribute by which code with a row of each expert for each token takes its argument apart."""
+    return {"hidden_size": states.shape[-1]} if _has_rows_of_all(match.definition) else {}
+
+
+def _in_rows(forward: Callable[..., torch.Tensor], module: Module, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Run a forward of experts, which has hidden states and outputs as rows, on hidden states [M, H] or [E, S, H]."""
+    states, *others = given
+    return forward(module, states.reshape(-1, states.shape[-1]), *others).view(states.shape)
 
 
 def _twin(module: Module, weights: Mapping[str, torch.Tensor], **changed: Any) -> Module:
@@ -283,19 +303,20 @@ def own_code(found: ModuleGroup) -> OwnCode:
 
 def _own_call(module: Module, match: DefinitionMatch) -> Callable[..., Any]:
     """Return a call for every module of the site, with weights, limits and the number of experts as arguments."""
-    kept, cls = _kept(match), unpatched_class(module)
+    kept, cls, count = _kept(match), unpatched_class(module), called_with(match.definition)
     bare = copy.copy(module)
     vars(bare)["_parameters"] = {}  # without weights: the call passes them
 
     def call(*inputs: Any) -> Any:
         weights, numbers = {}, {}
-        for (name, attribute), value in zip(kept.items(), inputs[CALLED_WITH:], strict=True):
+        for (name, attribute), value in zip(kept.items(), inputs[count:], strict=True):
             if not match.definition.inputs[name].is_scalar:
                 weights[attribute] = value
             elif name not in match.code.constants:
                 numbers[attribute] = value
         experts = next(iter(weights.values())).shape[0]
-        return cls.forward(_twin(bare, weights, num_experts=experts, **numbers), *inputs[:CALLED_WITH])
+        sizes = {"num_experts": experts, **_width(match, inputs[0])}
+        return _in_rows(cls.forward, _twin(bare, weights, **sizes, **numbers), inputs[:count])
 
     return call
 
@@ -363,12 +384,13 @@ def experts_forward(
         weights: the attributes that are tensors.
     """
     attributes, definition = _kept(match), match.definition
-    names = tuple(attributes)
+    names, count, has_rows_of_all = tuple(attributes), called_with(definition), _has_rows_of_all(definition)
     places = [names.index(name) for name, attribute in attributes.items() if attribute in weights]
     # Codes and their scales; the model's code gives them no gradient either.
     frozen = [place for place in places if definition.inputs[names[place]].dtype not in definition.dtypes]
 
     def serve(self: Any, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        out: torch.Tensor | None
         kept = [match.value(self, name) for name in names]
         routed = getattr(self, own.routed) if own.routed else None
         if routed is not None and isinstance(kept[0], torch.Tensor):
@@ -384,10 +406,20 @@ def experts_forward(
         if site.falls_back(self.training, *given, *parameters):
             return None
         reason = why_stock(given, parameters) or own.why_other(self)
+        if (
+            has_rows_of_all
+            and not reason
+            and (not given[0].is_contiguous() or given[0].shape[0] % parameters[0].shape[0])
+        ):
+            reason = NOT_CALLED_SO
         if reason:
             site.bypass(reason)
             return None
-        out: torch.Tensor | None = site.ask(self.training, *given, *kept)
+        if has_rows_of_all:
+            states = given[0].view(parameters[0].shape[0], -1, given[0].shape[1])
+            out = site.ask(self.training, states, *kept)
+            return None if out is None else out.view(given[0].shape)
+        out = site.ask(self.training, *given, *kept)
         return out if out is None or routed is None else out + unweighted(given[0], given[1], given[2], routed)
 
     def traced(self: Any, given: Sequence[torch.Tensor], kept: list[Any], parameters: list[Any]) -> torch.Tensor | None:
@@ -402,7 +434,7 @@ def experts_forward(
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Models call experts by position. Parameter names differ between models, so a call by keyword goes to stock.
-        out = serve(self, args) if len(args) == CALLED_WITH and not kwargs else None
+        out = serve(self, args) if len(args) == count and not kwargs else None
         return stock(self, *args, **kwargs) if out is None else out
 
     return forward
@@ -439,18 +471,18 @@ LAST_SCALES = (0.25, 0.5, 1.0, 2.0)
 
 
 def drawn_for(
-    definition: Definition, kept: Sequence[str], called_with: Sequence[str], device: torch.device
+    definition: Definition, kept: Sequence[str], names: Sequence[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of a Definition of experts, by name.
 
     Args:
         definition: a Definition with inputs as this module describes.
         kept: the inputs that a module keeps.
-        called_with: hidden states, ids and weights.
+        names: hidden states, or hidden states, ids and weights.
         device: the device of the tensors.
     """
     draw, sizes = Draw(device), {**dict.fromkeys(definition.axes, SIZES["H"]), **SIZES}
-    x, ids, weights = called_with
+    x, *routing = names
     blocks = [axis.value for axis in definition.axes.values() if axis.value is not None]
     has_codes = any(_is_code(definition, name) for name in kept)
     if has_codes:
@@ -458,12 +490,12 @@ def drawn_for(
         sizes.update(dict.fromkeys(("H", "I"), BLOCKS * max(blocks)))
         states = activation(draw, sizes["M"], sizes["H"], max(blocks))
     else:
-        states = SPREAD * draw(sizes["M"], sizes["H"])
-    inputs = {
-        x: states,
-        ids: draw(sizes["M"], sizes["E"]).float().argsort(dim=-1)[:, : sizes["K"]].contiguous(),
-        weights: draw(sizes["M"], sizes["K"]),
-    }
+        states = SPREAD * draw(*definition.shape_of(x, sizes))
+    inputs = {x: states}
+    if routing:
+        ids, weights = routing
+        inputs[ids] = draw(sizes["M"], sizes["E"]).float().argsort(dim=-1)[:, : sizes["K"]].contiguous()
+        inputs[weights] = draw(sizes["M"], sizes["K"])
     tensors = [name for name in kept if not definition.inputs[name].is_scalar]
     return {**inputs, **(_codes if has_codes else _matrices)(definition, tensors, sizes, draw)}
 

@@ -34,6 +34,7 @@ from tilegym_db.models.found import (
 from tilegym_db.models.gate_product import CALL, GateProduct, activations_of, gate_product, multiplies, with_call
 from tilegym_db.models.gated_code import GatedCode, gated_code
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
+from tilegym_db.models.products import forwards, gated_products
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint
 from tilegym_db.records.serving import ModelCode
 
@@ -201,7 +202,9 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
         is_product = kept is not None and _is_product(
             module, kept, list(inputs.values()), _between(module, match, inputs)
         )
-    return mlp_forward(stock, site, names, match.attribute(OUTPUT), kept, probed, is_product=is_product)
+    return mlp_forward(
+        stock, site, match.definition.name, names, match.attribute(OUTPUT), kept, probed, is_product=is_product
+    )
 
 
 def _forward_with_product(stock: Any, site: CallSite, module: Module, match: DefinitionMatch) -> Callable[..., Any]:
@@ -261,6 +264,7 @@ def _is_product(module: Module, activation: str, given: Sequence[torch.Tensor], 
 def mlp_forward(
     stock: Callable[..., Any],
     site: CallSite,
+    definition: str,
     projections: Sequence[str],
     output: str,
     activation: str | None,
@@ -273,6 +277,7 @@ def mlp_forward(
     Args:
         stock: the forward of the class.
         site: the call site.
+        definition: the name of its Definition.
         projections: the attributes whose results are the Definition's inputs, in order.
         output: the attribute of the last projection.
         activation: the attribute of the activation; None if the activation is part of the code.
@@ -299,6 +304,11 @@ def mlp_forward(
         if kwargs or len(args) != 1 or falls_back(self, args[0]):
             return stock(self, *args, **kwargs)
         (x,) = args
+        if forwards and not _is_compiling():
+            out = gated_products(definition, x, [getattr(self, name) for name in names])
+            if out is not None:
+                site.patience = 0  # it is of use in graphs
+                return getattr(self, output)(out)
         given = [getattr(self, name)(x) for name in names]
         # From here on the stock code is repeated instead of called, because the projections must not run twice.
         out = _activate(site, self.training, given)

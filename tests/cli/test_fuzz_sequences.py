@@ -1,0 +1,254 @@
+"""Sequences of commands with faults between and in them: nothing acknowledged is lost, and each result is one of those allowed.
+
+The faults are a kill at any write, a full disk, a torn line of a journal, a lost database, and two processes at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_outcome import STATUSES, outcome
+from disk_limit import full_disk
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tilegym_db.catalog import Catalog
+from tilegym_db.paths import use_root
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NAMES = ("mine", "other")
+BODIES = tuple(
+    f"def run(x, weight, factor, out):\n    out.copy_({product})\n"
+    for product in ("x * weight * factor", "weight * x * factor")
+)
+READERS = (
+    ["list"], ["list", "--solutions"], ["best"], ["best", "--rank"], ["show", "row_scale"], ["sql", "FROM best"],
+    ["report", "weekly"], ["check", "--static"],
+    ["explain", "row_scale", "--axes", "M=4,N=8", "--dtype", "T=float32", "--gpu", "h200"],
+)  # fmt: skip
+IN_A_PROCESS = """
+import os, signal, sys
+root, at, *line = sys.argv[1:]
+left = int(at)
+def counted(call):
+    def run(*given, **options):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*given, **options)
+    return run
+for name in ("fsync", "replace", "rename", "link", "unlink", "mkdir", "ftruncate"):
+    setattr(os, name, counted(getattr(os, name)))
+from pathlib import Path
+from tilegym_db.paths import use_root
+from tilegym_db.cli.app import main
+sys.argv = ["tilegym-db", *line]
+with use_root(Path(root)):
+    main()
+"""
+KILLED = -9
+
+
+class Sequences(RuleBasedStateMachine):
+    """A home and a checkout, with what they must hold."""
+
+    start: Callable[[], tuple[Path, Path]]
+    journal: Callable[..., list[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.home = self.start()
+        self.resources = ExitStack()
+        self.resources.enter_context(use_root(self.root))
+        self.environment = self.resources.enter_context(pytest.MonkeyPatch.context())
+        self.environment.setenv("TILEGYM_DB_HOME", str(self.home))
+        self.solutions: dict[str, str] = {}
+        self.traces: set[str] = set()
+
+    def teardown(self) -> None:
+        self.resources.close()
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def found(self) -> dict[str, str]:
+        """Return the body of each of our Solutions."""
+        catalog = Catalog((self.root,), warns=False)
+        assert not catalog.broken(), catalog.broken()
+        kept = {name: catalog.solutions[name] for name in NAMES if name in catalog.solutions}
+        return {name: next(iter(files.sources.values())).decode() for name, files in kept.items()}
+
+    def did(self, line: list[str]) -> int:
+        code, errors = outcome(line)
+        assert code in STATUSES, (line, errors)
+        assert "Traceback" not in errors, (line, errors)
+        return code
+
+    def adding(self, name: str, body: int, replaces: bool) -> list[str]:
+        source = self.home.parent / f"{self.home.name}-{body}.py"
+        source.write_text(BODIES[body])
+        line = ["add-solution", str(source), "-d", "row_scale", "-l", "python", "--name", name]
+        return [*line, "--replace"] if replaces else line
+
+    def settle(self, *allowed: dict[str, str]) -> None:
+        """Check that one of some states is there, and go on from it."""
+        there = self.found()
+        assert there in allowed
+        self.solutions = there
+
+    def after(self, line: list[str], state: dict[str, str]) -> dict[str, str]:
+        """Return the state after a command that nothing disturbs."""
+        if line[0] == "remove":
+            return {name: body for name, body in state.items() if name != line[1]}
+        name, body = line[line.index("--name") + 1], Path(line[1]).read_text()
+        return {**state, name: body} if name not in state or "--replace" in line else state
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES), body=st.integers(0, 1), replaces=st.booleans())
+    def add(self, name: str, body: int, replaces: bool) -> None:
+        line = self.adding(name, body, replaces)
+        refused = not replaces and self.solutions.get(name, BODIES[body]) != BODIES[body]
+        assert self.did(line) == (1 if refused else 0)
+        self.settle(self.after(line, self.solutions))
+
+    @rule(name=st.sampled_from(NAMES))
+    def remove(self, name: str) -> None:
+        assert self.did(["remove", name]) == (0 if name in self.solutions else 2)
+        self.settle(self.after(["remove", name], self.solutions))
+
+    @rule(count=st.integers(1, 3))
+    def measure(self, count: int) -> None:
+        for _ in range(count):
+            name = f"t{len(self.traces)}"
+            self.journal(3.0 + len(self.traces), trace_id=name, run_id="run")
+            self.traces.add(name)
+
+    @rule(line=st.sampled_from(READERS))
+    def read(self, line: list[str]) -> None:
+        assert self.did(line) in (0, 3)
+
+    @rule(rebuilds=st.booleans())
+    def ingest(self, rebuilds: bool) -> None:
+        assert self.did(["data", "ingest", *(["--rebuild"] if rebuilds else [])]) == 0
+        self.every_trace_is_there()
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def a_writer_dies_within_a_line(self) -> None:
+        for path in (self.home / "runs").glob("*.jsonl"):
+            with path.open("ab") as file:
+                file.write(b'{"trace_id": "torn", "run_id": ')
+            break
+
+    @rule()
+    def database_is_lost(self) -> None:
+        for path in self.home.glob("tilegym.duckdb*"):
+            path.unlink()
+
+    @rule(name=st.sampled_from(NAMES), body=st.integers(0, 1), size=st.sampled_from([0, 60, 500, 5000]))
+    def disk_is_full(self, name: str, body: int, size: int) -> None:
+        line = self.adding(name, body, True)
+        with full_disk(size):
+            self.did(line)
+        self.settle(self.solutions, self.after(line, self.solutions))
+
+    @rule(size=st.sampled_from([0, 5000, 300_000]))
+    def disk_is_full_for_the_database(self, size: int) -> None:
+        with full_disk(size):
+            self.did(["data", "ingest"])
+        self.every_trace_is_there()
+
+    @rule(name=st.sampled_from(NAMES), body=st.integers(0, 1), at=st.integers(1, 16), removes=st.booleans())
+    def process_is_killed(self, name: str, body: int, at: int, removes: bool) -> None:
+        line = ["remove", name] if removes else self.adding(name, body, True)
+        self.ended(self.process(line, at), line)
+        self.settle(self.solutions, self.after(line, self.solutions))
+
+    @rule(at=st.integers(1, 16), rebuilds=st.booleans())
+    def ingest_is_killed(self, at: int, rebuilds: bool) -> None:
+        line = ["data", "ingest", *(["--rebuild"] if rebuilds else [])]
+        self.ended(self.process(line, at), line)
+        self.every_trace_is_there()
+
+    @rule(name=st.sampled_from(NAMES), bodies=st.permutations([0, 1]), replaces=st.booleans(), removes=st.booleans())
+    def two_processes_at_once(self, name: str, bodies: list[int], replaces: bool, removes: bool) -> None:
+        first = self.adding(name, bodies[0], replaces)
+        second = ["remove", name] if removes else self.adding(name, bodies[1], replaces)
+        lines = (first, second)
+        for process, line in [(self.process(line), line) for line in lines]:
+            self.ended(process, line)
+        orders = (lines, (second, first))
+        self.settle(*(self.after(b, self.after(a, self.solutions)) for a, b in orders))
+
+    @rule(line=st.sampled_from(READERS))
+    def reader_beside_a_writer(self, line: list[str]) -> None:
+        writer = self.process(["data", "ingest", "--rebuild"])
+        self.read(line)
+        assert self.ended(writer, ["data", "ingest", "--rebuild"]) == 0
+
+    def process(self, line: list[str], kill_at: int = 0) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", IN_A_PROCESS, str(self.root), str(kill_at), *line]
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def ended(self, process: subprocess.Popen[bytes], line: list[str]) -> int:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in {*STATUSES, KILLED}, (line, errors)
+        assert b"Traceback" not in errors, (line, errors)
+        return process.returncode
+
+    # -- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def solutions_are_those_that_were_acknowledged(self) -> None:
+        assert self.found() == self.solutions
+
+    def every_trace_is_there(self) -> None:
+        from tilegym_db.store.connection import ingest, open_store
+
+        with open_store() as store:
+            ingest(store)
+            rows = store.rows("SELECT trace_id FROM traces WHERE definition = 'row_scale'")
+        assert {row["trace_id"] for row in rows} == self.traces
+        assert len(rows) == len(self.traces)
+
+
+def test_sequence_of_commands_and_faults_loses_nothing(
+    row_scale: Path, journal_traces: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made: list[Path] = []
+
+    def start() -> tuple[Path, Path]:
+        place = tmp_path / f"example-{len(made)}"
+        made.append(place)
+        shutil.copytree(row_scale, place / "checkout")
+        return place / "checkout", place / "home"
+
+    monkeypatch.setattr(Sequences, "start", staticmethod(start), raising=False)
+    monkeypatch.setattr(Sequences, "journal", staticmethod(journal_traces), raising=False)
+    run_state_machine_as_test(
+        Sequences,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],  # to make a sequence shorter takes minutes; the failing one is short already
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+EXAMPLES, STEPS = 10, 12
+"""About two minutes on an idle core."""
