@@ -26,7 +26,7 @@ from loop_authors import GOOD
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["writing", "duckdb", "tilegym_db.store.publish", "tilegym_db.store.connection", "filelock", "tilegym_db.store.sharing",
-     "tilegym_db.interchange.data_sets", "tilegym_db.interchange.flashinfer_export",
+     "tilegym_db.interchange.importing", "tilegym_db.interchange.flashinfer_export",
      "tilegym_db.loop.submit", "tilegym_db.loop.tasks", "pyarrow.parquet", "pyarrow.dataset"]
 )  # fmt: skip
 
@@ -178,15 +178,15 @@ def rebuild(place: Place, key: str) -> None:
 
 
 def import_set(place: Place, key: str) -> None:
-    from tilegym_db.interchange.data_sets import import_data_set
+    from tilegym_db.interchange.importing import import_data_set
 
     import_data_set(place.beside / "foreign" / key, home=place.home)
 
 
 def export(place: Place, key: str) -> None:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.interchange.data_sets import write_tree
     from tilegym_db.interchange.flashinfer_export import build_export
+    from tilegym_db.interchange.importing import write_tree
 
     told = build_export(Catalog.default(), [trace_of(place, key, 0)])
     write_tree(place.beside / "exports" / key, told.files, told.blobs)

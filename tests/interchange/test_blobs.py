@@ -29,7 +29,6 @@ from safetensors.torch import load, load_file, save
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.interchange.collecting import SIDE_FILE
-from tilegym_db.interchange.data_sets import folder_beside, import_data_set, imported_files, write_tree
 from tilegym_db.interchange.flashinfer_export import (
     MIB,
     Blob,
@@ -41,6 +40,7 @@ from tilegym_db.interchange.flashinfer_export import (
     drawn_together,
     why_drawn,
 )
+from tilegym_db.interchange.importing import folder_beside, import_data_set, imported_files, write_tree
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.store.imported import DataSet, data_set

@@ -12,7 +12,7 @@ from raising import raises
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange import adapt
 from tilegym_db.interchange.adapt import CALLED_BY_NAME, Draft, draft_of
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.judging.sandboxed import NOT_COMPARED, compared_draft
 from tilegym_db.store.imported import DataSet
 

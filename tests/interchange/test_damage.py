@@ -24,7 +24,7 @@ from foreign_sets import (
 from raising import raises
 
 from tilegym_db.errors import RecordError, StoreError, UsageError
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.store.imported import data_set, data_sets, forget_data_set, import_lock
 
 

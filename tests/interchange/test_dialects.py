@@ -12,7 +12,7 @@ from raising import raises
 
 from tilegym_db.errors import RecordError
 from tilegym_db.interchange.adapt import Adapted, adapted_definition
-from tilegym_db.interchange.data_sets import import_data_set, recognise
+from tilegym_db.interchange.importing import import_data_set, recognise
 from tilegym_db.store.imported import counted
 
 NewTree = Callable[[str], Tree]
@@ -212,7 +212,7 @@ def test_each_dialect_is_recognised_by_its_files(tree: Tree, dumps: Tree, proble
 
 @pytest.mark.parametrize("fixture", ["dumps", "problems"])
 def test_every_dialect_comes_out_byte_for_byte(fixture: str, home: Path, request: pytest.FixtureRequest) -> None:
-    from tilegym_db.interchange.data_sets import imported_files
+    from tilegym_db.interchange.importing import imported_files
 
     given: Tree = request.getfixturevalue(fixture)
     found = import_data_set(given.root).data_set

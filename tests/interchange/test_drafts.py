@@ -26,7 +26,7 @@ from safetensors.torch import save
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import NotFoundError, UsageError
 from tilegym_db.interchange.adapt import draft_of
-from tilegym_db.interchange.data_sets import import_data_set, write_tree
+from tilegym_db.interchange.importing import import_data_set, write_tree
 from tilegym_db.judging.judging import compared, summary, verified_pairs
 from tilegym_db.records import Definition, Trace, Workload
 from tilegym_db.records.call import Call

@@ -15,9 +15,9 @@ from tilegym_db.backends.toolchains import lacking_dependency
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange.checks import check_definition, check_solution, check_trace
-from tilegym_db.interchange.data_sets import import_data_set, write_tree
 from tilegym_db.interchange.flashinfer_export import Export, build_export, constant_axes
 from tilegym_db.interchange.flashinfer_trace import RULES
+from tilegym_db.interchange.importing import import_data_set, write_tree
 from tilegym_db.records import Trace
 from tilegym_db.records.solution import find_function
 from tilegym_db.records.trace import Comparison, Correctness, Performance

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.interchange.data_sets import folder_beside, write_tree
 from tilegym_db.interchange.flashinfer_export import BlobFolder, Export, blob_of, build_export, drawn_together
+from tilegym_db.interchange.importing import folder_beside, write_tree
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Trace, Workload
 

@@ -14,7 +14,7 @@ from raising import raises
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import UsageError
 from tilegym_db.interchange.adapt import Draft, draft_of
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.records import Definition
 

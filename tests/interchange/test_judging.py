@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from tilegym_db.errors import RecordError
 from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_solution, native_name
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.judging.judging import ForeignRule, compared, rule_for, summary
 from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.store.imported import DataSet, StoredRecord

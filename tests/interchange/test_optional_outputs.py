@@ -10,7 +10,7 @@ import pytest
 from foreign_sets import DEFINITION, SOLUTION, WORKLOADS, Tree, definition, lines, of_workload, solution, workload
 
 from tilegym_db.interchange.adapt import Adapted, adapted_definition, draft_of
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.store.imported import DataSet
 
 BOTH = "import torch\n\ndef run(x, w, eps):\n    return x * w + eps, x.sum(-1)\n"

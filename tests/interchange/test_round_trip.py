@@ -23,7 +23,7 @@ from foreign_sets import (
 )
 from safetensors.torch import save_file
 
-from tilegym_db.interchange.data_sets import import_data_set, imported_files, write_tree
+from tilegym_db.interchange.importing import import_data_set, imported_files, write_tree
 from tilegym_db.store.imported import counted, data_set
 
 BLOB = "./blob/workloads/scale/scale_n8/scale_n8_0af3.safetensors"

@@ -12,7 +12,7 @@ from foreign_sets import Tree, lines, of_workload, workload
 from safetensors.torch import save
 
 from tilegym_db.interchange.checks import tensor_header
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 
 WORKLOADS = "workloads/scale/scale_n8.jsonl"
 WHOLE = {"x": {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}}

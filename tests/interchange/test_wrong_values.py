@@ -28,7 +28,7 @@ from tilegym_db.errors import TilegymDBError
 from tilegym_db.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
 from tilegym_db.interchange.adapt import Adapted, adapted_definition, adapted_solution
 from tilegym_db.interchange.collecting import Collection
-from tilegym_db.interchange.data_sets import import_data_set
+from tilegym_db.interchange.importing import import_data_set
 from tilegym_db.judging.judging import compared, rule_for
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.imported import DataSet, data_set

@@ -19,8 +19,8 @@ from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from tilegym_db.interchange.data_sets import ImportReport
     from tilegym_db.interchange.flashinfer_export import Export
+    from tilegym_db.interchange.importing import ImportReport
     from tilegym_db.judging.judging import ComparedPair, Judgement, PairKey
     from tilegym_db.records import Trace
     from tilegym_db.store.imported import DataSet
@@ -58,7 +58,7 @@ def import_command(
     Imported records live under their origin, apart from the catalog. They are shown but never ranked, published or resolved.
     Nothing of them is executed. Exit status 1 if something was refused.
     """
-    from tilegym_db.interchange.data_sets import import_data_set
+    from tilegym_db.interchange.importing import import_data_set
 
     if remove:
         _remove(str(path))
@@ -178,7 +178,7 @@ def export_command(
 
     Offsets, ids and related inputs are drawn here with a seed per workload, and written as safetensors.
     """
-    from tilegym_db.interchange.data_sets import refuse_taken
+    from tilegym_db.interchange.importing import refuse_taken
 
     if form not in FORMATS:
         raise UsageError(f"unknown format '{form}'; known: {', '.join(FORMATS)}.", code="format_unknown")
@@ -262,8 +262,8 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.options import select_definitions
     from tilegym_db.cli.kit.reader import open_reader
-    from tilegym_db.interchange.data_sets import folder_beside, write_tree
     from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
+    from tilegym_db.interchange.importing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
     from tilegym_db.store.queries.fastest import traced_gpus
     from tilegym_db.store.sharing import shareable_traces, unverified_counts
@@ -287,8 +287,8 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
 
 
 def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) -> None:
-    from tilegym_db.interchange.data_sets import imported_files, write_tree
     from tilegym_db.interchange.flashinfer_trace import DIALECT
+    from tilegym_db.interchange.importing import imported_files, write_tree
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
 
@@ -307,7 +307,7 @@ def _export_imported(form: str, folder: Path, origin: str, op_type: str | None) 
 
 def _export_draft(folder: Path, origin: str | None, name: str | None) -> None:
     from tilegym_db.interchange.adapt import STILL_TO_WRITE
-    from tilegym_db.interchange.data_sets import write_tree
+    from tilegym_db.interchange.importing import write_tree
     from tilegym_db.paths import home
     from tilegym_db.store.imported import data_set
 

@@ -31,8 +31,7 @@ from tilegym_db.models.patch import PatchOptions, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
-from tilegym_db.published.serving_lock import LockedKernel, write_lock_file
-from tilegym_db.published.table import load_table
+from tilegym_db.published.table import LockedKernel, load_table, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.model_run import ModelRun, Speedups
