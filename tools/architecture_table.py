@@ -44,9 +44,9 @@ runs in float32 as it is, and then patched with kernels that compute what stock 
 - **Forced**: outputs of the patched run beside stock, as "same bits" or the largest relative error of an output.
 - **Unpatched**: the same after `unpatch()`.
 
-{total} architectures: {with_sites} have recognised parts. {same} give the same bits with forced kernels, and {close} more are within
-{bound:.0e}. {exact} are exact after `unpatch()`. {failed} more are not in the table: their own code does not build or run a model of
-this size and input.
+{total} architectures: {with_sites} have recognised parts. {same} give the same bits with forced kernels, and {close} more
+are within {bound:.0e}. {exact} are exact after `unpatch()`. {failed} more are not in the table: their own code does not build or
+run a model of this size and input.
 
 | architecture | model | recognised | ran | forced | unpatched |
 |---|---|---|---:|---|---|

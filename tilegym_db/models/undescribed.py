@@ -26,9 +26,10 @@ COMPUTES = {
     *("scaled_dot_product_attention", "sigmoid", "silu", "softmax"),
 }
 """Names in the code of a module that has submodules and also computes itself, such as a mixer or an attention."""
-COMBINES = {"add_", "cat", "clamp", "masked_fill", "repeat", "stack", "sum", "where"}
+COMBINES = {"add_", "cat", "clamp", "masked_fill", "repeat", "stack", "sum", "to", "where"}
 """Names in the code of a module that only combines what its submodules return; arithmetic does so too."""
-SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_SLICE")
+POSITIONS = "arange"
+ARITHMETIC = {"+", "-", "*", "/", "@", "**"}
 
 
 class Undescribed(NamedTuple):
@@ -104,10 +105,18 @@ def _own_code(cls: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
     base = vars(torch.nn.Module)
     own = [method for name, method in methods(cls).items() if name in named and name not in base]
     codes = [inspect.unwrap(one) for one in (cls.forward, *own) if callable(one)]
-    arithmetic = any(
-        step.opname.startswith(("BINARY_", "INPLACE_")) and step.opname not in SUBSCRIPTS and step.argrepr != "[]"
-        for code in codes
-        if isinstance(code, FunctionType)
-        for step in dis.get_instructions(code)
-    )
+    arithmetic = any(_has_arithmetic(code) for code in codes if isinstance(code, FunctionType))
     return frozenset().union(*map(names_in_code, codes)), arithmetic
+
+
+def _has_arithmetic(function: FunctionType) -> bool:
+    """Return True if a line of a function has arithmetic and no ``arange``, which numbers positions."""
+    starts, line = dict(dis.findlinestarts(function.__code__)), 0
+    arithmetic, numbering = set[int](), set[int]()
+    for step in dis.get_instructions(function):
+        line = starts.get(step.offset) or line
+        if step.argval == POSITIONS:
+            numbering.add(line)
+        elif step.opname == "BINARY_OP" and step.argrepr.rstrip("=") in ARITHMETIC:
+            arithmetic.add(line)
+    return bool(arithmetic - numbering)
