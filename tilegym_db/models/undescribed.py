@@ -16,7 +16,7 @@ import torch
 from tilegym_db.models.found import ModuleGroup, methods, names_in_code
 
 NO_DEFINITION = "no definition describes it"
-GLUE = "sums, products or copies between its submodules; no definition describes them"
+GLUE = "sums, products, masks or copies between its submodules; no definition describes them"
 ADDED = "added to the model after the patch (PEFT copies modules_to_save); unpatch() and patch() again to serve it"
 LIBRARY = "a library call; no definition describes it"
 PRODUCTS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
@@ -26,7 +26,10 @@ COMPUTES = {
     *("scaled_dot_product_attention", "sigmoid", "silu", "softmax"),
 }
 """Names in the code of a module that has submodules and also computes itself, such as a mixer or an attention."""
-COMBINES = {"add_", "cat", "clamp", "masked_fill", "repeat", "stack", "sum", "to", "where"}
+COMBINES = {
+    *("add_", "cat", "clamp", "masked_fill", "repeat", "stack", "sum", "to", "where"),
+    *("create_bidirectional_sliding_window_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask"),
+}
 """Names in the code of a module that only combines what its submodules return; arithmetic does so too."""
 POSITIONS = "arange"
 ARITHMETIC = {"+", "-", "*", "/", "@", "**"}
