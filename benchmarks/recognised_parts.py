@@ -37,7 +37,17 @@ ATTRIBUTES = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
 }
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 FEW_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 
@@ -65,6 +75,11 @@ def reduced(config: Any, *, widths: bool) -> Any:
                     setattr(part, name, min(own, value))
             except Exception:
                 continue
+        words = getattr(part, "vocab_size", None)
+        for name in TOKENS if type(words) is int else ():
+            token = getattr(part, name, None)
+            if type(token) is int and token >= words:
+                setattr(part, name, 0)
         for name, value in list(vars(part).items()):
             layers = getattr(part, "num_hidden_layers", None)
             if isinstance(value, list) and name.endswith(("layer_types", "_types")) and type(layers) is int:

@@ -3,7 +3,9 @@
 Each architecture is built at the default sizes of its config, without memory, in bf16. Its parts are found and probed as in
 :func:`tilegym_db.patch`. Then one prompt and one decode step run on the meta device, and ``roofline_meter.py`` adds the times of
 their operations. An operation of a recognised part is one that a kernel of the catalog may replace, measured or not. Products
-of linear layers are library code. Means are weighted by ``popularity.json``, which also has sizes for some architectures.
+of linear layers are library code; with ``--gemm-rows N`` those of at most N rows count as the operator ``gemm``. What a submodule
+without weights and without a row in the report does, such as an activation, counts as work of the module around it. Means are
+weighted by ``popularity.json``, which also has sizes for some architectures.
 
     python benchmarks/recognised_share.py                                   # every architecture of the list, some minutes
     python benchmarks/recognised_share.py --architectures llama qwen3_moe --json share.json
@@ -132,10 +134,10 @@ def fuse_experts(model: Module, found: Iterable[ModuleGroup], meter: Meter) -> N
         if len(weights) < 2 or not (wrapper_of(cls.forward) or "Experts" in cls.__name__):
             continue
 
-        def forward(self: Any, *args: Any, weights: Any = weights, cls: Any = cls, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: Any, weights: Any = weights, **kwargs: Any) -> Any:
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             if len(tensors) < 3:
-                return cls.forward(self, *args, **kwargs)
+                return type(self).forward(self, *args, **kwargs)
             ids = next(one for one in tensors if not one.is_floating_point())
             return experts(meter, weights, definitions.get(id(self), ""), tensors[0], ids)
 
@@ -180,12 +182,14 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def running(meter: Meter) -> Iterator[None]:
-    """Count at a meter what models do in the block, by the innermost module."""
+def running(meter: Meter, rows: set[str]) -> Iterator[None]:
+    """Count at a meter what models do in the block, by the innermost module that has weights, submodules or a row."""
     original = torch.nn.Module.__call__
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        meter.modules.append(type(self).__name__)
+        name = unpatched_class(self).__name__
+        is_part = bool(meter.modules) and not (self._modules or self._parameters or name in rows)
+        meter.modules.append(meter.modules[-1] if is_part else name)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -200,11 +204,13 @@ def running(meter: Meter) -> Iterator[None]:
         yield
 
 
-def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[str, Taken], set[str]]:
+def stages(
+    kind: str, entry: Mapping[str, Any], catalog: Catalog, gemm_rows: int = 0
+) -> tuple[dict[str, Taken], set[str]]:
     """Return the times of a prefill and of one decode step, and the classes of modules with a row in the report."""
-    model, meter = built(kind, entry), Meter()
+    model, meter = built(kind, entry), Meter(gemm_rows)
     rows, given = install(model, catalog, meter), inputs_of(model)
-    with running(meter):
+    with running(meter, rows):
         out = model(**given)
     taken: dict[str, Taken] = {"prefill": dict(meter.taken)}
     name = "past_key_values" if getattr(out, "past_key_values", None) is not None else "cache_params"
@@ -215,7 +221,7 @@ def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[
             encoded = (out.encoder_last_hidden_state,)
             last = {"encoder_outputs": encoded, "decoder_input_ids": last["decoder_input_ids"]}
         meter.taken.clear()
-        with running(meter):
+        with running(meter, rows):
             model(**last, **{name: cache})
         taken["decode"] = dict(meter.taken)
     return taken, rows
@@ -276,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", help="model types; by default those of popularity.json")
     parser.add_argument("--all", action="store_true", help="every model type of transformers")
+    parser.add_argument("--gemm-rows", type=int, default=0, help="count products of at most so many rows as recognised")
     parser.add_argument("--json", type=Path, help="file for the shares of every architecture")
     options = parser.parse_args()
     entries = json.loads(POPULARITY.read_text(encoding="utf-8"))
@@ -284,7 +291,7 @@ def main() -> None:
     print(f"{'architecture':24} prefill library  decode library  largest parts of the rest")
     for kind in options.architectures or (sorted({*entries, *CONFIG_MAPPING}) if options.all else entries):
         try:
-            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog))
+            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog, options.gemm_rows))
         except Exception as error:  # code of models refuses its own defaults, or the meta device, in many ways
             failed[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"{kind}: {failed[kind]}", file=sys.stderr)

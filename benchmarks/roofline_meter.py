@@ -25,6 +25,7 @@ LAUNCH_S = 2e-6
 aten = torch.ops.aten
 LIBRARY = {aten.mm, aten.addmm, aten.convolution}
 """Products with weights. Batched products belong to the code of a model."""
+PRODUCTS = {aten.mm, aten.addmm}
 SELECTIONS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operations that read only the selected elements of their first input."""
 UNKNOWN = {aten._local_scalar_dense.default: 1, aten.equal.default: False}
@@ -56,10 +57,11 @@ def seconds(flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
 class Meter(TorchDispatchMode):
     """The time of every operation in a ``with`` block, by :class:`Row`."""
 
-    def __init__(self) -> None:
-        """Start at zero."""
+    def __init__(self, gemm_rows: int = 0) -> None:
+        """Start at zero. A product with weights of at most ``gemm_rows`` rows counts as the recognised part ``gemm``."""
         super().__init__()
         self.taken: Counter[Row] = Counter()
+        self.gemm_rows = gemm_rows
         self.modules: list[str] = []
         self._definitions: list[str] = []
         self._is_counting = True
@@ -80,7 +82,9 @@ class Meter(TorchDispatchMode):
         if packet in SELECTIONS:
             moved = 2 * sum(map(bytes_of, results))
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        self.add(seconds(flops, moved, results[0].dtype), library=packet in LIBRARY)
+        is_gemm = packet in PRODUCTS and 0 < results[0].shape[0] <= self.gemm_rows
+        with self.recognised("gemm") if is_gemm and not self._definitions else contextlib.nullcontext():
+            self.add(seconds(flops, moved, results[0].dtype), library=packet in LIBRARY)
         return out
 
     def add(self, taken: float, *, library: bool = False) -> None:

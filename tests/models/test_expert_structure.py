@@ -178,7 +178,7 @@ def test_experts_with_another_activation_are_served(
     assert torch.equal(call(module, dtype), stock)
 
 
-def test_a_limit_of_minimax_that_is_set_after_the_patch_is_an_input(kernels: Catalog) -> None:
+def test_a_limit_of_minimax_is_an_input_at_each_call(kernels: Catalog) -> None:
     module = experts("MiniMaxM3VLExperts")
     with patched(torch.nn.ModuleList([module]), catalog=kernels):
         module.swiglu_limit, module.swiglu_alpha = 0.5, 1.0

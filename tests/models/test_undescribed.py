@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.models.undescribed import LIBRARY, NO_DEFINITION, undescribed
+from tilegym_db.models.undescribed import GLUE, LIBRARY, NO_DEFINITION, undescribed
 
 
 def reasons(model: Any, catalog: Catalog) -> dict[str, tuple[int, str]]:
@@ -50,6 +50,28 @@ class Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(self.inner(x), -1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._added(x, self.inner(x))
+
+    def _added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+class Indexing(Residual):
+    def _added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y[:2]
+
+
+def test_a_module_that_combines_what_others_return_has_a_row() -> None:
+    found = {one.module_class: one.reason for one in undescribed(nn.Sequential(Residual(), Indexing(), Mixer()), [])}
+    assert found == {"Linear": LIBRARY, "Residual": GLUE, "Mixer": NO_DEFINITION}
 
 
 class Chain(nn.Module):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
 
-from tilegym_db.models.found import ModuleGroup, names_in_code
+from tilegym_db.models.found import ModuleGroup, methods, names_in_code
 
 NO_DEFINITION = "no definition describes it"
+GLUE = "sums, products, masks or copies between its submodules; no definition describes them"
 ADDED = "added to the model after the patch (PEFT copies modules_to_save); unpatch() and patch() again to serve it"
 LIBRARY = "a library call; no definition describes it"
 PRODUCTS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
@@ -21,6 +26,13 @@ COMPUTES = {
     *("scaled_dot_product_attention", "sigmoid", "silu", "softmax"),
 }
 """Names in the code of a module that has submodules and also computes itself, such as a mixer or an attention."""
+COMBINES = {
+    *("add_", "cat", "clamp", "masked_fill", "repeat", "stack", "sum", "to", "where"),
+    *("create_bidirectional_sliding_window_mask", "create_chunked_causal_mask", "create_sliding_window_causal_mask"),
+}
+"""Names in the code of a module that only combines what its submodules return; arithmetic does so too."""
+POSITIONS = "arange"
+ARITHMETIC = {"+", "-", "*", "/", "@", "**"}
 
 
 class Undescribed(NamedTuple):
@@ -58,6 +70,7 @@ def undescribed(model: torch.nn.Module, found: Iterable[ModuleGroup]) -> tuple[U
     known = {id(module) for group in found for module in group.modules}
     seen: set[int] = set()
     counts: dict[type[torch.nn.Module], int] = {}
+    reasons: dict[type[torch.nn.Module], str] = {}
 
     def visit(module: torch.nn.Module, *, is_described: bool) -> None:
         if id(module) in seen:
@@ -65,20 +78,48 @@ def undescribed(model: torch.nn.Module, found: Iterable[ModuleGroup]) -> tuple[U
         seen.add(id(module))
         is_known = id(module) in known
         is_part = is_described and not module._modules and not module._parameters
-        if not is_known and not is_part and _computes(module):
+        if not is_known and not is_part and _reason(module):
             counts[type(module)] = counts.get(type(module), 0) + 1
+            reasons[type(module)] = _reason(module)
         for child in module.children():
             visit(child, is_described=is_known)
 
     visit(model, is_described=False)
-    return tuple(
-        Undescribed(cls.__name__, count, LIBRARY if issubclass(cls, PRODUCTS) else NO_DEFINITION)
-        for cls, count in counts.items()
-    )
+    return tuple(Undescribed(cls.__name__, count, reasons[cls]) for cls, count in counts.items())
 
 
-def _computes(module: torch.nn.Module) -> bool:
+def _reason(module: torch.nn.Module) -> str:
+    """Return the reason why a module that computes has no call site; empty if it computes nothing."""
     if isinstance(module, IDLE):
-        return False
+        return ""
+    if isinstance(module, PRODUCTS):
+        return LIBRARY
     has_weights = any(value is not None for value in module._parameters.values())
-    return has_weights or not module._modules or not COMPUTES.isdisjoint(names_in_code(type(module).forward))
+    names, combines = _own_code(type(module))
+    if has_weights or not module._modules or not COMPUTES.isdisjoint(names):
+        return NO_DEFINITION
+    return GLUE if combines or not COMBINES.isdisjoint(names) else ""
+
+
+@functools.cache
+def _own_code(cls: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
+    """Return the names in a class's forward and in its methods that the forward names, and True if there is arithmetic."""
+    named = names_in_code(cls.forward)
+    base = vars(torch.nn.Module)
+    own = [method for name, method in methods(cls).items() if name in named and name not in base]
+    codes = [inspect.unwrap(one) for one in (cls.forward, *own) if callable(one)]
+    arithmetic = any(_has_arithmetic(code) for code in codes if isinstance(code, FunctionType))
+    return frozenset().union(*map(names_in_code, codes)), arithmetic
+
+
+def _has_arithmetic(function: FunctionType) -> bool:
+    """Return True if a line of a function has arithmetic and no ``arange``, which numbers positions."""
+    starts, line = dict(dis.findlinestarts(function.__code__)), 0
+    arithmetic, numbering = set[int](), set[int]()
+    for step in dis.get_instructions(function):
+        line = starts.get(step.offset) or line
+        if step.argval == POSITIONS:
+            numbering.add(line)
+        elif step.opname == "BINARY_OP" and step.argrepr.rstrip("=") in ARITHMETIC:
+            arithmetic.add(line)
+    return bool(arithmetic - numbering)
