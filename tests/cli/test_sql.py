@@ -113,7 +113,7 @@ def lines_of(*lines):
     return read
 
 
-def test_prompt_answers_each_statement_and_goes_on_after_an_error(home, capsys):
+def test_prompt_answers_each_statement_also_after_an_error(home, capsys):
     asked = []
 
     def answer(text):
@@ -144,7 +144,7 @@ def test_prompt_completes_views_and_columns_in_any_case():
     assert complete("be", 0) == "best"
 
 
-def test_a_terminal_without_a_statement_is_a_prompt_that_keeps_its_history(row_scale, home):
+def test_sql_at_a_terminal_is_a_prompt_with_a_history(row_scale, home):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "tilegym_db", "sql"]
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, close_fds=True) as process:
