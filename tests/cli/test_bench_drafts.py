@@ -55,6 +55,7 @@ def test_failing_draft_ends_with_a_command_that_shows_it_again(cli, row_scale, h
     (folder / "solution.json").write_text(json.dumps(solution_record(name="row_scale_wrong", spec=spec)))
     result = cli("bench", folder, "--gpu", "cpu", "--quick")
     assert result.code == 1
+    assert "Next: tilegym-db show " in result.out  # the stock code beside it passes
     said = result.err.splitlines()
     place = next(number for number, line in enumerate(said) if line.startswith("smallest failing case: "))
     command = shlex.split(said[place + 1])

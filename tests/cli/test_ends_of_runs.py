@@ -47,6 +47,7 @@ def test_interrupted_fit_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path
         [("screen", "UNSUPPORTED", "b")],
         [("screen", "PASSED", "a"), ("promotion", "UNSUPPORTED", "b")],
         [("screen", "UNSUPPORTED", "a"), ("screen", "TIMEOUT", "b")],
+        [("screen", "PASSED", "stock"), ("screen", "INCORRECT_NUMERICAL", "b")],
     ],
     ids=str,
 )
@@ -58,6 +59,7 @@ def test_run_without_a_pass_shows_the_trace_that_says_why(
         SimpleNamespace(
             solution="a", language="python", status=status, reason="why", tier=tier, performance=None,
             workload_uuid="w", config={}, failure=None, trace_id=8 * name,
+            role="baseline" if name == "stock" else "kernel",
         )
         for tier, status, name in traces
     ]  # fmt: skip

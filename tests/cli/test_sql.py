@@ -1,6 +1,15 @@
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
+
 import pytest
+
+from tilegym_db.cli.kit.sql_prompt import ask_for_statements, completer_of, names_of
+from tilegym_db.errors import QueryError
 
 QUERY = "SELECT name, op_type, 1 AS name FROM definitions"
 
@@ -87,3 +96,66 @@ def test_schema_lists_columns_with_their_meaning(cli, row_scale, home):
 def test_schema_of_nothing_is_wrong_usage(arguments, cause, cli, row_scale, home):
     result = cli("sql", *arguments)
     assert (result.code, result.cause) == (2, cause)
+
+
+def lines_of(*lines):
+    """Return a function that gives one line per call, and then ends the input."""
+    left = list(lines)
+
+    def read(prompt):
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    return read
+
+
+def test_prompt_answers_each_statement_also_after_an_error(home, capsys):
+    asked = []
+
+    def answer(text):
+        asked.append(text)
+        if "wrong" in text:
+            raise QueryError("no such view", code="query_invalid")
+
+    lines = (
+        "SELECT 1",
+        "FROM best;",
+        "SELECT wrong;",
+        "half a",
+        KeyboardInterrupt,
+        "SHOW TABLES",
+        "",
+        "",
+        "exit;",
+        "no;",
+    )
+    ask_for_statements(answer, list, lines_of(*lines))
+    assert asked == ["SELECT 1\nFROM best;", "SELECT wrong;", "SHOW TABLES"]
+    assert "error: no such view" in capsys.readouterr().err
+
+
+def test_prompt_completes_views_and_columns_in_any_case():
+    complete = completer_of(lambda: names_of([("best", "latency_us", "DOUBLE"), ("best", "layouts", "MAP")]))
+    assert [complete("LA", state) for state in range(3)] == ["latency_us", "layouts", None]
+    assert complete("be", 0) == "best"
+
+
+def test_sql_at_a_terminal_is_a_prompt_with_a_history(row_scale, home):
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "tilegym_db", "sql"]
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, close_fds=True) as process:
+        os.close(child)
+        os.write(parent, b"SELECT 41 + 1 AS answer;\nexit\n")
+        shown = b""
+        with suppress(OSError):  # the terminal is gone when the program ends
+            while chunk := os.read(parent, 4096):
+                shown += chunk
+        assert process.wait(timeout=60) == 0
+    os.close(parent)
+    assert b"answer" in shown
+    assert b"42" in shown
+    assert "SELECT 41 + 1 AS answer;" in (home / "sql-history").read_text()

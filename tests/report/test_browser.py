@@ -297,6 +297,36 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(shipped_report: Repor
     tab.set_viewport_size({"width": 1280, "height": 900})
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_no_width_or_theme_scrolls_sideways_or_hides_the_search(
+    width: int, scheme: str, shipped_report: ReportData, show: Callable[..., Any]
+) -> None:
+    tab = show(shipped_report, "#q=rms_norm")
+    tab.emulate_media(color_scheme=scheme)
+    tab.set_viewport_size({"width": width, "height": 900})
+    assert tab.evaluate(TOO_WIDE) == []
+    assert tab.locator("#q").is_visible()
+    assert "rms_norm" in tab.locator("#operators option").evaluate_all("all => all.map((one) => one.value)")
+    assert len(tab.screenshot()) > 20_000
+    tab.emulate_media(color_scheme=None)
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_a_button_copies_the_command_and_each_source(shipped_report: ReportData, show: Callable[..., Any]) -> None:
+    row = shipped_report.evidence[0]
+    tab = show(shipped_report, f"#kernel={row['solution']}")
+    tab.locator("#detail pre", has_text="def ").first.wait_for()
+    sources = len(shipped_report.files_of[row["solution"]])
+    assert tab.locator("#detail .copy").count() == 1 + sources
+    tab.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {value: {writeText: async (text) => { window.copied = text; }}})"
+    )
+    tab.locator("#detail .copy").first.click()
+    tab.locator("#detail .copy", has_text="Copied").wait_for()
+    assert tab.evaluate("window.copied") == tab.locator("#detail pre.command").inner_text()
+
+
 def test_paper_shows_plots_and_tables_without_controls(shipped_report: ReportData, show: Callable[..., Any]) -> None:
     tab = show(shipped_report)
     tab.emulate_media(media="print")

@@ -227,8 +227,9 @@ def print_summary(report: BenchReport) -> None:
         return
     counts = json.dumps(dict(report.counts)) if report.traces else "nothing new"
     last = [trace for trace in report.traces if trace.tier == VERIFICATION] or report.traces
-    if last and not any(trace.status == "PASSED" for trace in last):
-        failed = next((trace for trace in last if trace.status != "UNSUPPORTED"), last[0])
+    tried = [trace for trace in last if trace.role == "kernel"] or last  # stock code beside a kernel passes
+    if tried and not any(trace.status == "PASSED" for trace in tried):
+        failed = next((trace for trace in tried if trace.status != "UNSUPPORTED"), tried[0])
         console.print(f"traces: {counts}. Next: tilegym-db show {failed.trace_id[:8]}", highlight=False)
         return
     if report.drafts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,13 +13,16 @@ from tilegym_db.cli.kit.output import note, print_table
 from tilegym_db.errors import QueryError, UsageError
 from tilegym_db.store.asking import public_views
 
+if TYPE_CHECKING:
+    from tilegym_db.store.asking import QueryResult
+
 
 @with_form
 def command(
     statement: Annotated[
         str | None,
         typer.Argument(
-            help="One SELECT; '-' reads it from standard input. With --schema, a view.",
+            help="One SELECT; '-' reads it from standard input. With --schema, a view. Without it, a prompt at a terminal.",
             autocompletion=complete_statement,
         ),
     ] = None,
@@ -37,8 +40,7 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
-    from tilegym_db.cli.kit.formats import write_arrow, write_rows
-    from tilegym_db.store.sql import run_schema_query, run_user_query
+    from tilegym_db.store.sql import run_schema_query
 
     binary = form.kind in ("parquet", "arrow")
     if schema and (source is not None or timeout is not None or trust):
@@ -46,6 +48,14 @@ def command(
             "--schema describes this database and runs nothing; leave --from, --timeout and --trust out.",
             code="options_clash",
         )
+    if statement is None and not schema and form.is_table and sys.stdin.isatty() and sys.stdout.isatty():
+        from tilegym_db.cli.kit.sql_prompt import ask_for_statements, names_of
+
+        ask_for_statements(
+            lambda text: print_answer(answer_of(text, source, timeout, trust=trust, binary=False), form),
+            lambda: names_of(list(run_schema_query(None).rows)),
+        )
+        return
     if statement is None and not schema:
         raise UsageError(
             'sql takes one SELECT statement. Try: tilegym-db sql "SELECT * FROM best LIMIT 5", or: tilegym-db sql --schema',
@@ -53,19 +63,31 @@ def command(
         )
     text = read_statement() if statement == "-" else statement or ""
     if schema:
-        result = run_schema_query(text or None, as_arrow=binary)
-    elif source is None:
+        print_answer(run_schema_query(text or None, as_arrow=binary), form)
+    else:
+        print_answer(answer_of(text, source, timeout, trust=trust, binary=binary), form)
+
+
+def answer_of(text: str, source: str | None, timeout: float | None, *, trust: bool, binary: bool) -> QueryResult:
+    """Return the answer of this database, or of a shared data set, to one statement."""
+    if source is None:
         from tilegym_db.catalog import Catalog
+        from tilegym_db.store.sql import run_user_query
 
         catalog = Catalog.default(trust_foreign=True) if trust else None
-        result = run_user_query(text, catalog=catalog, as_arrow=binary, timeout_s=timeout)
-    else:
-        from tilegym_db.store.sharing import query_data_set
+        return run_user_query(text, catalog=catalog, as_arrow=binary, timeout_s=timeout)
+    from tilegym_db.store.sharing import query_data_set
 
-        result = query_data_set(source, text, trust=trust, as_arrow=binary, timeout_s=timeout)
+    return query_data_set(source, text, trust=trust, as_arrow=binary, timeout_s=timeout)
+
+
+def print_answer(result: QueryResult, form: Form) -> None:
+    """Print an answer in the chosen form."""
+    from tilegym_db.cli.kit.formats import write_arrow, write_rows
+
     if result.warning:
         note(f"note: {result.warning}")
-    if binary:
+    if form.kind in ("parquet", "arrow"):
         write_arrow(form, lambda: result.table)
     elif form.is_table:
         print_table(result.columns, result.rows, wide=form.wide)

@@ -16,6 +16,7 @@ from typing import Any
 from tilegym_db.errors import RecordError, StoreError, UsageError
 from tilegym_db.files import reason_of, write_folder
 from tilegym_db.interchange import fi_trace_dumps, flashinfer_trace, sol_execbench, tilegym_inventory
+from tilegym_db.interchange.unread_forms import unread_form
 from tilegym_db.paths import home as default_home
 from tilegym_db.paths import scratch_folder
 from tilegym_db.store.imported import (
@@ -56,6 +57,8 @@ def recognise(path: Path) -> Any:
     for dialect in DIALECTS.values():
         if dialect.is_this(path):
             return dialect
+    if form := unread_form(path):
+        raise UsageError(f"{path} is {form}.", code="dialect_unread")
     raise UsageError(
         f"{path} is not in a known dialect ({', '.join(DIALECTS)}). Give the root of the data set: the folder that "
         "holds definitions/, kernel_definitions/, the folders of the problems, or the dumps.",

@@ -297,7 +297,7 @@ def _comparison(first: _Function, rest: list[tuple[Callable[[Any, Any], bool], _
 
 
 def _size_of(name: str) -> _Function:
-    def size(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> int:
+    def size(axes: Mapping[str, int], dtypes: Mapping[str, str]) -> float:
         dtype = dtypes.get(name, name)
         if dtype not in DTYPE_BYTES:
             raise LookupError(f"sizeof({name})")

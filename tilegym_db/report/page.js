@@ -300,6 +300,24 @@
   }
 
   // --- one kernel ---
+  // A page from disk may have no clipboard; then the selected text is copied the old way.
+  async function copyText(node) {
+    try {
+      await navigator.clipboard.writeText(node.textContent);
+      return true;
+    } catch {
+      getSelection().selectAllChildren(node);
+      return document.execCommand("copy");
+    }
+  }
+  function withCopy(heading, node, what) {
+    const button = element("button", { type: "button", class: "copy", "aria-label": `Copy ${what}` }, "Copy");
+    button.addEventListener("click", async () => {
+      button.textContent = (await copyText(node)) ? "Copied" : "Selected: press Ctrl-C";
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    });
+    return element("div", { class: "headed" }, heading, button);
+  }
   function openDetail(name, trace) {
     const solution = rows.solutions.find((row) => row.name === name), dialog = byId("detail"), body = byId("detail-body");
     const evidence = evidenceOf.get(name) ?? [], row = evidence.find((one) => one.trace_id === trace) ?? evidence[0];
@@ -312,7 +330,7 @@
     for (const [path, digest] of data.files[name] ?? []) {
       const text = element("pre", { tabindex: 0, "aria-label": `source ${path}` });
       sources.then((texts) => { text.textContent = texts[digest]; }, () => { text.textContent = "This browser is too old to unpack the sources."; });
-      body.append(element("h3", {}, path), text);
+      body.append(withCopy(element("h3", {}, path), text, `the source ${path}`), text);
     }
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
@@ -333,9 +351,10 @@
       ["correctness", `${row.cases} cases; relative error ${figure(row.rel_fro, 3)}, largest ${figure(row.max_abs, 3)}`],
       ["fuzzing", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
     ];
+    const command = element("pre", { class: "command", tabindex: 0 }, row.command);
     return [evidence.length > 1 ? element("label", { class: "check" }, `One of ${evidence.length} verified cases: `, cases) : element("p", { class: "muted" }, "The only verified case of this solution."),
       element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
-      element("h3", {}, "Reproduce"), element("pre", { class: "command", tabindex: 0 }, row.command)];
+      withCopy(element("h3", {}, "Reproduce"), command, "the command"), command];
   }
 
   // --- controls ---
@@ -365,6 +384,7 @@
   fill("op", distinct(rows.definitions.map((row) => row.op_type)), "", "all");
   fill("gpu", places, "", "all");
   fill("lang", LANGUAGES, "", "all");
+  fill("operators", distinct(rows.definitions.map((row) => row.name)));
   fill("roof-gpu", gpuNames, [...d3.group(rows.evidence, (row) => row.gpu)].reduce((most, one) => (one[1].length > most[1].length ? one : most), ["", []])[0]);
   fill("lat-definition", distinct(rows.evidence.map((row) => row.definition)));
   byId("filters").addEventListener("input", changed);
