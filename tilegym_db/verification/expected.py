@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +18,14 @@ from tilegym_db.errors import RecordError, is_out_of_memory
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_strides, shared_place
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
 from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.large import LargeCase
-from tilegym_db.verification.oracle import as_written, at_indices, oracle
+from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, at_indices, divisible_axes, oracle
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,117 @@ def make_oracle_case(
     """
     if inputs is None:
         inputs = tied(case, draw_inputs(definition, case, device, blobs=blobs))
-    broken = broken_constraint(definition, case.call.axes, inputs)
-    if broken is not None:
-        if case.files:
-            raise RecordError(
-                f"{definition.name} requires {broken}, which the contents break at {case}.",
-                code="content_constraint_broken",
-            )
+    if _is_broken(definition, case, inputs):
         return None
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
+    return _checked(definition, case, inputs, written, truth)
+
+
+_stacking = threading.Lock()
+"""Held while oracles are evaluated together, which may take half of the free memory."""
+
+
+@raising_out_of_memory()
+def make_oracle_cases(
+    definition: Definition, cases: Sequence[Case], device: str, blobs: BlobReader | None = None
+) -> list[OracleCase | None]:
+    """Draw cases of one shape and evaluate the oracle of all of them at once, side by side along an independent axis.
+
+    A reference that loops over tokens launches as many kernels for several cases as for one. Without such an axis, or without
+    memory, the cases are evaluated one by one. Arguments and errors are those of :func:`make_oracle_case`.
+    """
+    axis = stacking_axis(definition, cases)
+    if axis is not None:
+        try:
+            with _stacking:
+                return _make_stacked(definition, cases, device, blobs, axis)
+        except torch.OutOfMemoryError:
+            pass  # one case at a time may fit
+    return [make_oracle_case(definition, case, device, blobs) for case in cases]
+
+
+def stacking_axis(definition: Definition, cases: Sequence[Case]) -> str | None:
+    """Return an axis along which calls can be joined to one: an independent one of every tensor; None without one.
+
+    A reference without a loop gains nothing, and the order of its sums may depend on the number of cases.
+    """
+    calls = [case.call for case in cases]
+    first = calls[0]
+    if len(calls) < 2 or not _loops(definition.reference):
+        return None
+    if any((call.axes, call.dtypes, call.scalars) != (first.axes, first.dtypes, first.scalars) for call in calls):
+        return None
+    shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
+    sizes = {*definition.size_scalars.values()}
+    axes = [axis for axis in divisible_axes(definition) if axis in definition.var_axes and axis not in sizes]
+    return next((axis for axis in axes if all(axis in shape for shape in shapes)), None)
+
+
+@functools.lru_cache(maxsize=512)
+def _loops(reference: str) -> bool:
+    return any(isinstance(node, ast.For | ast.While) for node in ast.walk(ast.parse(reference)))
+
+
+def _make_stacked(
+    definition: Definition, cases: Sequence[Case], device: str, blobs: BlobReader | None, axis: str
+) -> list[OracleCase | None]:
+    drawn = [tied(case, draw_inputs(definition, case, device, blobs=blobs)) for case in cases]
+    kept = [number for number, case in enumerate(cases) if not _is_broken(definition, case, drawn[number])]
+    found: list[OracleCase | None] = [None] * len(cases)
+    if not kept:
+        return found
+    dims = {name: (spec.shape or ()).index(axis) for name, spec in definition.outputs.items()}
+    stacked = {
+        name: torch.cat([drawn[number][name] for number in kept], dim=(spec.shape or ()).index(axis))
+        if name in definition.tensor_inputs
+        else drawn[kept[0]][name]
+        for name, spec in definition.inputs.items()
+    }
+    budget = ORACLE_BYTES if device == CPU else max(ORACLE_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
+    written = as_written(definition, stacked, budget_bytes=budget)
+    truth = written if definition.oracle == "as_written" else oracle(definition, stacked, budget_bytes=budget)
+    del stacked
+    size = cases[0].call.axes[axis]
+    for place, number in enumerate(kept):
+        own_written, own_truth = (
+            {name: value.narrow(dims[name], place * size, size).clone() for name, value in outputs.items()}
+            for outputs in (written, truth)
+        )
+        _check_declared(definition, cases[number], own_written)
+        if definition.oracle == "as_written":
+            own_truth = own_written
+        found[number] = _checked(definition, cases[number], drawn[number], own_written, own_truth)
+    if device != CPU:
+        del written, truth
+        torch.cuda.empty_cache()  # leave the memory to the workers
+    return found
+
+
+def _is_broken(definition: Definition, case: Case, inputs: Mapping[str, Any]) -> bool:
+    """Return True if the drawn contents break a rule of the operator.
+
+    Raises:
+        RecordError: contents from files break one.
+    """
+    broken = broken_constraint(definition, case.call.axes, inputs)
+    if broken is not None and case.files:
+        raise RecordError(
+            f"{definition.name} requires {broken}, which the contents break at {case}.",
+            code="content_constraint_broken",
+        )
+    return broken is not None
+
+
+def _checked(
+    definition: Definition,
+    case: Case,
+    inputs: Mapping[str, Any],
+    written: Mapping[str, torch.Tensor],
+    truth: Mapping[str, torch.Tensor],
+) -> OracleCase | None:
+    """Return the case with its oracle and the errors of the reference as written; None if that fails the case."""
     # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)
