@@ -11,7 +11,8 @@ import torch
 from tilegym_db.catalog import Catalog
 from tilegym_db.records import Workload
 from tilegym_db.records.case import Case
-from tilegym_db.verification import contents, expected
+from tilegym_db.verification import conditioning, contents, expected, oracle
+from tilegym_db.verification.conditioning import Uncertainties
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents
 from tilegym_db.verification.expected import make_oracle_case, make_oracle_cases, stacking_axis
 
@@ -56,6 +57,20 @@ def test_stacked_oracles_are_those_of_single_cases(definition: Any) -> None:
             torch.testing.assert_close(found.outputs[name], value, rtol=1e-12, atol=1e-12)
             assert found.e_base[name].rel_fro == pytest.approx(alone.e_base[name].rel_fro, rel=1e-3)
         assert all(torch.equal(found.inputs[name], alone.inputs[name]) for name in definition.tensor_inputs)
+
+
+def test_moves_of_joined_calls_are_those_of_single_calls(definition: Any, monkeypatch: Any) -> None:
+    case = make_oracle_case(definition, cases_of(definition)[0], "cpu")
+    assert case is not None
+    together = Uncertainties().after(4, definition, case.inputs, case.outputs)
+    monkeypatch.setattr(conditioning, "joining_axis", lambda definition: None)
+    monkeypatch.setattr(oracle, "joining_axis", lambda definition: None)
+    alone = Uncertainties().after(4, definition, case.inputs, case.outputs)
+    assert together is not None
+    assert alone is not None
+    assert together.keys() == alone.keys() != set()
+    for name, value in alone.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-6, atol=1e-12)
 
 
 def test_cases_that_differ_in_more_than_contents_are_not_stacked(definition: Any, catalog: Catalog) -> None:

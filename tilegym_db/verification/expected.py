@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +19,12 @@ from tilegym_db.records.expressions import Unknown, holds
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_strides, shared_place
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
+from tilegym_db.verification.conditioning import Uncertainties
 from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.large import LargeCase
-from tilegym_db.verification.oracle import ORACLE_BYTES, as_written, at_indices, divisible_axes, oracle
+from tilegym_db.verification.oracle import as_written, at_indices, joined, joined_budget, joining_axis, oracle, parted
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class OracleCase:
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
+    uncertainties: Uncertainties = field(default_factory=Uncertainties, init=False, compare=False)
+    """Of its elements, as far as a comparison has asked for them."""
 
 
 @contextmanager
@@ -112,25 +113,14 @@ def make_oracle_cases(
 
 
 def stacking_axis(definition: Definition, cases: Sequence[Case]) -> str | None:
-    """Return an axis along which calls can be joined to one: an independent one of every tensor; None without one.
-
-    A reference without a loop gains nothing, and the order of its sums may depend on the number of cases.
-    """
-    calls = [case.call for case in cases]
-    first = calls[0]
-    if len(calls) < 2 or not _loops(definition.reference):
+    """Return an axis along which cases can be joined to one call; None without one, or if they differ in more than contents."""
+    first = cases[0].call
+    if len(cases) < 2 or any(
+        (case.call.axes, case.call.dtypes, case.call.scalars) != (first.axes, first.dtypes, first.scalars)
+        for case in cases
+    ):
         return None
-    if any((call.axes, call.dtypes, call.scalars) != (first.axes, first.dtypes, first.scalars) for call in calls):
-        return None
-    shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
-    sizes = {*definition.size_scalars.values()}
-    axes = [axis for axis in divisible_axes(definition) if axis in definition.var_axes and axis not in sizes]
-    return next((axis for axis in axes if all(axis in shape for shape in shapes)), None)
-
-
-@functools.lru_cache(maxsize=512)
-def _loops(reference: str) -> bool:
-    return any(isinstance(node, ast.For | ast.While) for node in ast.walk(ast.parse(reference)))
+    return joining_axis(definition)
 
 
 def _make_stacked(
@@ -141,29 +131,16 @@ def _make_stacked(
     found: list[OracleCase | None] = [None] * len(cases)
     if not kept:
         return found
-    dims = {name: (spec.shape or ()).index(axis) for name, spec in definition.outputs.items()}
-    stacked = {
-        name: torch.cat([drawn[number][name] for number in kept], dim=(spec.shape or ()).index(axis))
-        if name in definition.tensor_inputs
-        else drawn[kept[0]][name]
-        for name, spec in definition.inputs.items()
-    }
-    budget = ORACLE_BYTES if device == CPU else max(ORACLE_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
-    written = as_written(definition, stacked, budget_bytes=budget)
-    truth = written if definition.oracle == "as_written" else oracle(definition, stacked, budget_bytes=budget)
-    del stacked
-    size = cases[0].call.axes[axis]
-    for place, number in enumerate(kept):
-        own_written, own_truth = (
-            {name: value.narrow(dims[name], place * size, size).clone() for name, value in outputs.items()}
-            for outputs in (written, truth)
-        )
+    together, budget = joined(definition, [drawn[number] for number in kept], axis), joined_budget(torch.device(device))
+    written = parted(definition, as_written(definition, together, budget_bytes=budget), axis, len(kept))
+    truth = written
+    if definition.oracle != "as_written":
+        truth = parted(definition, oracle(definition, together, budget_bytes=budget), axis, len(kept))
+    del together
+    for number, own_written, own_truth in zip(kept, written, truth, strict=True):
         _check_declared(definition, cases[number], own_written)
-        if definition.oracle == "as_written":
-            own_truth = own_written
         found[number] = _checked(definition, cases[number], drawn[number], own_written, own_truth)
     if device != CPU:
-        del written, truth
         torch.cuda.empty_cache()  # leave the memory to the workers
     return found
 
