@@ -19,8 +19,9 @@ from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
+from tilegym_db.verification.case_queue import CaseQueue, Processors
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.session import CaseQueue, Processors, Verification, VerifiedWorkload
+from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -111,7 +112,8 @@ class Uncertainties:
     """Uncertainties of the elements of one case, computed on first use and kept for all its comparisons; thread-safe."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start with none; ``seconds`` is the time spent on them."""
+        self.seconds = 0.0
         self._lock = threading.Lock()
         self._known: dict[tuple[tuple[str, ...], int], dict[str, torch.Tensor] | None] = {}
         self._begun: dict[tuple[str, ...], tuple[Iterator[dict[str, _Moved]], list[dict[str, _Moved]]]] = {}
@@ -126,6 +128,7 @@ class Uncertainties:
         outputs = tuple(definition.outputs)
         with self._lock:
             if (outputs, draws) not in self._known:
+                began = time.perf_counter()
                 moves, found = self._begun.setdefault(outputs, (_moves(definition, inputs, truth), []))
                 found.extend(islice(moves, draws - len(found)))
                 self._known[outputs, draws] = (
@@ -135,6 +138,7 @@ class Uncertainties:
                 )
                 if len(found) >= DRAWS:
                     del self._begun[outputs]
+                self.seconds += time.perf_counter() - began
             return self._known[outputs, draws]
 
 
