@@ -129,7 +129,7 @@ def test_uncertainties_of_a_case_are_computed_once(monkeypatch) -> None:
     once = len(evaluated)
     assert judge(GRADIENTS, KERNEL, expected, outputs) == first
     assert len(evaluated) == once
-    other = replace(expected, outputs={**expected.outputs})  # other outputs have uncertainties of their own
+    other = replace(expected, outputs={**expected.outputs})  # other outputs have other uncertainties
     assert judge(GRADIENTS, KERNEL, other, outputs) == first
     assert len(evaluated) == 2 * once
 

@@ -336,7 +336,7 @@ class _Followed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None and self._verifying is not None:
                 self._verifying.result()

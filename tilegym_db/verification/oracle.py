@@ -457,7 +457,7 @@ PLAIN_CALLS = frozenset(
         *(_T.ge, _T.gt, _T.le, _T.lt, _T.__invert__, _T.__and__, _T.__or__, _T.long, _T.is_inference, torch.ones),
     }
 )  # fmt: skip
-"""Functions that make no dtype argument of their own: on fp64 tensors they give the same bits without a dispatch mode."""
+"""Functions that add no dtype argument. On fp64 tensors they give the same bits without a dispatch mode."""
 FLOAT_CASTS = frozenset({_T.float, _T.half, _T.bfloat16, _T.double})
 
 
@@ -469,7 +469,7 @@ class LiftedCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         """Create the mode."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._lifted: Any = Lifted()
 
     def __torch_function__(
