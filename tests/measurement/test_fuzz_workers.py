@@ -19,8 +19,9 @@ from tilegym_db.measurement.local_executor import _expected_length
 from tilegym_db.records import Definition, Workload
 from tilegym_db.sandbox.worker import WorkerDied
 from tilegym_db.verification import session
+from tilegym_db.verification.case_queue import CaseQueue, Processors
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.session import CaseQueue, Processors, Verification, VerifiedWorkload
+from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import PROMOTION, SCREEN, RunnerLimits, WorkerHandle
 
@@ -71,7 +72,7 @@ def test_excused_failure_stops_no_other_work():
     assert queue.left == 2
 
 
-def test_cases_that_are_coming_are_waited_for_and_may_be_left_out():
+def test_coming_cases_are_waited_for_and_may_be_left_out():
     queue = CaseQueue((), coming=3)
     assert queue.left == 3
     queue.put(None)
@@ -176,7 +177,7 @@ def test_helpers_share_the_cases_and_end_with_them(make: Any, used: list[WorkerH
     assert [shared.processors.take(workers) for workers in (1, 1, 1)] == [True, True, False]  # all were given back
 
 
-def test_small_case_is_checked_before_the_last_oracle_is_computed(make: Any, monkeypatch: pytest.MonkeyPatch):
+def test_small_case_is_checked_before_the_last_oracle_is_known(make: Any, monkeypatch: pytest.MonkeyPatch):
     checked, computed = threading.Event(), list[bool]()
     get, check = ExpectedCache.get, session._check_case
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tilegym_db.verification.conditioning import STEP, excuse_ill_conditioned
 from tilegym_db.verification.distributions import vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.gates import EXACTLY, PASSED, OutputComparison
-from tilegym_db.verification.oracle import in_fp64, oracle, run_reference
+from tilegym_db.verification.oracle import in_fp64_together, oracle, run_reference
 from tilegym_db.verification.verifier import Failure, judge
 
 GRADIENTS = Catalog.default().definition("mhc_head_compute_mix_backward")
@@ -100,16 +101,37 @@ def test_number_without_cancelling_terms_is_known_exactly() -> None:
 def test_where_memory_ends_before_it_is_known_the_refusal_stands(monkeypatch, evaluations: int) -> None:
     left = iter(range(evaluations))
 
-    def until_memory_ends(*given: Any) -> dict[str, torch.Tensor]:
+    def until_memory_ends(*given: Any) -> list[dict[str, torch.Tensor]]:
         if next(left, None) is None:
             raise torch.OutOfMemoryError
-        return in_fp64(*given)
+        return in_fp64_together(*given)
 
-    monkeypatch.setattr(conditioning, "in_fp64", until_memory_ends)
+    monkeypatch.setattr(conditioning, "in_fp64_together", until_memory_ends)
     expected = cancelling(1e-4)
     refused = judge(GRADIENTS, KERNEL, expected, by_terms(dict(expected.inputs), lambda terms: terms))
     assert isinstance(refused, Failure)
     assert next(left, None) is None, "it was not asked"
+
+
+def test_uncertainties_of_a_case_are_computed_once(monkeypatch) -> None:
+    evaluated: list[int] = []
+
+    def counted(*given: Any) -> list[dict[str, torch.Tensor]]:
+        evaluated.append(len(given[1]))
+        return in_fp64_together(*given)
+
+    monkeypatch.setattr(conditioning, "in_fp64_together", counted)
+    expected = cancelling(1e-4)
+    outputs = by_terms(dict(expected.inputs), lambda terms: terms)
+    first = judge(GRADIENTS, KERNEL, expected, outputs)
+    assert not isinstance(first, Failure)
+    assert evaluated
+    once = len(evaluated)
+    assert judge(GRADIENTS, KERNEL, expected, outputs) == first
+    assert len(evaluated) == once
+    other = replace(expected, outputs={**expected.outputs})  # other outputs have other uncertainties
+    assert judge(GRADIENTS, KERNEL, other, outputs) == first
+    assert len(evaluated) == 2 * once
 
 
 SINKS = Catalog.default().definition("attention_sink_decode")

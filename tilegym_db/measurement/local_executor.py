@@ -30,11 +30,11 @@ from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.sandbox import scan
 from tilegym_db.sandbox.limits import available_memory, available_processors, host_share
 from tilegym_db.sandbox.shared_buffers import plan_slot
+from tilegym_db.verification.case_queue import Processors
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
 from tilegym_db.verification.session import (
     BaselineCheck,
-    Processors,
     ShapesAhead,
     Verification,
     VerifiedWorkload,
@@ -336,7 +336,7 @@ class _Followed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None and self._verifying is not None:
                 self._verifying.result()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ import torch
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
 from tilegym_db.verification.gates import OutputComparison, relative_error
-from tilegym_db.verification.oracle import LIFTED_DTYPES, in_fp64, lift
+from tilegym_db.verification.oracle import LIFTED_DTYPES, in_fp64, in_fp64_together, joining_axis, lift
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -35,6 +37,11 @@ MAX_ELEMENTS = 1 << 27
 SAME_IN_FP64 = 0.01
 """Maximum relative difference between the reference in fp64 and its oracle; above it, moves in fp64 say nothing."""
 SEED = 20_261_127
+MAX_MOVES_AT_ONCE = 5
+"""Moves whose references are evaluated together, forth and back."""
+
+_Move = tuple[Sequence[str], float, int]
+"""The inputs to move, the maximum step relative to each number, and a seed."""
 
 
 def excuse_ill_conditioned(
@@ -45,6 +52,7 @@ def excuse_ill_conditioned(
     check: Callable[[Outputs], Mapping[str, OutputComparison]],
     *,
     math: str = "ieee",
+    uncertainties: Uncertainties | None = None,
 ) -> dict[str, OutputComparison]:
     """Check outputs, and accept failing elements that are ill-conditioned in float32, or in TF32 if that is declared.
 
@@ -55,6 +63,7 @@ def excuse_ill_conditioned(
         outputs: the call's.
         check: compares outputs through the gates.
         math: ``tf32`` if the Solution declares it.
+        uncertainties: those of earlier comparisons with this oracle.
 
     Returns:
         A comparison for each output. Its figures exclude the excused elements, so that passing figures are within bounds.
@@ -72,17 +81,12 @@ def excuse_ill_conditioned(
         known = {name: _settled(outputs[name], truth[name], rounding[name]) for name in refused if name in rounding}
         excused = dict(check({**outputs, **known}))
         return excused if all(verdict.passed for verdict in excused.values()) else verdicts
-    excused, found = verdicts, list[dict[str, _Moved]]()
-    moves = _moves(definition, inputs, truth)
+    excused, uncertainties = verdicts, uncertainties or Uncertainties()
     for draws, factor in ((1, SLACK_OF_ONE_DRAW), (DRAWS, 1.0)):
-        found.extend(islice(moves, draws - len(found)))
-        if len(found) < draws:
+        found = uncertainties.after(draws, definition, inputs, truth)
+        if found is None:
             return verdicts
-        known = {
-            name: _settled(outputs[name], truth[name], factor * _uncertainty([each[name] for each in found]))
-            for name in refused
-            if name in found[0]
-        }
+        known = {name: _settled(outputs[name], truth[name], factor * found[name]) for name in refused if name in found}
         excused = dict(check({**outputs, **known}))
         if not all(verdict.passed for verdict in excused.values()):
             return verdicts
@@ -102,6 +106,40 @@ def _may_be_ill_conditioned(
     wrong = round((1.0 - verdict.matched_ratio) * elements)
     moved = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
     return verdict.gate in _GATES and wrong <= max(1, int(share * elements)) and moved + elements <= MAX_ELEMENTS
+
+
+class Uncertainties:
+    """Uncertainties of the elements of one case, computed on first use and kept for all its comparisons; thread-safe."""
+
+    def __init__(self) -> None:
+        """Start with none; ``seconds`` is the time spent on them."""
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._known: dict[tuple[tuple[str, ...], int], dict[str, torch.Tensor] | None] = {}
+        self._begun: dict[tuple[str, ...], tuple[Iterator[dict[str, _Moved]], list[dict[str, _Moved]]]] = {}
+
+    def after(
+        self, draws: int, definition: Definition, inputs: Mapping[str, Any], truth: Outputs
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the uncertainty of each element by output after some draws; None if there are not so many.
+
+        ``definition`` may lack outputs that a Solution omits. The other arguments are those of the case.
+        """
+        outputs = tuple(definition.outputs)
+        with self._lock:
+            if (outputs, draws) not in self._known:
+                began = time.perf_counter()
+                moves, found = self._begun.setdefault(outputs, (_moves(definition, inputs, truth), []))
+                found.extend(islice(moves, draws - len(found)))
+                self._known[outputs, draws] = (
+                    None
+                    if len(found) < draws
+                    else {name: _uncertainty([each[name] for each in found]) for name in found[0]}
+                )
+                if len(found) >= DRAWS:
+                    del self._begun[outputs]
+                self.seconds += time.perf_counter() - began
+            return self._known[outputs, draws]
 
 
 class _Moved(NamedTuple):
@@ -127,10 +165,11 @@ def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) ->
         distances, lifted = _distances(definition, inputs, truth)
         numbers = [name for name in lifted if _is_number_to_move(inputs[name])]
         for seed in count(SEED):
-            together = distances(numbers, STEP, seed)
+            halves = _half_precision(inputs, numbers)
+            together, *alone = distances([(numbers, STEP, seed), *(([one], rounds, seed) for one, rounds in halves)])
             squares = {name: torch.zeros_like(value) for name, value in together.items()}
-            for alone, rounds in _half_precision(inputs, numbers):
-                for name, value in distances([alone], rounds, seed).items():
+            for each in alone:
+                for name, value in each.items():
                     squares[name] += value.square()
             yield {name: _Moved(together[name], squares[name]) for name in together}
     except (RecordError, torch.OutOfMemoryError):  # such as a reference that reads the bits of a float32
@@ -139,10 +178,10 @@ def _moves(definition: Definition, inputs: Mapping[str, Any], truth: Outputs) ->
 
 def _distances(
     definition: Definition, inputs: Mapping[str, Any], truth: Outputs
-) -> tuple[Callable[[Sequence[str], float, int], dict[str, torch.Tensor]], dict[str, Any]]:
+) -> tuple[Callable[[Sequence[_Move]], list[dict[str, torch.Tensor]]], dict[str, Any]]:
     """Return a function that moves some inputs by up to a step of themselves, by a seed, and the inputs that it may move in fp64.
 
-    The function returns the distance of every element by output, as :func:`_moves` yields it.
+    The function returns for each move the distance of every element by output, as :func:`_moves` yields it.
     """
     lifted = lift({name: value for name, value in inputs.items() if name not in definition.sliced_inputs})
     start = truth if definition.oracle == "lifted" else in_fp64(definition, inputs)
@@ -152,12 +191,26 @@ def _distances(
         if truth[name].is_floating_point() and relative_error(value, truth[name]) <= SAME_IN_FP64
     ]
 
-    def distances(names: Sequence[str], step: float, seed: int) -> dict[str, torch.Tensor]:
-        forth, back = (
-            in_fp64(definition, {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}})
+    def some(moves: Sequence[_Move]) -> list[dict[str, torch.Tensor]]:
+        calls = [
+            {**inputs, **{name: _moved(lifted[name], seed, way * step) for name in names}}
+            for names, step, seed in moves
             for way in (1.0, -1.0)
-        )
-        return {name: _distance(start[name], forth[name], back[name]) for name in judged}
+        ]
+        ends = in_fp64_together(definition, calls)
+        return [
+            {name: _distance(start[name], forth[name], back[name]) for name in judged}
+            for forth, back in zip(ends[::2], ends[1::2], strict=True)
+        ]
+
+    def distances(moves: Sequence[_Move]) -> list[dict[str, torch.Tensor]]:
+        if joining_axis(definition) is not None:
+            try:
+                parts = range(0, len(moves), MAX_MOVES_AT_ONCE)
+                return [one for first in parts for one in some(moves[first : first + MAX_MOVES_AT_ONCE])]
+            except torch.OutOfMemoryError:
+                pass  # one move at a time may fit
+        return [one for move in moves for one in some([move])]
 
     return distances, lifted
 
@@ -186,7 +239,7 @@ def _tf32_rounding(definition: Definition, inputs: Mapping[str, Any], truth: Out
     try:
         distances, lifted = _distances(definition, inputs, truth)
         numbers = [name for name in lifted if _is_float32(inputs[name])]
-        draws = [distances(numbers, TF32_STEP, SEED + number) for number in range(TF32_DRAWS)]
+        draws = distances([(numbers, TF32_STEP, SEED + number) for number in range(TF32_DRAWS)])
         rounded = [
             in_fp64(definition, {**inputs, **{name: _to_tf32(inputs[name], added) for name in numbers}})
             for added in (0, _HALF_OF_THEM)

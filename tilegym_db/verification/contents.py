@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,13 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox.limits import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
 from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
-from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.expected import OracleCase, make_oracle_case, make_oracle_cases
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
+
+SLOW_ORACLE_S = 0.5
+"""Seconds of an oracle above which those of several contents are evaluated together."""
+MAX_FRESH_AT_ONCE = 8
 
 CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
 
@@ -63,6 +68,7 @@ class ExpectedCache:
         self.device = device
         self._lock = threading.Lock()
         self._known: dict[str, Future[OracleCase | None]] = {}
+        self._is_slow = False
 
     def get(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle, or None if the reference itself fails it.
@@ -82,6 +88,18 @@ class ExpectedCache:
                         self._known.pop(key, None)
                     mine.set_exception(error)
             return found.result()
+
+    def several(self, cases: Sequence[Case]) -> list[OracleCase | None]:
+        """Return cases of one shape with their oracles without caching them; together if one of them takes long."""
+        found: list[OracleCase | None] = []
+        while not self._is_slow and len(found) < len(cases):
+            began = time.perf_counter()
+            found.append(self.once(cases[len(found)]))
+            self._is_slow = time.perf_counter() - began > SLOW_ORACLE_S
+        if len(found) < len(cases):
+            with self._phases(MAKE_ORACLE, self._definition.name):
+                found += make_oracle_cases(self._definition, cases[len(found) :], self.device, self._blobs)
+        return found
 
     def once(self, case: Case) -> OracleCase | None:
         """Return the case with its oracle without caching it; see :meth:`get`."""
@@ -139,9 +157,11 @@ class WorkloadContents:
             (contents.sets, CONTENT_SETS[:1] if contents.is_fixed else CONTENT_SETS, True, _OWN_SHAPE),
             (contents.unusual, others, False, _UNUSUAL),
         ):
-            for number, distribution in enumerate(distributions):
-                case = contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
-                expected = cache.get(case)
+            cases = [
+                contents._case(distribution, offset + number, typical=typical, drawn=kept is contents.unusual)
+                for number, distribution in enumerate(distributions)
+            ]
+            for case, expected in zip(cases, cache.several(cases), strict=True):
                 if expected is None:
                     contents.dropped.append(str(case))
                 else:
@@ -149,7 +169,7 @@ class WorkloadContents:
         if in_turn:
             case = contents._case(VARIED, _OTHER, typical=False, drawn=True)
             scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
-            contents.other = cache.get(replace(case, call=replace(case.call, scalars=scalars)))
+            contents.other = cache.once(replace(case, call=replace(case.call, scalars=scalars)))
         return contents
 
     @property
@@ -176,12 +196,13 @@ class WorkloadContents:
         varies, ranges = not draws_noise(self.definition), tuple(RANGES)
         known, tried = self._fresh.setdefault(attempt, ([], 0))
         while len(known) < count and tried < 4 * count and not stopped():
-            known_good = self.sets[tried // 2 % len(self.sets)].case.distribution
-            distribution = ranges[(self.seed + tried // 2) % len(ranges)] if tried % 2 and varies else known_good
-            case = self._case(distribution, _FRESH * (attempt + 1) + tried, drawn=self.is_fixed)
-            drawn = self.cache.once(case)
-            known += [] if drawn is None else [drawn]
-            tried += 1
+            cases = []
+            for number in range(tried, min(tried + min(count - len(known), MAX_FRESH_AT_ONCE), 4 * count)):
+                known_good = self.sets[number // 2 % len(self.sets)].case.distribution
+                distribution = ranges[(self.seed + number // 2) % len(ranges)] if number % 2 and varies else known_good
+                cases.append(self._case(distribution, _FRESH * (attempt + 1) + number, drawn=self.is_fixed))
+            known += [drawn for drawn in self.cache.several(cases) if drawn is not None]
+            tried += len(cases)
             self._fresh[attempt] = known, tried
 
     @property

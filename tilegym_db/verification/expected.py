@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from tilegym_db.errors import RecordError, is_out_of_memory
 from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.records.expressions import Unknown, holds
+from tilegym_db.records.hardware import CPU
 from tilegym_db.records.layouts import layout_strides, shared_place
 from tilegym_db.verification.comparison import check_reference, exact_outputs, followed, reference_errors
+from tilegym_db.verification.conditioning import Uncertainties
 from tilegym_db.verification.distributions import may_overflow, shows_bias
 from tilegym_db.verification.gates import ReferenceDeviation
 from tilegym_db.verification.inputs import BlobReader, draw_inputs, draws_noise
 from tilegym_db.verification.large import LargeCase
-from tilegym_db.verification.oracle import as_written, at_indices, oracle
+from tilegym_db.verification.oracle import as_written, at_indices, joined, joined_budget, joining_axis, oracle, parted
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class OracleCase:
     """Outputs without rounding: they must equal the oracle's, rounded to their dtype."""
     conditioned: frozenset[str] = frozenset()
     """Outputs that the reference gives accurately even for small elements; Solutions must do so too."""
+    uncertainties: Uncertainties = field(default_factory=Uncertainties, init=False, compare=False)
+    """Of its elements, as far as a comparison has asked for them."""
 
 
 @contextmanager
@@ -76,17 +81,93 @@ def make_oracle_case(
     """
     if inputs is None:
         inputs = tied(case, draw_inputs(definition, case, device, blobs=blobs))
-    broken = broken_constraint(definition, case.call.axes, inputs)
-    if broken is not None:
-        if case.files:
-            raise RecordError(
-                f"{definition.name} requires {broken}, which the contents break at {case}.",
-                code="content_constraint_broken",
-            )
+    if _is_broken(definition, case, inputs):
         return None
     written = as_written(definition, inputs)
     _check_declared(definition, case, written)
     truth = written if definition.oracle == "as_written" else oracle(definition, inputs)
+    return _checked(definition, case, inputs, written, truth)
+
+
+_stacking = threading.Lock()
+"""Held while oracles are evaluated together, which may take half of the free memory."""
+
+
+@raising_out_of_memory()
+def make_oracle_cases(
+    definition: Definition, cases: Sequence[Case], device: str, blobs: BlobReader | None = None
+) -> list[OracleCase | None]:
+    """Draw cases of one shape and evaluate the oracle of all of them at once, side by side along an independent axis.
+
+    A reference that loops over tokens launches as many kernels for several cases as for one. Without such an axis, or without
+    memory, the cases are evaluated one by one. Arguments and errors are those of :func:`make_oracle_case`.
+    """
+    axis = stacking_axis(definition, cases)
+    if axis is not None:
+        try:
+            with _stacking:
+                return _make_stacked(definition, cases, device, blobs, axis)
+        except torch.OutOfMemoryError:
+            pass  # one case at a time may fit
+    return [make_oracle_case(definition, case, device, blobs) for case in cases]
+
+
+def stacking_axis(definition: Definition, cases: Sequence[Case]) -> str | None:
+    """Return an axis along which cases can be joined to one call; None without one, or if they differ in more than contents."""
+    first = cases[0].call
+    if len(cases) < 2 or any(
+        (case.call.axes, case.call.dtypes, case.call.scalars) != (first.axes, first.dtypes, first.scalars)
+        for case in cases
+    ):
+        return None
+    return joining_axis(definition)
+
+
+def _make_stacked(
+    definition: Definition, cases: Sequence[Case], device: str, blobs: BlobReader | None, axis: str
+) -> list[OracleCase | None]:
+    drawn = [tied(case, draw_inputs(definition, case, device, blobs=blobs)) for case in cases]
+    kept = [number for number, case in enumerate(cases) if not _is_broken(definition, case, drawn[number])]
+    found: list[OracleCase | None] = [None] * len(cases)
+    if not kept:
+        return found
+    together, budget = joined(definition, [drawn[number] for number in kept], axis), joined_budget(torch.device(device))
+    written = parted(definition, as_written(definition, together, budget_bytes=budget), axis, len(kept))
+    truth = written
+    if definition.oracle != "as_written":
+        truth = parted(definition, oracle(definition, together, budget_bytes=budget), axis, len(kept))
+    del together
+    for number, own_written, own_truth in zip(kept, written, truth, strict=True):
+        _check_declared(definition, cases[number], own_written)
+        found[number] = _checked(definition, cases[number], drawn[number], own_written, own_truth)
+    if device != CPU:
+        torch.cuda.empty_cache()  # leave the memory to the workers
+    return found
+
+
+def _is_broken(definition: Definition, case: Case, inputs: Mapping[str, Any]) -> bool:
+    """Return True if the drawn contents break a rule of the operator.
+
+    Raises:
+        RecordError: contents from files break one.
+    """
+    broken = broken_constraint(definition, case.call.axes, inputs)
+    if broken is not None and case.files:
+        raise RecordError(
+            f"{definition.name} requires {broken}, which the contents break at {case}.",
+            code="content_constraint_broken",
+        )
+    return broken is not None
+
+
+def _checked(
+    definition: Definition,
+    case: Case,
+    inputs: Mapping[str, Any],
+    written: Mapping[str, torch.Tensor],
+    truth: Mapping[str, torch.Tensor],
+) -> OracleCase | None:
+    """Return the case with its oracle and the errors of the reference as written; None if that fails the case."""
     # Outputs are compared for the reference's own choice of indices: another choice among equal values is right too.
     own = followed(definition, inputs, truth, written)
     e_base, conditioned = reference_errors(definition, case.call.dtypes, written, own)

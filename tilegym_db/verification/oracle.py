@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -303,6 +304,72 @@ def in_fp64(definition: Definition, inputs: Inputs, *, budget_bytes: int = ORACL
     return sliced(definition, inputs, run_lifted, budget_bytes=budget_bytes)
 
 
+# ---- joined calls ---------------------------------------------------------------------------------
+# Evaluates a reference for several calls of one shape at once. One that loops over tokens launches as many kernels for several
+# calls as for one.
+
+
+def joining_axis(definition: Definition) -> str | None:
+    """Return an axis along which calls can be joined to one: an independent one of every tensor; None without one.
+
+    A reference without a loop gains nothing, and the order of its sums may depend on the number of calls.
+    """
+    if definition.sliced_inputs or not _loops(definition.reference):
+        return None
+    shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
+    sizes = {*definition.size_scalars.values()}
+    axes = [axis for axis in divisible_axes(definition) if axis in definition.var_axes and axis not in sizes]
+    return next((axis for axis in axes if all(axis in shape for shape in shapes)), None)
+
+
+@functools.lru_cache(maxsize=512)
+def _loops(reference: str) -> bool:
+    return any(isinstance(node, ast.For | ast.While) for node in ast.walk(ast.parse(reference)))
+
+
+def joined(definition: Definition, calls: Sequence[Inputs], axis: str) -> dict[str, Any]:
+    """Return the inputs of one call that consists of several of one shape with the same scalars."""
+    return {
+        name: torch.cat([call[name] for call in calls], dim=_dimension(spec.shape, axis))
+        if name in definition.tensor_inputs
+        else calls[0][name]
+        for name, spec in definition.inputs.items()
+    }
+
+
+def parted(definition: Definition, outputs: Mapping[str, torch.Tensor], axis: str, calls: int) -> list[Outputs]:
+    """Return the outputs of each of the calls that were joined."""
+    parts = {
+        name: value.chunk(calls, dim=_dimension(definition.outputs[name].shape, axis))
+        for name, value in outputs.items()
+    }
+    return [
+        {name: part[number].clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+        for number in range(calls)
+    ]
+
+
+def joined_budget(device: torch.device) -> int:
+    """Return the memory of one evaluation of joined calls: half of what a GPU has left."""
+    if device.type == "cpu":
+        return ORACLE_BYTES
+    return max(ORACLE_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
+
+
+def in_fp64_together(definition: Definition, calls: Sequence[Inputs]) -> list[Outputs]:
+    """Return the outputs of several calls of one shape with the same scalars, as :func:`in_fp64` does for each."""
+    axis = joining_axis(definition)
+    if axis is not None and len(calls) > 1:
+        try:
+            together = joined(definition, calls, axis)
+            device = next(value.device for value in together.values() if isinstance(value, torch.Tensor))
+            outputs = in_fp64(definition, together, budget_bytes=joined_budget(device))
+            return parted(definition, outputs, axis, len(calls))
+        except torch.OutOfMemoryError:
+            pass  # one call at a time may fit
+    return [in_fp64(definition, call) for call in calls]
+
+
 # ---- lifting --------------------------------------------------------------------------------------
 
 LIFTED_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -390,7 +457,7 @@ PLAIN_CALLS = frozenset(
         *(_T.ge, _T.gt, _T.le, _T.lt, _T.__invert__, _T.__and__, _T.__or__, _T.long, _T.is_inference, torch.ones),
     }
 )  # fmt: skip
-"""Functions that make no dtype argument of their own: on fp64 tensors they give the same bits without a dispatch mode."""
+"""Functions that add no dtype argument. On fp64 tensors they give the same bits without a dispatch mode."""
 FLOAT_CASTS = frozenset({_T.float, _T.half, _T.bfloat16, _T.double})
 
 
@@ -402,7 +469,7 @@ class LiftedCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         """Create the mode."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._lifted: Any = Lifted()
 
     def __torch_function__(

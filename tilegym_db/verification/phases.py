@@ -52,10 +52,12 @@ LONG_RUN = "long run"
 CLOCK = "audit of the clock"
 MAKE_ORACLE = "compute oracle"
 """Drawing the inputs of a case, and its reference in float64; of a Definition, shared by its Solutions."""
+UNCERTAINTY = "move inputs"
+"""Evaluations of the oracle with moved inputs, for elements that may be ill-conditioned."""
 FIRST_CALLS = "first calls"
 """The first call at a shape, which compiles; the harness waits for the worker."""
 CALLS = "other calls"
-INSIDE = (MAKE_ORACLE, FIRST_CALLS, CALLS)
+INSIDE = (MAKE_ORACLE, UNCERTAINTY, FIRST_CALLS, CALLS)
 """Parts of other phases."""
 
 PROCESSORS = "processor time"

@@ -315,7 +315,13 @@ def judge(
     large = any(value.numel() > SMALL_ELEMENTS for value in outputs.values())
     with _comparing if large else contextlib.nullcontext():
         verdicts = excuse_ill_conditioned(
-            definition, expected.inputs, expected.outputs, outputs, check, math=solution.spec.math
+            definition,
+            expected.inputs,
+            expected.outputs,
+            outputs,
+            check,
+            math=solution.spec.math,
+            uncertainties=expected.uncertainties,
         )
     for name, verdict in verdicts.items():
         if verdict.gate is not None:

@@ -26,7 +26,7 @@ from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProce
 from tilegym_db.verification.cases import MAX_ROWS
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.gates import OutputComparison
-from tilegym_db.verification.phases import CALLS, FIRST_CALLS, LOAD, START_WORKER, Phases
+from tilegym_db.verification.phases import CALLS, FIRST_CALLS, LOAD, START_WORKER, UNCERTAINTY, Phases
 from tilegym_db.verification.verifier import Failure, call_again, not_set_up, one_call, verify_slot
 
 # ---- tier policy ----------------------------------------------------------------------------------
@@ -275,6 +275,7 @@ class WorkerHandle:
     ) -> tuple[dict[str, OutputComparison], dict[str, torch.Tensor]] | Failure:
         """Check every gate on the first slot of attached memory; see :func:`tilegym_db.verification.verifier.verify_slot`."""
         assert self.worker is not None
+        before = expected.uncertainties.seconds
         outcome = verify_slot(
             self.worker,
             buffers,
@@ -287,6 +288,8 @@ class WorkerHandle:
             draws=self.policy.draws,
             timeout_s=self.limits.first_call_s,  # a new shape may have to compile
         )
+        if expected.uncertainties.seconds > before:
+            self.phases.add(UNCERTAINTY, expected.uncertainties.seconds - before, self.solution.name)
         if isinstance(outcome, Failure):
             self._note_spoilt(outcome.log)
         return outcome
