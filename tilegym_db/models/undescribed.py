@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,7 +95,8 @@ def _reason(module: torch.nn.Module) -> str:
     if isinstance(module, PRODUCTS):
         return LIBRARY
     has_weights = any(value is not None for value in module._parameters.values())
-    names, combines = _own_code(type(module))
+    kind: Any = type(module)  # mypy takes the class for an instance that cannot be hashed
+    names, combines = _own_code(kind)
     if has_weights or not module._modules or not COMPUTES.isdisjoint(names):
         return NO_DEFINITION
     return GLUE if combines or not COMBINES.isdisjoint(names) else ""
