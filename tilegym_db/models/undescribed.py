@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,7 +102,7 @@ def _reason(module: torch.nn.Module) -> str:
 
 
 @functools.cache
-def _own_code(cls: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
+def _own_code(cls: Any) -> tuple[frozenset[str], bool]:
     """Return the names in a class's forward and in its methods that the forward names, and True if there is arithmetic."""
     named = names_in_code(cls.forward)
     base = vars(torch.nn.Module)
