@@ -95,7 +95,8 @@ def _reason(module: torch.nn.Module) -> str:
     if isinstance(module, PRODUCTS):
         return LIBRARY
     has_weights = any(value is not None for value in module._parameters.values())
-    names, combines = _own_code(type(module))
+    cls: Any = type(module)
+    names, combines = _own_code(cls)
     if has_weights or not module._modules or not COMPUTES.isdisjoint(names):
         return NO_DEFINITION
     return GLUE if combines or not COMBINES.isdisjoint(names) else ""
