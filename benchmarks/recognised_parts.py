@@ -75,6 +75,8 @@ def reduced(config: Any, *, widths: bool) -> Any:
                     setattr(part, name, min(own, value))
             except Exception:
                 continue
+        if widths:
+            _complete(part)
         words = getattr(part, "vocab_size", None)
         for name in TOKENS if type(words) is int else ():
             token = getattr(part, name, None)
@@ -86,6 +88,15 @@ def reduced(config: Any, *, widths: bool) -> Any:
                 kinds = list(dict.fromkeys(value))
                 setattr(part, name, ([*kinds, *value])[:layers])
     return config
+
+
+def _complete(part: Any) -> None:
+    """Set what follows from other sizes: latent attention has as many keys as queries, and a head has a width."""
+    own = vars(part)
+    if type(own.get("kv_lora_rank")) is int and "num_key_value_heads" in own:
+        part.num_key_value_heads = part.num_attention_heads
+    if "head_dim" in own and own["head_dim"] is None:
+        part.head_dim = part.hidden_size // part.num_attention_heads
 
 
 def models(kind: str) -> Iterator[Any]:

@@ -45,8 +45,8 @@ runs in float32 as it is, and then patched with kernels that compute what stock 
 - **Unpatched**: the same after `unpatch()`.
 
 {total} architectures: {with_sites} have recognised parts. {same} give the same bits with forced kernels, and {close} more
-are within {bound:.0e}. {exact} are exact after `unpatch()`. {failed} more are not in the table: their own code does not build or
-run a model of this size and input.
+are within {bound:.0e}. {exact} are exact after `unpatch()`. The other {failed} model types have no model class, or do not
+build or run at this size and input.
 
 | architecture | model | recognised | ran | forced | unpatched |
 |---|---|---|---:|---|---|

@@ -95,15 +95,15 @@ def _reason(module: torch.nn.Module) -> str:
     if isinstance(module, PRODUCTS):
         return LIBRARY
     has_weights = any(value is not None for value in module._parameters.values())
-    kind: Any = type(module)  # mypy takes the class for an instance that cannot be hashed
-    names, combines = _own_code(kind)
+    cls: Any = type(module)
+    names, combines = _own_code(cls)
     if has_weights or not module._modules or not COMPUTES.isdisjoint(names):
         return NO_DEFINITION
     return GLUE if combines or not COMBINES.isdisjoint(names) else ""
 
 
 @functools.cache
-def _own_code(cls: type[torch.nn.Module]) -> tuple[frozenset[str], bool]:
+def _own_code(cls: Any) -> tuple[frozenset[str], bool]:
     """Return the names in a class's forward and in its methods that the forward names, and True if there is arithmetic."""
     named = names_in_code(cls.forward)
     base = vars(torch.nn.Module)
