@@ -13,7 +13,7 @@ STATUSES = {0, 1, 2, 3, 4, 130}
 
 
 def outcome(line: list[str]) -> tuple[int, str]:
-    """The exit status, and what went to stderr; stdout may be given bytes."""
+    """Return the exit status, and what went to stderr; stdout may be given bytes."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["tilegym-db", *line])
