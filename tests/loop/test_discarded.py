@@ -17,8 +17,9 @@ from tilegym_db.loop import auto as auto_module
 from tilegym_db.loop import auto as trial_module
 from tilegym_db.loop.auto import Trial, auto_kernelize
 from tilegym_db.loop.from_model import ModelPieces, Piece, coverage_of
-from tilegym_db.loop.submit import candidate_root, enter, leave, submit
+from tilegym_db.loop.submit import enter, leave, submit
 from tilegym_db.loop.tasks import discarded
+from tilegym_db.measurement.drafts import candidate_root
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.published.input_files import unpacked
 from tilegym_db.records.loop import Attempt, Coverage, Experiment, Task

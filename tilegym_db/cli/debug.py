@@ -207,8 +207,7 @@ def reproduce_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu
 
     refuse_absent_gpu(gpu)
-    from tilegym_db.loop.submit import with_candidates
-    from tilegym_db.measurement.drafts import catalog_with
+    from tilegym_db.measurement.drafts import catalog_with, with_candidates
 
     sizes, values = parse_axes(axes), parse_scalars(scalar)
     places = parse_pairs("--layout", layout)

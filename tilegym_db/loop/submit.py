@@ -28,6 +28,7 @@ from tilegym_db.files import hold_lock, read_bytes, write_folder, writing
 from tilegym_db.loop.tasks import attempts_at
 from tilegym_db.measurement.awards import BASELINES, record_awards
 from tilegym_db.measurement.benchmark import bench, verify
+from tilegym_db.measurement.drafts import candidate_root, with_candidates
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
@@ -488,17 +489,6 @@ def _unclear(trace: Trace, task: Task) -> str:
 
 
 # ---- The candidates' catalog -----------------------------------------------------------------------------
-
-
-def candidate_root(home: Path | None = None) -> Path:
-    """Return the root of the candidates' catalog."""
-    return loop_folder(home) / "candidates"
-
-
-def with_candidates(catalog: Catalog | None = None, home: Path | None = None) -> Catalog:
-    """Return the catalog extended by the submissions that are on disk now."""
-    catalog = catalog or Catalog.default()
-    return catalog.reread(candidate_root(home or default_home()))
 
 
 def candidate_name(record: Solution, digest: str) -> str:

@@ -14,7 +14,9 @@ from tilegym_db.catalog.record_files import of_family_file
 from tilegym_db.catalog.writers import add_solution
 from tilegym_db.errors import RecordError, UsageError
 from tilegym_db.files import decode, read_bytes
+from tilegym_db.paths import home as default_home
 from tilegym_db.paths import scratch_folder
+from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import Solution
 from tilegym_db.scaffold.solution_draft import language_of
 from tilegym_db.verification.add import Sources, read_draft
@@ -108,3 +110,18 @@ def _known(name: str, catalog: Catalog) -> SolutionFiles | None:
         return catalog.solution(name) if name in catalog.solution_paths else None
     except RecordError:
         return None
+
+
+# ---- the candidates' catalog ----------------------------------------------------------------------
+# Commands that only refuse a name read it, so this module loads no PyTorch.
+
+
+def candidate_root(home: Path | None = None) -> Path:
+    """Return the root of the candidates' catalog."""
+    return loop_folder(home) / "candidates"
+
+
+def with_candidates(catalog: Catalog | None = None, home: Path | None = None) -> Catalog:
+    """Return the catalog extended by the submissions that are on disk now."""
+    catalog = catalog or Catalog.default()
+    return catalog.reread(candidate_root(home or default_home()))
