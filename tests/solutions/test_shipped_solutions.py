@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,34 +42,25 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, list[tuple[CompileJob,
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trace]]:
-    home: Path = tmp_path_factory.mktemp("home")
-    names = tuple(chosen(request, "triton_kernel"))
-    smallest = {name: smallest_it_takes(name).uuid for name in names}
-    workloads = tuple(sorted(set(smallest.values())))
-    report = bench(names, devices="cpu", language="triton", workload=workloads, catalog=CATALOG, store_home=home)
-    traces: dict[str, list[Trace]] = {}
-    for trace in report.traces:
-        if smallest.get(trace.solution) in (None, trace.workload_uuid):
-            traces.setdefault(trace.solution, []).append(trace)
-    return traces
+    return traces_at_smallest("triton", chosen(request, "triton_kernel"), tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
 def interpreted_cutile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Trace]]:
-    names = tuple(chosen(request, "cutile_kernel"))
-    report = bench(
-        names,
-        devices="cpu",
-        language="cutile",
-        workload=tuple(sorted({smallest_it_takes(name).uuid for name in names})),
-        catalog=CATALOG,
-        store_home=tmp_path_factory.mktemp("home"),
-    )
+    return traces_at_smallest("cutile", chosen(request, "cutile_kernel"), tmp_path_factory.mktemp("home"))
+
+
+def traces_at_smallest(language: str, names: Sequence[str], home: Path) -> dict[str, list[Trace]]:
+    """Return the traces of kernels in the interpreter, each at its smallest Workload; of stock code, those at all of them."""
+    smallest = {name: smallest_it_takes(name).uuid for name in names}
+    workloads = tuple(sorted(set(smallest.values())))
+    report = bench(tuple(names), devices="cpu", language=language, workload=workloads, catalog=CATALOG, store_home=home)
     traces: dict[str, list[Trace]] = {}
     for trace in report.traces:
-        traces.setdefault(trace.solution, []).append(trace)
+        if smallest.get(trace.solution) in (None, trace.workload_uuid):
+            traces.setdefault(trace.solution, []).append(trace)
     return traces
 
 
