@@ -378,9 +378,8 @@ class Decoding:
                 cache.graphs[form] = None
                 cache.failed = _why_not_inputs(inputs) if cache.windows else ""
             before = cache.host_state()
-            with (
-                contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
-            ):  # binds the kernels of the capture
+            binding = contextlib.nullcontext() if cache.failed else self._calls_are_replayed()
+            with binding:  # a capture cannot load the kernels that it calls
                 outputs = model(**inputs)
             cache.count(tokens + 1)
             if not cache.failed and before != (after := cache.host_state()):
