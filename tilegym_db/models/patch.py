@@ -26,7 +26,7 @@ from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates,
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
-from tilegym_db.models.products import GATED_PRODUCTS, Products
+from tilegym_db.models.products import Operators, Products
 from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
@@ -399,6 +399,10 @@ class PublishedTables:
         self.launch = launch
         self._held: dict[tuple[int, ...], _Placement] = {}
 
+    @functools.cached_property
+    def _products(self) -> Operators:
+        return Operators.of(self._catalog)
+
     @property
     def lock(self) -> ServingLock | None:
         """The only kernels that may serve, if the catalog has such a lock."""
@@ -410,8 +414,8 @@ class PublishedTables:
         if found.reason or found.match is None:
             return found.reason
         own = self._why_never_served(found, found.match.definition)
-        fused = GATED_PRODUCTS.get(found.definition) if self.launch == "replay" else None
-        if own and fused in self._catalog.definitions:
+        fused = self._products.gated.get(found.definition) if self.launch == "replay" else None
+        if own and fused is not None:
             own = self._why_never_served(found, self._catalog.definition(fused)) and own
         return own or ("" if found.before is None else self._why_never_served(found, found.before.definition))
 

@@ -1,9 +1,10 @@
 """Products of linear layers in decoding steps that a CUDA graph replays. Eager code leaves them to PyTorch.
 
-A mode of PyTorch sees the calls of ``torch.nn.functional.linear`` in one forward: the eager step before a capture, or the capture
-itself. A call without bias and of few rows asks for a kernel of ``gemm``. Hooks and subclasses of ``Linear`` need no rule,
-because only the function inside of their forward is replaced. The weight must be a parameter of the model, because a generation
-only notices then if it was replaced. Quantised and distributed weights, and those that a module computes, stay stock.
+A mode of PyTorch sees the calls of ``torch.nn.functional.linear`` in one forward: the eager step before a capture, or the
+capture itself. A call without bias and of few rows asks for a kernel of the Definition of one linear layer
+(``serving.linear``). Hooks and subclasses of ``Linear`` need no rule, because only the function inside of their forward is
+replaced. The weight must be a parameter of the model, because a generation only notices then if it was replaced. Quantised
+and distributed weights, and those that a module computes, stay stock.
 
 Three products of one input, such as queries, keys and values, may be one call. The first eager step shows them: three calls in a
 row whose input is the same object. Later the first call computes all three, and the other two take their results.
@@ -32,16 +33,41 @@ from tilegym_db.resolver.resolve import call_site, stock_launcher
 KIND = "product"
 """The kind of the call sites in a report."""
 LINEAR = torch.nn.Linear.__name__
-PRODUCT = "gemm"
-THREE_PRODUCTS = "gemm_qkv"
-GATED_PRODUCTS: Mapping[str, str] = {"swiglu": "gemm_swiglu"}
-"""Definition of a gate -> the Definition of the gate with the two products before it."""
 MAX_ROWS = 16
 """Maximum number of rows of an input. More rows are no longer bound by reading the weight."""
 MANY_ROWS = f"more than {MAX_ROWS} rows"
 
 _linear = torch.nn.functional.linear
 _is_compiling = torch.compiler.is_compiling
+
+
+class Operators(NamedTuple):
+    """The Definitions of products in a catalog, by ``serving.linear``."""
+
+    one: str | None
+    three: str | None
+    gated: Mapping[str, str]
+    """Definition of a gate -> the Definition of the gate with the two products before it."""
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Operators:
+        """Return the Definitions of a catalog that compute linear layers."""
+        alone: dict[int, str] = {}
+        gated: dict[str, str] = {}
+        for name in sorted(catalog.definitions):
+            serving = catalog.definition(name).serving
+            if serving is None or serving.linear is None:
+                continue
+            if serving.linear.gate is None:
+                alone.setdefault(serving.linear.count, name)
+            elif serving.linear.count == 2:
+                gated.setdefault(serving.linear.gate, name)
+        return cls(alone.get(1), alone.get(3), gated)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, single products first."""
+        return tuple(name for name in (self.one, self.three, *self.gated.values()) if name is not None)
 
 
 @dataclass(eq=False)
@@ -56,6 +82,7 @@ class Products:
     """The call sites of the products of one model.
 
     Attributes:
+        operators: the Definitions of products.
         sites: Definition -> its call site.
         rows: the rows of a report, each with its call site or with the reason for none.
         groups: identity of the first weight of a group -> the group.
@@ -71,17 +98,17 @@ class Products:
             check: check a kernel at the first call of a size that was not measured.
         """
         self._model = weakref.ref(model)
+        self.operators = Operators.of(catalog)
         self.sites: dict[str, CallSite] = {}
         self.rows: list[tuple[CallSiteReport, CallSite | None]] = []
         self.groups: dict[int, _Group] = {}
         count = sum(1 for module in model.modules() if isinstance(module, torch.nn.Linear) and module.bias is None)
-        for name in (PRODUCT, THREE_PRODUCTS, *GATED_PRODUCTS.values()):
-            if count and name in catalog.definitions:
-                reason = why_not(name)
-                site = None if reason else _site(catalog, name, check=check)
-                self.rows.append((CallSiteReport(KIND, LINEAR, count, name, reason), site))
-                if site is not None:
-                    self.sites[name] = site
+        for name in self.operators.names if count else ():
+            reason = why_not(name)
+            site = None if reason else _site(catalog, name, check=check)
+            self.rows.append((CallSiteReport(KIND, LINEAR, count, name, reason), site))
+            if site is not None:
+                self.sites[name] = site
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -129,7 +156,7 @@ class _Forward(TorchFunctionMode):
 
     def __init__(self, products: Products, weights: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
-        self._sites, self._groups = products.sites, products.groups
+        self._operators, self._sites, self._groups = products.operators, products.sites, products.groups
         self._counting = next(iter(products.sites.values()))
         self._weights = weights
         self._made: dict[int, _Made] = {}
@@ -176,7 +203,7 @@ class _Forward(TorchFunctionMode):
         if out is None:
             out = self._first_of_three(input, matrix, weight)
         if out is None:
-            out = self._ask(PRODUCT, matrix, weight)
+            out = self._ask(self._operators.one, matrix, weight)
             self._follow(input, matrix, weight)
         else:
             self._row = None
@@ -199,9 +226,9 @@ class _Forward(TorchFunctionMode):
             return matrix
         return None
 
-    def _ask(self, name: str, *inputs: torch.Tensor) -> Any:
+    def _ask(self, name: str | None, *inputs: torch.Tensor) -> Any:
         """Return the outputs of a kernel of a Definition; None if no kernel ran."""
-        site = self._sites.get(name)
+        site = None if name is None else self._sites.get(name)
         if site is None:
             return None
         self._runs_kernel = True
@@ -227,7 +254,7 @@ class _Forward(TorchFunctionMode):
         group, version = self._groups.get(id(weight)), _version(x)
         if group is None or version is None or not group.is_usable:
             return None
-        outputs = self._ask(THREE_PRODUCTS, matrix, *group.weights)
+        outputs = self._ask(self._operators.three, matrix, *group.weights)
         if outputs is None:
             return None
         for later, out in zip(group.weights[1:], outputs[1:], strict=True):
@@ -238,7 +265,7 @@ class _Forward(TorchFunctionMode):
     def _follow(self, x: torch.Tensor, matrix: torch.Tensor, weight: torch.Tensor) -> None:
         """Note a product. The third in a row of one input makes a group, and binds its kernel for the capture that comes."""
         version = _version(x)
-        if version is None or THREE_PRODUCTS not in self._sites:
+        if version is None or self._operators.three not in self._sites:
             return
         row = self._row
         if row is None or row.input is not x or row.version != version:
@@ -250,13 +277,13 @@ class _Forward(TorchFunctionMode):
         first, are_different = id(row.weights[0]), len({*map(id, row.weights)}) == 3
         if are_different and first not in self._groups and not device.is_capturing():
             group = self._groups[first] = _Group(tuple(row.weights))
-            self._ask(THREE_PRODUCTS, matrix, *group.weights)
+            self._ask(self._operators.three, matrix, *group.weights)
 
     # -- two products and their gate ----------------------------------------------------------------------------------
 
     def gated(self, definition: str, x: torch.Tensor, projections: Sequence[Any]) -> torch.Tensor | None:
         """Return the result of a gate of two products; None if no kernel computes all of it."""
-        name = GATED_PRODUCTS.get(definition)
+        name = self._operators.gated.get(definition)
         if name not in self._sites or len(projections) != 2 or not all(map(_is_plain, projections)):
             return None
         weights = [projection.weight for projection in projections]

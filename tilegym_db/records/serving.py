@@ -61,6 +61,15 @@ class ModelCode(RecordPart):
     """For ``function`` and ``module``: the size of each var axis and the value of each scalar in the probe."""
 
 
+class LinearLayers(RecordPart):
+    """Linear layers without bias on the same rows, as the first input and then a weight for each layer in the order of calls."""
+
+    count: int = Field(ge=1)
+    """The number of layers."""
+    gate: str | None = None
+    """The Definition that takes the results of the layers as its inputs, if this one computes it too."""
+
+
 class Serving(RecordPart):
     """Facts that the resolver and a model integration need to serve the Definition."""
 
@@ -75,6 +84,8 @@ class Serving(RecordPart):
     """The Definition of a single part that this one computes together with its surroundings."""
     after: str | None = None
     """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
+    linear: LinearLayers | None = None
+    """The linear layers that it computes. They ask for a kernel in graphs of ``generate`` alone."""
     rows: str | None = None
     """The axis that stands for all leading axes of a tensor, flattened; without it, inputs keep their dimensions."""
     outputs: dict[str, OutputLayout] = {}
