@@ -78,9 +78,9 @@ def undescribed(model: torch.nn.Module, found: Iterable[ModuleGroup]) -> tuple[U
         seen.add(id(module))
         is_known = id(module) in known
         is_part = is_described and not module._modules and not module._parameters
-        if not is_known and not is_part and _reason(module):
+        if not is_known and not is_part and (reason := _reason(module)):
             counts[type(module)] = counts.get(type(module), 0) + 1
-            reasons[type(module)] = _reason(module)
+            reasons[type(module)] = reason
         for child in module.children():
             visit(child, is_described=is_known)
 

@@ -146,11 +146,7 @@ def nominated(found: ModuleGroup, loop: Any, known: KnownCode) -> DefinitionMatc
     plain = [one for one in known.nominated("experts") if not _has_codes(one.definition)]
     bounded = [name for name in read if name not in _unbounded(module)]
     for match in () if numbers or device_of(module).type == "meta" else plain:
-        scalars = [
-            name
-            for name in list(match.definition.inputs)[called_with(match.definition) :]
-            if match.definition.inputs[name].is_scalar
-        ]
+        scalars = [name for name in _kept(match) if match.definition.inputs[name].is_scalar]
         for names in itertools.permutations(bounded) if len(bounded) == len(scalars) else ():
             attributes = {**match.code.attributes, **dict(zip(scalars, names, strict=True))}
             mark = fingerprint(loop) or ""
