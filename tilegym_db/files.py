@@ -13,11 +13,12 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tilegym_db.errors import ConflictError, RecordError, StoreError
+from tilegym_db.errors import ConflictError, RecordError, StoreError, UsageError
 
 MiB = 1 << 20
 RECORD_BYTES = 16 * MiB
@@ -161,6 +162,31 @@ def write_atomically(path: Path, content: bytes) -> None:
         if staged is not None:
             with contextlib.suppress(OSError):
                 os.unlink(staged)
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    """Raise if a file could not be written: for a command that writes it only after minutes of measuring.
+
+    Args:
+        path: the file; the folders above it may be missing.
+        what: what it will hold, for the message: ``a lock``.
+
+    Raises:
+        UsageError: ``path`` is a folder, or no file can be made beside it.
+    """
+    if path.is_dir():
+        raise UsageError(
+            f"{path}: {what} is a file, and this is a folder. Give the file a name.", code="output_unwritable"
+        )
+    folder = next(one for one in path.absolute().parents if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell: root has all of them in /proc
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {what} cannot be written there: {reason_of(error)}. Choose another folder.",
+            code="output_unwritable",
+        ) from None
 
 
 def write_exclusively(path: Path, content: bytes) -> None:

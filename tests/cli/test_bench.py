@@ -107,3 +107,18 @@ def test_what_cannot_be_run_is_wrong_usage_and_says_what_can(arguments, cause, f
     assert cause in ("", result.cause)
     assert fact in result.err
     assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_unwritable_times_are_refused_before_anything_is_measured(command, cli, row_scale, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "times.json", "/proc/times.json"):
+        refused = cli(command, "--gpu", "cpu", "--times", str(place))
+        assert (refused.code, refused.cause) == (2, "output_unwritable")
+    assert cli("sql", "SELECT count(*) AS n FROM traces", "--json").json() == [{"n": 0}]
+
+
+def test_times_go_into_a_folder_that_is_made(cli, row_scale, tmp_path):
+    place = tmp_path / "new" / "times.json"
+    assert cli("bench", "--gpu", "cpu", "--times", str(place)).code == 0
+    assert json.loads(place.read_text())

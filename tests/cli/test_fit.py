@@ -147,8 +147,8 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
 def test_unwritable_lock_is_refused_before_anything_is_measured(config: Path, tmp_path: Path, cli: Any) -> None:
     for place in (tmp_path, config / "config.json" / "lock", Path("/proc/lock.json")):
         refused = cli("fit", str(config), "--gpu", "cpu", "--lock", str(place))
-        assert (refused.code, refused.cause) == (2, "lock_unwritable")
-        with raises(UsageError, "lock_unwritable", str(place)):
+        assert (refused.code, refused.cause) == (2, "output_unwritable")
+        with raises(UsageError, "output_unwritable", str(place)):
             fit(torch.nn.Linear(2, 2), torch.ones(1, 2, dtype=torch.int64), lock=place)
 
 

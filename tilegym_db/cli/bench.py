@@ -29,6 +29,7 @@ from tilegym_db.cli.kit.options import (
     finite_seconds,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
+from tilegym_db.files import refuse_unwritable
 
 if TYPE_CHECKING:
     from tilegym_db.cli.kit.bench_progress import Progress
@@ -100,6 +101,7 @@ def bench_command(
     results are kept, and the next run continues. The path of a kernel measures it before it is added; --definition names the
     operator of a .py file.
     """
+    _refuse_times(times)
     with progress_of(names, gpu, gpus, executor, as_json=as_json, drafts=True) as (devices, progress):
         from tilegym_db.measurement.benchmark import bench
 
@@ -137,6 +139,7 @@ def verify_command(
     requires five bitwise equal runs, device time that belongs to the solution's own kernels, and a time that the harness's own
     clock confirms.
     """
+    _refuse_times(times)
     with progress_of(names, gpu, gpus, executor, as_json=as_json) as (devices, progress):
         from tilegym_db.measurement.benchmark import verify
 
@@ -153,6 +156,12 @@ def verify_command(
     finish(report, as_json=as_json, times=times)
 
 
+def _refuse_times(times: Path | None) -> None:
+    """Raise before anything is measured if the times could not be saved at the end."""
+    if times is not None:
+        refuse_unwritable(times, "a file of times")
+
+
 def finish(report: BenchReport, *, as_json: bool, times: Path | None = None) -> None:
     """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``."""
     if as_json:
@@ -161,6 +170,7 @@ def finish(report: BenchReport, *, as_json: bool, times: Path | None = None) -> 
     else:
         print_summary(report)
     if times is not None:
+        times.parent.mkdir(parents=True, exist_ok=True)
         times.write_text(json.dumps(report.times, indent=1) + "\n")
         note_times(report)
     for award in report.awards:

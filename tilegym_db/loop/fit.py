@@ -7,7 +7,6 @@ was cut off therefore continues, and a repeated run has nothing left to do.
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,7 +17,7 @@ import torch
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, NotFoundError, UsageError, check_kind
-from tilegym_db.files import reason_of
+from tilegym_db.files import refuse_unwritable
 from tilegym_db.loop.from_model import ModelPart, Piece, kept_calls, parts_of, pieces_of
 from tilegym_db.measurement.benchmark import bench
 from tilegym_db.measurement.devices.devices import Devices, DevicesLike, parse_devices
@@ -142,7 +141,8 @@ def fit_config(
     machine = select_machine(asked.gpu)
     for run in options.runs:
         run.check()
-    _refuse_unwritable(options.lock)
+    if options.lock is not None:
+        refuse_unwritable(options.lock, "a lock")
     config = load_config(path, options.layers)
     for run in options.runs:
         check_run_fits(config, machine.device, run.dtype, run.batch, run.prompt, run.new)
@@ -204,7 +204,7 @@ def fit(
     if lock is not None:
         check_kind(lock, (str, Path), "lock is the path of a file")
         lock = Path(lock)
-        _refuse_unwritable(lock)
+        refuse_unwritable(lock, "a lock")
     asked = _of_this_host(devices)
     kinds = {parameter.device.type for parameter in model.parameters()}
     if len(kinds) != 1:
@@ -269,25 +269,6 @@ def _fit(
         if lock is not None:
             _lock(report, model, prompts, lock)
     return report
-
-
-def _refuse_unwritable(lock: Path | None) -> None:
-    """Raise if a lock could not be written at the end, before anything is measured."""
-    if lock is None:
-        return
-    if lock.is_dir():
-        raise UsageError(
-            f"{lock}: a lock is a file, and this is a folder. Give the file a name.", code="lock_unwritable"
-        )
-    folder = next(one for one in lock.absolute().parents if one.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell: root has all of them in /proc
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{lock}: a lock cannot be written there: {reason_of(error)}. Choose another folder.",
-            code="lock_unwritable",
-        ) from None
 
 
 def _lock(report: FitReport, model: Any, prompts: Sequence[ModelInputs], lock: Path) -> None:
