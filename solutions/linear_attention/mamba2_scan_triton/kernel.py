@@ -382,8 +382,8 @@ def run_chunk(
     blocks = triton.cdiv(P, BLOCK_P.value)
     sizes = blocks * BLOCK_P.value, block_n, block_n
     at_once = max(1, MOST_MOVED // (H * sizes[0] * max(block_n, T)))
-    is_padded = P < sizes[0] or N < block_n
-    if B > at_once and (is_wide or is_padded):
+    is_padded = sizes[0] > P or block_n > N
+    if at_once < B and (is_wide or is_padded):
         for first in range(0, B, at_once):
             some = slice(first, first + at_once)
             run_chunk(
@@ -420,7 +420,7 @@ def run_chunk(
     if is_padded or not _is_aligned(initial, 3):
         initial = torch.empty(B, H, *sizes[:2], dtype=torch.float32, device=x.device)
         _move_rows(initial_state, initial)
-    if P < sizes[0] or not _is_aligned(out, 3):
+    if sizes[0] > P or not _is_aligned(out, 3):
         result = torch.empty(B, T, H, sizes[0], dtype=torch.float32, device=x.device)
     if is_padded or not _is_aligned(final_state, 3):
         final = torch.empty(B, H, *sizes[:2], dtype=torch.float32, device=x.device)
