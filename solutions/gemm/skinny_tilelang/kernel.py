@@ -14,6 +14,9 @@ ROWS = 16
 FLAGS = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True}
 """Asynchronous copies of 16 bytes a thread: without the copy engine, no warp waits for another one to fetch."""
 
+ROW_FLAGS = {"tl.disable_safe_memory_legalize": True, "tl.enable_lower_ldgstg": True}
+"""Loads of 16 bytes: the compiler would test each element against K, which the kernel tests once for all of them."""
+
 
 # -- one row: dot products --------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ def linear_row(x, w, out, parts, block, N, K, m, thread, dtype, vec, rows, threa
 
 
 @functools.cache
-@tilelang.jit
+@tilelang.jit(pass_configs=ROW_FLAGS)
 def linear_row_kernel(dtype, vec, rows, threads):
     """Compile for any sizes; loads take `vec` elements, and a CTA has `rows` rows of the weight."""
     M, N, K = T.dynamic("M N K")
@@ -84,7 +87,7 @@ def linear_row_kernel(dtype, vec, rows, threads):
 
 
 @functools.cache
-@tilelang.jit
+@tilelang.jit(pass_configs=ROW_FLAGS)
 def qkv_row_kernel(dtype, vec, rows, threads):
     """Compile for any sizes: CTAs of q first, then of k, then of v."""
     M, NQ, NK, NV, K = T.dynamic("M NQ NK NV K")
@@ -120,7 +123,7 @@ def qkv_row_kernel(dtype, vec, rows, threads):
 
 
 @functools.cache
-@tilelang.jit
+@tilelang.jit(pass_configs=ROW_FLAGS)
 def swiglu_row_kernel(dtype, vec, rows, threads):
     """Compile for any sizes; a CTA has `rows` rows of both weights."""
     M, I, K = T.dynamic("M I K")
