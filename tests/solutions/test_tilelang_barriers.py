@@ -78,12 +78,17 @@ KERNELS = {
     "attention to all keys": (
         "attention_bidirectional_tilelang",
         "attention_kernel",
-        (64, BF16, 192, 128, 64, 2, 2, 132),
+        (64, BF16, False, 192, 128, 64, 2, 2, True, 132),
     ),
     "attention to all keys, large heads": (
         "attention_bidirectional_tilelang",
         "attention_kernel",
-        (128, BF16, 128, 128, 128, 2, 2, 132),
+        (128, BF16, False, 128, 128, 128, 2, 2, False, 132),
+    ),
+    "attention in turns": (
+        "attention_prefill_tilelang_overlapped",
+        "attention_kernel",
+        (128, BF16, True, 128, 128, 128, 2, 2, True, 132),
     ),
     "attention with sinks": (
         "attention_sink_prefill_tilelang",

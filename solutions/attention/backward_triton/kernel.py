@@ -12,28 +12,42 @@ LOG2_E = 1.4426950408889634
 MIN_PROGRAMS = 2 * 132
 """With fewer of them for keys and values, the query heads of a key head are dealt out to several, and their sums added."""
 
+# A value of a specialised argument that is 1 or a multiple of 16 costs a compilation. Strides and D count UNIT elements, 8 or 1,
+# which says enough about alignment.
+_NUMBERS_OF_QUERIES = [
+    *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "go", "gq") for axis in "bhs"), "S", "Hq", "group", "D",
+]  # fmt: skip
+_NUMBERS_OF_KEYS = [
+    *(f"{name}_{axis}" for name in ("q", "k", "v", "go") for axis in "bhs"),
+    *(f"{name}_{axis}" for name in ("gk", "gv") for axis in "pbhs"), "S", "Hkv", "parts", "members", "D",
+]  # fmt: skip
+_NUMBERS_OF_PARTS = [*(f"{name}_{axis}" for name in ("gk", "gv") for axis in "bhs"), "S", "Hkv", "tokens", "parts", "D"]
+
 
 @triton.jit
-def _rows(base_ptr, rows, stride, cols, S, D: tl.constexpr, MASKED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows of D elements; zeros past D, and past S if MASKED."""
-    ptrs = base_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+def _rows(base_ptr, rows, stride, cols, S, D, MASKED: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr):
+    """Load rows of D * UNIT elements, ``stride`` * UNIT apart; zeros past them unless WHOLE, and past S if MASKED."""
+    ptrs = base_ptr + rows.to(tl.int64)[:, None] * stride * UNIT + cols[None, :]
     if MASKED:
-        return tl.load(ptrs, mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
-    elif D < BLOCK_D:
-        return tl.load(ptrs, mask=cols[None, :] < D, other=0.0)
-    else:
+        if WHOLE:
+            return tl.load(ptrs, mask=rows[:, None] < S, other=0.0)
+        else:
+            return tl.load(ptrs, mask=(rows[:, None] < S) & (cols[None, :] < D * UNIT), other=0.0)
+    elif WHOLE:
         return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=cols[None, :] < D * UNIT, other=0.0)
 
 
 # ---- queries --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _add_to_sums(q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale, D: tl.constexpr, MASKED: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _add_to_sums(q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale, D, MASKED: tl.constexpr,
+                 BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Add BLOCK_N keys from ``start`` on to the running sum of weights."""
     keys = start + tl.arange(0, BLOCK_N)
-    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, BLOCK_D)
+    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)
     scores = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
         scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
@@ -43,12 +57,12 @@ def _add_to_sums(q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale, D: t
 
 
 @triton.jit
-def _add_to_queries(q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale, D: tl.constexpr,
-                    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _add_to_queries(q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale, D,
+                    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Add what BLOCK_N keys from ``start`` on give to the gradient of the queries."""
     keys = start + tl.arange(0, BLOCK_N)
-    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, BLOCK_D)
-    v = _rows(v_ptr, keys, v_s, cols, S, D, MASKED, BLOCK_D)
+    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)
+    v = _rows(v_ptr, keys, v_s, cols, S, D, MASKED, WHOLE, UNIT)
     weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - sums[:, None])
     if MASKED:
         weights = tl.where(keys[None, :] <= rows[:, None], weights, 0.0)
@@ -56,12 +70,12 @@ def _add_to_queries(q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, co
     return tl.dot(grad_scores.to(k.dtype), k, acc)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=_NUMBERS_OF_QUERIES)
 def _grad_queries(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, grad_q_ptr, sums_ptr,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, go_b, go_h, go_s, gq_b, gq_h, gq_s,
-    scale, S, Hq, group,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale, S, Hq, group, D,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # The last block of queries sees the most keys: it starts first, so that the short ones fill the gaps at the end.
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -70,9 +84,9 @@ def _grad_queries(
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    k_ptr += batch * k_b + head // group * k_h
-    v_ptr += batch * v_b + head // group * v_h
-    q = _rows(q_ptr + batch * q_b + head * q_h, rows, q_s, cols, S, D, True, BLOCK_D)
+    k_ptr += (batch * k_b + head // group * k_h) * UNIT
+    v_ptr += (batch * v_b + head // group * v_h) * UNIT
+    q = _rows(q_ptr + (batch * q_b + head * q_h) * UNIT, rows, q_s, cols, S, D, True, WHOLE, UNIT)
     # Keys before the block are seen by all of its queries; key 0 is seen by every query, so that no maximum stays infinite.
     common = first // BLOCK_N * BLOCK_N
     end = tl.minimum(first + BLOCK_M, S)
@@ -81,16 +95,44 @@ def _grad_queries(
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for start in range(0, common, BLOCK_N):
         sums, largest = _add_to_sums(
-            q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale * 1.4426950408889634, D, False, BLOCK_N, BLOCK_D
+            q,
+            sums,
+            largest,
+            k_ptr,
+            rows,
+            start,
+            cols,
+            S,
+            k_s,
+            scale * 1.4426950408889634,
+            D,
+            False,
+            BLOCK_N,
+            WHOLE,
+            UNIT,
         )
     for start in range(common, end, BLOCK_N):
         sums, largest = _add_to_sums(
-            q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale * 1.4426950408889634, D, True, BLOCK_N, BLOCK_D
+            q,
+            sums,
+            largest,
+            k_ptr,
+            rows,
+            start,
+            cols,
+            S,
+            k_s,
+            scale * 1.4426950408889634,
+            D,
+            True,
+            BLOCK_N,
+            WHOLE,
+            UNIT,
         )
     sums = largest + tl.log2(sums)
     # 2. The part of each row that the softmax takes away.
-    grad_out = _rows(grad_out_ptr + batch * go_b + head * go_h, rows, go_s, cols, S, D, True, BLOCK_D)
-    out = _rows(out_ptr + batch * out_b + head * out_h, rows, out_s, cols, S, D, True, BLOCK_D)
+    grad_out = _rows(grad_out_ptr + (batch * go_b + head * go_h) * UNIT, rows, go_s, cols, S, D, True, WHOLE, UNIT)
+    out = _rows(out_ptr + (batch * out_b + head * out_h) * UNIT, rows, out_s, cols, S, D, True, WHOLE, UNIT)
     along = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     sums_ptr += tl.program_id(0).to(tl.int64) * 2 * S
     tl.store(sums_ptr + rows, sums, mask=rows < S)
@@ -100,26 +142,27 @@ def _grad_queries(
     for start in range(0, common, BLOCK_N):
         acc = _add_to_queries(
             q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale * 1.4426950408889634,
-            D, False, BLOCK_N, BLOCK_D,
+            D, False, BLOCK_N, WHOLE, UNIT,
         )  # fmt: skip
     for start in range(common, end, BLOCK_N):
         acc = _add_to_queries(
             q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, cols, S, k_s, v_s, scale * 1.4426950408889634,
-            D, True, BLOCK_N, BLOCK_D,
+            D, True, BLOCK_N, WHOLE, UNIT,
         )  # fmt: skip
-    ptrs = grad_q_ptr + batch * gq_b + head * gq_h + rows.to(tl.int64)[:, None] * gq_s + cols[None, :]
-    tl.store(ptrs, (acc * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows[:, None] < S) & (cols[None, :] < D))
+    ptrs = grad_q_ptr + (batch * gq_b + head * gq_h + rows.to(tl.int64)[:, None] * gq_s) * UNIT + cols[None, :]
+    inside = (rows[:, None] < S) & (cols[None, :] < D * UNIT)
+    tl.store(ptrs, (acc * scale).to(grad_q_ptr.dtype.element_ty), mask=inside)
 
 
 # ---- keys and values ------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["S", "members"])
+@triton.jit(do_not_specialize=_NUMBERS_OF_KEYS)
 def _grad_keys(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, grad_k_ptr, grad_v_ptr, sums_ptr,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, go_b, go_h, go_s, gk_p, gk_b, gk_h, gk_s, gv_p, gv_b, gv_h, gv_s,
-    scale, S, Hkv, parts, members,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale, S, Hkv, parts, members, D,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # The first block of keys is seen by the most queries, and starts first.
     first = tl.program_id(1) * BLOCK_N
@@ -128,8 +171,8 @@ def _grad_keys(
     head = (tl.program_id(0) // parts % Hkv).to(tl.int64)
     keys = first + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_D)
-    k = _rows(k_ptr + batch * k_b + head * k_h, keys, k_s, cols, S, D, True, BLOCK_D)
-    v = _rows(v_ptr + batch * v_b + head * v_h, keys, v_s, cols, S, D, True, BLOCK_D)
+    k = _rows(k_ptr + (batch * k_b + head * k_h) * UNIT, keys, k_s, cols, S, D, True, WHOLE, UNIT)
+    v = _rows(v_ptr + (batch * v_b + head * v_h) * UNIT, keys, v_s, cols, S, D, True, WHOLE, UNIT)
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     # One loop over the blocks of queries that see some key of the block, of all members, so that loads never pause.
@@ -138,8 +181,10 @@ def _grad_keys(
     for turn in range(0, members * blocks):
         query_head = (head * parts + part) * members + turn // blocks
         rows = (low + turn % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = _rows(q_ptr + batch * q_b + query_head * q_h, rows, q_s, cols, S, D, True, BLOCK_D)
-        grad_out = _rows(grad_out_ptr + batch * go_b + query_head * go_h, rows, go_s, cols, S, D, True, BLOCK_D)
+        q = _rows(q_ptr + (batch * q_b + query_head * q_h) * UNIT, rows, q_s, cols, S, D, True, WHOLE, UNIT)
+        grad_out = _rows(
+            grad_out_ptr + (batch * go_b + query_head * go_h) * UNIT, rows, go_s, cols, S, D, True, WHOLE, UNIT
+        )
         # Rows past S have no weight.
         own_sums = sums_ptr + (batch * Hkv * parts * members + query_head) * 2 * S
         sums = tl.load(own_sums + rows, mask=rows < S, other=float("inf"))
@@ -150,39 +195,39 @@ def _grad_keys(
         grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v)
         grad_scores = weights * (tl.dot(v, tl.trans(grad_out)) - along[None, :])
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k)
-    inside = (keys[:, None] < S) & (cols[None, :] < D)
-    offsets = keys.to(tl.int64)[:, None]
-    part_k = grad_k_ptr + part.to(tl.int64) * gk_p + batch * gk_b + head * gk_h
-    part_v = grad_v_ptr + part.to(tl.int64) * gv_p + batch * gv_b + head * gv_h
+    inside = (keys[:, None] < S) & (cols[None, :] < D * UNIT)
+    offsets = keys.to(tl.int64)[:, None] * UNIT
+    part_k = grad_k_ptr + (part.to(tl.int64) * gk_p + batch * gk_b + head * gk_h) * UNIT
+    part_v = grad_v_ptr + (part.to(tl.int64) * gv_p + batch * gv_b + head * gv_h) * UNIT
     tl.store(part_k + offsets * gk_s + cols[None, :], (grad_k * scale).to(grad_k_ptr.dtype.element_ty), mask=inside)
     tl.store(part_v + offsets * gv_s + cols[None, :], grad_v.to(grad_v_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["S", "tokens"])
+@triton.jit(do_not_specialize=_NUMBERS_OF_PARTS)
 def _add_parts(
-    parts_ptr, grad_k_ptr, grad_v_ptr, gk_b, gk_h, gk_s, gv_b, gv_h, gv_s, S, Hkv, tokens, parts,
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    parts_ptr, grad_k_ptr, grad_v_ptr, gk_b, gk_h, gk_s, gv_b, gv_h, gv_s, S, Hkv, tokens, parts, D,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Add the parts [2, parts, B, Hkv, S, D] of the gradients of keys and of values; tokens is B * Hkv * S."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_D)
-    inside = (token[:, None] < tokens) & (cols[None, :] < D)
+    inside = (token[:, None] < tokens) & (cols[None, :] < D * UNIT)
     of_values = tl.program_id(1)
-    ptrs = parts_ptr + (of_values.to(tl.int64) * parts * tokens + token[:, None]) * D + cols[None, :]
+    ptrs = parts_ptr + (of_values.to(tl.int64) * parts * tokens + token[:, None]) * D * UNIT + cols[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     for _ in range(0, parts):
         total += tl.load(ptrs, mask=inside, other=0.0)
-        ptrs += tl.cast(tokens, tl.int64) * D
+        ptrs += tl.cast(tokens, tl.int64) * D * UNIT
     place = token % S
     head = token // S % Hkv
     batch = token // S // Hkv
     found = total.to(grad_k_ptr.dtype.element_ty)
     if of_values > 0:
         offsets = batch * gv_b + head * gv_h + place * gv_s
-        tl.store(grad_v_ptr + offsets[:, None] + cols[None, :], found, mask=inside)
+        tl.store(grad_v_ptr + offsets[:, None] * UNIT + cols[None, :], found, mask=inside)
     else:
         offsets = batch * gk_b + head * gk_h + place * gk_s
-        tl.store(grad_k_ptr + offsets[:, None] + cols[None, :], found, mask=inside)
+        tl.store(grad_k_ptr + offsets[:, None] * UNIT + cols[None, :], found, mask=inside)
 
 
 # ---- launch ---------------------------------------------------------------------------------------
@@ -192,6 +237,11 @@ def _parts(programs: int, group: int) -> int:
     """Return into how many parts the query heads of a key head are dealt: the fewest that give enough programs."""
     wanted = (MIN_PROGRAMS + programs - 1) // programs
     return next((count for count in range(1, group + 1) if group % count == 0 and count >= wanted), group)
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return True if rows begin at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3])
 
 
 def run(
@@ -215,42 +265,43 @@ def run(
     bfloat16, float16. Scores, weights and sums are in fp32, weights and gradients of scores are rounded to T.
     Mapping: a program owns some queries of a head and streams the keys that they see, twice. Then a program owns KEYS keys of a
     key head and streams the queries that see them, STEP at a time, of all query heads that share it or of some of them. No two
-    programs add to one sum.
+    programs add to one sum. Rows that do not begin at multiples of 16 bytes are loaded element by element (correct, slow).
     """
     B, Hq, S, D = q.shape
     Hkv = k.shape[1]
     if q.numel() == 0:
         return
-    block_d = max(16, 1 << (D - 1).bit_length())
+    tensors = (q, k, v, out, grad_out, grad_q, grad_k, grad_v)
+    unit = 8 if D % 8 == 0 and all(_is_aligned(x) for x in tensors) else 1
+    block_d = 64 if D <= 64 and unit == 8 else 128 if D <= 128 else 256
+    is_whole = unit == 8 and block_d == D
     rows, step, keys, queries = 128, 64, KEYS, STEP
     if block_d > 128:  # the sums of a block fill the registers
         rows, step, keys, queries = 64, 32, 64, 32
-    if S <= 64:
-        rows, keys = 64, 64
-    warps = 8 if block_d > 128 or rows > 64 else 4
     sums = torch.empty(B * Hq * 2 * S, dtype=torch.float32, device=q.device)
     blocks = (S + keys - 1) // keys
     parts = _parts(B * Hkv * blocks, Hq // Hkv)
+    strides = [[stride // unit for stride in x.stride()[:3]] for x in tensors]
     _grad_queries[(B * Hq, (S + rows - 1) // rows)](
         q, k, v, out, grad_out, grad_q, sums,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3], *grad_q.stride()[:3],
-        scale, S, Hq, Hq // Hkv,
-        D, rows, step, block_d, num_warps=warps, num_stages=num_stages,
+        *(stride for own in strides[:6] for stride in own),
+        scale, S, Hq, Hq // Hkv, D // unit,
+        rows, step, block_d, is_whole, unit, num_warps=8, num_stages=num_stages,
     )  # fmt: skip
-    to_k, to_v, strides = grad_k, grad_v, (0, *grad_k.stride()[:3], 0, *grad_v.stride()[:3])
+    to_k, to_v, places = grad_k, grad_v, (0, *strides[6], 0, *strides[7])
     if parts > 1:
         workspace = torch.empty((2, parts, B, Hkv, S, D), dtype=torch.float32, device=q.device)
         to_k, to_v = workspace[0], workspace[1]
-        strides = (*to_k.stride()[:4], *to_v.stride()[:4])
+        places = tuple(stride // unit for x in (to_k, to_v) for stride in x.stride()[:4])
     _grad_keys[(B * Hkv * parts, blocks)](
         q, k, v, grad_out, to_k, to_v, sums,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *strides,
-        scale, S, Hkv, parts, Hq // Hkv // parts,
-        D, queries, keys, block_d, num_warps=8 if block_d > 128 or keys > 64 else 4, num_stages=num_stages,
+        *(stride for number in (0, 1, 2, 4) for stride in strides[number]), *places,
+        scale, S, Hkv, parts, Hq // Hkv // parts, D // unit,
+        queries, keys, block_d, is_whole, unit, num_warps=8 if block_d > 128 or keys > 64 else 4, num_stages=num_stages,
     )  # fmt: skip
     if parts > 1:
         tokens = B * Hkv * S
         _add_parts[((tokens + 15) // 16, 2)](
-            workspace, grad_k, grad_v, *grad_k.stride()[:3], *grad_v.stride()[:3], S, Hkv, tokens, parts,
-            D, 16, block_d, num_warps=4,
+            workspace, grad_k, grad_v, *strides[6], *strides[7], S, Hkv, tokens, parts, D // unit,
+            16, block_d, unit, num_warps=4,
         )  # fmt: skip

@@ -19,9 +19,12 @@ MOST_SPLITS = 64
 
 
 def _is_addressable(x: torch.Tensor) -> bool:
-    """Return True if the tensor memory accelerator can address a tensor: rows apart, and aligned to 16 bytes."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    """Return True if the tensor memory accelerator can address a tensor: rows apart, of whole 16 bytes and aligned to them.
+
+    It writes whole 16 bytes, so zeros behind a row that ends elsewhere are not relied on either.
+    """
+    sizes = [x.shape[-1], *(stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)]
+    return x.data_ptr() % 16 == 0 and all(size > 0 and size * x.element_size() % 16 == 0 for size in sizes)
 
 
 def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

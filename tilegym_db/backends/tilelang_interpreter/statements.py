@@ -30,6 +30,7 @@ _NOTHING = frozenset(
         "tl.annotate_producer_reg_dealloc",
         "tl.annotate_consumer_reg_alloc",
         "tl.sync_warp",
+        "tl.named_barrier_arrive",
         "tl.fence_proxy_async",
         "tl.wait_wgmma",
         "tl.cluster_sync",
@@ -191,7 +192,8 @@ class Statements:
         if name in _NOTHING:
             return lambda state: None
         if name in _BARRIERS:
-            return _barrier
+            # A named barrier is for the threads that it counts, which need not be all of a block.
+            return _barrier if len(call.args) == 1 else lambda state: None
         if name.endswith(".assume"):
             return self._assume(call)
         if name.endswith(".ptx_cp_async"):

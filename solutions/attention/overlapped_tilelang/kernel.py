@@ -1,8 +1,8 @@
-"""Attention to all keys with shared key heads, TileLang: keys and values by TMA, while the scores of a step are weighed.
+"""Attention with shared key heads, causal or to all keys, TileLang: a softmax beside the products of its own and of other warps.
 
-One warp fetches tiles of keys and values, the others multiply. The product with the values of one step runs while the scores of
-the next are weighed, as in FlashAttention-3. Rows that TMA cannot address (not apart, or not aligned to 16 bytes) are loaded
-element by element, without overlap.
+One warp fetches tiles of keys and values by TMA, the others multiply. The product with the values of one step runs while the
+scores of the next are weighed, and warpgroups take turns with the tensor cores, as in FlashAttention-3. Rows that TMA cannot
+address (not apart, or not aligned to 16 bytes) are loaded element by element, without overlap.
 """
 
 import functools
@@ -17,14 +17,24 @@ LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that difference
 MASSIVE = 2.0**28  # scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 L2_BYTES = 50 << 20  # of an H100 or H200
+NEVER_BARRIER = 15  # a named barrier at which nothing arrives
+FIRST_BARRIER = 8  # named barriers of the warpgroups' turns; TileLang counts its own from 3 on
 
 
 @T.macro
-def hide(scores, key, L, rows, keys):
-    """Hide keys past L, if the `keys` keys from `key` on reach beyond it."""
-    if key + keys > L:
-        for i, j in T.Parallel(rows, keys):
-            scores[i, j] = T.if_then_else(key + j < L, scores[i, j], -T.infinity("float32"))
+def hide(scores, key, first, L, causal, rows, keys):
+    """Hide the keys past L, or the later ones of the positions `first` on; do nothing if no key is to be hidden.
+
+    In causal attention L is the number of positions, and keys past L are later than every position that is stored.
+    """
+    if causal:
+        if key + keys > first + 1:
+            for i, j in T.Parallel(rows, keys):
+                scores[i, j] = T.if_then_else(key + j <= first + i, scores[i, j], -T.infinity("float32"))
+    else:
+        if key + keys > L:
+            for i, j in T.Parallel(rows, keys):
+                scores[i, j] = T.if_then_else(key + j < L, scores[i, j], -T.infinity("float32"))
 
 
 @T.macro
@@ -53,11 +63,12 @@ def weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, row
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multiprocessors):
-    """Compile attention of tiles of `rows` positions of a query head to all keys, `keys` a step.
+def attention_kernel(D, dtype, causal, rows, keys, columns, k_stages, v_stages, turns, multiprocessors):
+    """Compile attention of tiles of `rows` positions of a query head to the keys that any of them sees, `keys` a step.
 
-    One CTA a multiprocessor walks over the tiles, of `heads` query heads at a time. `columns` is D filled up for the tensor
-    cores; TMA gives zeros past D, S and L. The scale must be above 0.
+    One CTA a multiprocessor walks over the tiles, of `heads` query heads at a time, if causal the longest first. With `turns` a
+    warpgroup starts its products when the one before has started its own, and weighs while that one multiplies. `columns` is D
+    filled up for the tensor cores; TMA gives zeros past D, S and L. The scale must be above 0.
     """
     B, Hq, Hkv, S, L = T.dynamic("B Hq Hkv S L")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
@@ -68,6 +79,10 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
     given = min(240, 65536 // (2 * rows + 128) // 8 * 8)
     registers = min(240, (given * (warps + 4) - 24 * 4) // warps // 8 * 8)
     full_row = T.GemmWarpPolicy.FullRow
+    groups = rows // 64
+    # The result leaves from the place of the last values, or from its own, and the next queries are fetched meanwhile. Large
+    # heads fill the memory: it leaves from the place of the queries.
+    is_large = columns == 256
 
     @T.prim_func
     def attention(
@@ -98,6 +113,7 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
             v_tile = T.alloc_shared((keys, columns), dtype)
             k_first = T.alloc_shared((keys, columns), dtype)
             v_last = T.alloc_shared((keys, columns), dtype)
+            result = q_tile if is_large else v_last if rows == keys else T.alloc_shared((rows, columns), dtype)
             scores = T.alloc_fragment((rows, keys), "float32")
             weights = T.alloc_fragment((rows, keys), dtype)
             acc = T.alloc_fragment((rows, columns), "float32")
@@ -107,6 +123,7 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
             shrink = T.alloc_fragment((rows,), "float32")
             sums = T.alloc_fragment((rows,), "float32")
             added = T.alloc_fragment((rows,), "float32")
+            wave = T.alloc_var("int32")
             index = T.alloc_var("int32")
             group = T.alloc_var("int32")
             turn = T.alloc_var("int32")
@@ -139,7 +156,8 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
                             {
                                 "fetcher": [acquire("k"), "fetch_k", commit("k"), acquire("v"), "fetch_v", commit("v")],
                                 "multiplier": [
-                                    wait("k"), "multiply_k", wait("v"), "multiply_v", "wait_k", release("k"), "weigh",
+                                    wait("k"), *(["take"] if turns else []), "multiply_k", wait("v"), "multiply_v",
+                                    *(["give"] if turns else []), "wait_k", release("k"), "weigh",
                                     "wait_v", release("v"), "renew",
                                 ],
                             },
@@ -154,15 +172,28 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
                                 ],
                                 "multiplier": [
                                     "place", wait("q"), wait("first"), "multiply_first", release("first"), "start", "steps",
-                                    wait("last"), "multiply_last", release("last"), "store", release("q"), "next",
+                                    *([] if is_large else [release("q")]), wait("last"), "multiply_last",
+                                    *([release("last"), "store", release("q")] if is_large else ["store", release("last")]),
+                                    "next",
                                 ],
                             },
                         ),
-                        T.WSScope(T.WSScope.ROOT, {"fetcher": ["first", "tiles"], "multiplier": ["first", "tiles"]}),
+                        T.WSScope(
+                            T.WSScope.ROOT,
+                            {
+                                "fetcher": ["first", "tiles"],
+                                "multiplier": ["begin", "first", "tiles", "end"] if turns else ["first", "tiles"],
+                            },
+                        ),
                     ],
                 )
             )  # fmt: skip
+            if turns:
+                with T.ws_op("begin"):
+                    if T.get_thread_binding(0) // 128 == groups - 1:
+                        T.named_barrier_arrive(FIRST_BARRIER, 256)  # the turn of the first warpgroup
             with T.ws_op("first"):
+                wave = 0
                 index = block
             with T.ws_op("tiles"):
                 while index < tiles:
@@ -172,8 +203,13 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
                         batch = T.truncdiv(group * heads + T.truncmod(turn, heads), Hq)
                         head = T.truncmod(group * heads + T.truncmod(turn, heads), Hq)
                         key_head = T.truncdiv(head, T.truncdiv(Hq, Hkv))
-                        first = T.truncdiv(turn, heads) * rows
-                        steps = T.truncdiv(L + keys - 1, keys)
+                        if causal:
+                            # The last positions see the most keys: theirs are the first tiles, of all heads of a group.
+                            first = (T.truncdiv(S + rows - 1, rows) - 1 - T.truncdiv(turn, heads)) * rows
+                            steps = T.truncdiv(T.min(first + rows, S) + keys - 1, keys)
+                        else:
+                            first = T.truncdiv(turn, heads) * rows
+                            steps = T.truncdiv(L + keys - 1, keys)
                     T.copy(q[batch, head, first, 0], q_tile, annotations={T.WSID: "fetch_q"})
                     T.copy(k[batch, key_head, 0, 0], k_first, annotations={T.WSID: "fetch_first"})
                     T.gemm(q_tile, k_first, scores, transpose_B=True, policy=full_row, clear_accum=True,
@@ -182,21 +218,34 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
                         T.clear(acc)
                         T.fill(offset, LEAST_SCORE)
                         T.clear(sums)
-                        hide(scores, 0, L, rows, keys)
+                        hide(scores, 0, first, L, causal, rows, keys)
                         weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                         T.copy(scores, weights)
                     # In one step the keys of that step and the values of the one before.
                     for step in T.Pipelined(steps - 1, num_stages=v_stages, annotations={T.WSID: "steps"}):
                         T.copy(k[batch, key_head, (step + 1) * keys, 0], k_tile, annotations={T.WSID: "fetch_k"})
                         T.copy(v[batch, key_head, step * keys, 0], v_tile, annotations={T.WSID: "fetch_v"})
+                        if turns:
+                            with T.ws_op("take"):
+                                T.sync_threads(FIRST_BARRIER + T.get_thread_binding(0) // 128, 256)
                         T.wgmma_gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True,
                                      annotations={T.WSID: "multiply_k"})  # fmt: skip
                         T.wgmma_gemm(weights, v_tile, acc, policy=full_row, annotations={T.WSID: "multiply_v"})
+                        if turns:
+                            with T.ws_op("give"):
+                                T.named_barrier_arrive(
+                                    FIRST_BARRIER + (T.get_thread_binding(0) // 128 + 1) % groups, 256
+                                )
                         with T.ws_op("wait_k"):
                             T.wait_wgmma(1)
                         with T.ws_op("weigh"):
-                            hide(scores, (step + 1) * keys, L, rows, keys)
+                            hide(scores, (step + 1) * keys, first, L, causal, rows, keys)
                             weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
+                            # ptxas would move the wait below before the softmax, and nothing would overlap. It keeps the order
+                            # of barriers, and this one needs all weights. No sum of weights is below 0.
+                            for i in T.Parallel(rows):
+                                if added[i] < 0.0:
+                                    T.named_barrier_arrive(NEVER_BARRIER, 256)
                         with T.ws_op("wait_v"):
                             T.wait_wgmma(0)
                         with T.ws_op("renew"):
@@ -210,18 +259,27 @@ def attention_kernel(D, dtype, rows, keys, columns, k_stages, v_stages, multipro
                             sums[i] = 1.0 / sums[i]
                         for i, j in T.Parallel(rows, columns):
                             acc[i, j] = acc[i, j] * sums[i]
-                        T.copy(acc, q_tile)  # the queries are not needed any more
+                        T.copy(acc, result)
                         T.fence_proxy_async()
-                        T.copy(q_tile, out[batch, head, first, 0])
+                        T.copy(result, out[batch, head, first, 0])
                     with T.ws_op("next"):
-                        index = index + multiprocessors
+                        # Every other wave goes back over the CTAs, or the first ones would get the longest tile of each.
+                        wave = wave + 1
+                        index = wave * multiprocessors + T.if_then_else(
+                            T.bitwise_and(wave, 1) == 1, multiprocessors - 1 - block, block
+                        )
+
+            if turns:
+                with T.ws_op("end"):
+                    if T.get_thread_binding(0) // 128 == 0:
+                        T.sync_threads(FIRST_BARRIER, 256)  # of the turn that nothing takes
 
     return attention
 
 
 @functools.cache
 @tilelang.jit(pass_configs=FLAGS)
-def plain_attention_kernel(D, dtype, columns):
+def plain_attention_kernel(D, dtype, causal, columns):
     """Compile the kernel for rows that TMA cannot address, and for scales of any sign: one element a load, no overlap."""
     B, Hq, Hkv, S, L = T.dynamic("B Hq Hkv S L")
     q_b, q_h, q_s, out_b, out_h, out_s = T.dynamic("q_b q_h q_s out_b out_h out_s", "int64")
@@ -266,7 +324,7 @@ def plain_attention_kernel(D, dtype, columns):
             T.clear(sums)
             for i, j in T.Parallel(rows, columns):
                 q_tile[i, j] = T.if_then_else(first + i < S and j < D, q[batch, head, first + i, j], 0)
-            for step in T.serial(T.truncdiv(L + keys - 1, keys)):
+            for step in T.serial(T.truncdiv((T.min(first + rows, S) if causal else L) + keys - 1, keys)):
                 for i, j in T.Parallel(keys, columns):
                     k_tile[i, j] = T.if_then_else(
                         step * keys + i < L and j < D, k[batch, key_head, step * keys + i, j], 0
@@ -278,7 +336,7 @@ def plain_attention_kernel(D, dtype, columns):
                 T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=full_row, clear_accum=True)
                 for i, j in T.Parallel(rows, keys):
                     scores[i, j] = scores[i, j] * sign
-                hide(scores, step * keys, L, rows, keys)
+                hide(scores, step * keys, first, L, causal, rows, keys)
                 weigh(scores, largest, steep, offset, shrink, sums, added, scale, power, rows, keys)
                 T.copy(scores, weights)
                 for i, j in T.Parallel(rows, columns):
@@ -321,35 +379,63 @@ def multiprocessor_count(index):
 
 
 @functools.lru_cache(maxsize=4096)
-def heads_at_a_time(all_heads, group, L, D):
-    """Query heads whose keys and values, of two bytes a number, stay in half of the L2 cache together."""
-    fitting = max(group, L2_BYTES // 2 // (4 * L * D) * group)
-    return max(heads for heads in range(1, all_heads + 1) if all_heads % heads == 0 and heads <= fitting)
+def heads_at_a_time(all_heads, group, S, L, D, causal, rows, keys, multiprocessors):
+    """Return how many query heads share a turn: few, so that L2 keeps their keys and values, unless CTAs idle the longer.
 
-
-def run(q, k, v, scale, out, *, rows=None, keys=None):
-    """out = T(softmax(scale * q k^T) v): scores, softmax and sums in float32.
-
-    q and out: [B, Hq, S, D], k and v: [B, Hkv, L, D], last stride 1 (any others); T is bfloat16 or float16. Weights are rounded
-    to T for the second product. A CTA owns `rows` positions of a query head at a time (128 or 192) and streams all keys, `keys`
-    a step (64 or 128). None chooses by shape. Rows that are not aligned to 16 bytes, and scales of 0 or less, take a plain
-    kernel, which is slow.
+    The tiles of a CTA are known beforehand, so the CTA with the most work is, too. One step more stands for what a tile costs
+    before and after its steps.
     """
+    tiles = -(-S // rows)
+    fitting = max(group, L2_BYTES // 2 // (4 * L * D) * group)
+    chosen, least = group, math.inf
+    for heads in [h for h in range(group, all_heads + 1, group) if all_heads % h == 0]:
+        number = torch.arange(tiles * all_heads)
+        wave, block = number // multiprocessors, number % multiprocessors
+        block = torch.where(wave % 2 == 1, multiprocessors - 1 - block, block)
+        tile = tiles - 1 - number % (tiles * heads) // heads
+        seen = torch.clamp((tile + 1) * rows, max=L) if causal else torch.full_like(tile, L)
+        work = torch.bincount(block, weights=(seen + keys - 1) // keys + 1.0, minlength=multiprocessors).max().item()
+        work *= 1.0 if heads <= fitting else 1.02
+        if work < least:
+            chosen, least = heads, work
+    return chosen
+
+
+def attend(q, k, v, scale, out, causal, rows, keys, turns):
+    """Write the attention of q to k and v with any strides but the last; ``rows`` and ``keys`` of a tile, None by shape."""
     B, Hq, S, D = q.shape
+    L = k.shape[2]
     if q.numel() == 0:
         return
     scale, columns = float(scale) * LOG2_E, columns_of(D)
     if not (scale > 0 and for_tma(q, k, v, out)):
         sign, size = sign_and_size(scale)
-        plain_attention_kernel(D, q.dtype, columns)(q, k, v, out, sign, size, power_of_two(size))
+        plain_attention_kernel(D, q.dtype, causal, columns)(q, k, v, out, sign, size, power_of_two(size))
         return
     multiprocessors = multiprocessor_count(q.device.index)
     # Large tiles read keys the least often. They need enough tiles to even out, and few rows past S. Large heads take the
     # registers of 192 rows.
     is_large = B * Hq * S >= 192 * 4 * multiprocessors and -(-S // 192) * 192 <= -(-S // 128) * 128
-    rows = rows or (192 if is_large else 128)
+    rows = rows or (192 if is_large and not causal else 128)
     rows = rows if columns == 64 else 128
     keys = 64 if columns == 256 else keys or 128
     k_stages = 1 if columns == 256 else 2
-    kernel = attention_kernel(D, q.dtype, rows, keys, columns, k_stages, 2, multiprocessors)
-    kernel(q, k, v, out, heads_at_a_time(B * Hq, Hq // k.shape[1], k.shape[2], D), scale, power_of_two(scale))
+    kernel = attention_kernel(D, q.dtype, causal, rows, keys, columns, k_stages, 2, turns, multiprocessors)
+    heads = heads_at_a_time(B * Hq, Hq // k.shape[1], S, L, D, causal, rows, keys, multiprocessors)
+    kernel(q, k, v, out, heads, scale, power_of_two(scale))
+
+
+def run_prefill(q, k, v, scale, out, *, rows=None, keys=None, turns=True):
+    """out = T(softmax(scale * q k^T, causal) v): scores, softmax and sums in float32.
+
+    q and out: [B, Hq, S, D], k and v: [B, Hkv, S, D], last stride 1 (any others); T is bfloat16 or float16. Weights are rounded
+    to T for the second product. A CTA owns `rows` positions of a query head at a time (128, or 192 for heads of up to 64) and
+    streams the keys that they see, `keys` a step (64 or 128). With `turns` its warpgroups multiply in turn. None chooses by
+    shape. Rows that are not aligned to 16 bytes, and scales of 0 or less, take a plain kernel, which is slow.
+    """
+    attend(q, k, v, scale, out, True, rows, keys, turns)
+
+
+def run_all_keys(q, k, v, scale, out, *, rows=None, keys=None, turns=True):
+    """out = T(softmax(scale * q k^T) v), as run_prefill(), for k and v [B, Hkv, L, D] that every position sees."""
+    attend(q, k, v, scale, out, False, rows, keys, turns)
