@@ -89,6 +89,9 @@ def _print(explanation: Explanation, wide: bool) -> None:
     asked = {**call.axes, **call.dtypes, **call.scalars, **call.layouts}
     note(f"{request.definition.name} at {spelled_map(asked)} on {request.gpu}:")
     rows = [["picked" if row.pop("picked") else "", *row.values()] for row in explanation.candidates()]
+    reasons = [str(row[-1]) for row in rows]
+    for row, reason, above in zip(rows[1:], reasons[1:], reasons, strict=False):
+        row[-1] = "as above" if reason and reason == above else reason
     print_table(COLUMNS, rows, wide=wide, least=LEAST, prose=("why",))
     if explanation.left_to_compilers:
         note(f"Under torch.compile, stock code runs: {explanation.left_to_compilers}.")

@@ -534,13 +534,16 @@ def comparable_entries(request: Request, table: ResolverTable) -> Sequence[Entry
     entries = [entry for entry in entries if equal_scalars(entry, selecting) == len(selecting)]
     if not entries:
         return f"{definition.name} was not measured on {table.gpu} with these code-selecting scalars"
-    entries = [entry for entry in entries if layouts_match(entry, request.call.layouts, definition)]
-    if not entries:
-        spelled = (
-            ", ".join(f"{name} {layout}" for name, layout in sorted(request.call.layouts.items())) or "all contiguous"
-        )
-        return f"{definition.name} was not measured on {table.gpu} with these layouts ({spelled})"
-    return entries
+    alike = [entry for entry in entries if layouts_match(entry, request.call.layouts, definition)]
+    if not alike:
+        asked = _spelled_layouts(request.call.layouts)
+        measured = "; ".join(dict.fromkeys(_spelled_layouts(entry.call.layouts) for entry in entries))
+        return f"{definition.name} was not measured on {table.gpu} with these layouts ({asked}), but with others ({measured})"
+    return alike
+
+
+def _spelled_layouts(layouts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {layout}" for name, layout in sorted(layouts.items())) or "all contiguous"
 
 
 def selecting_scalars(definition: Definition) -> tuple[str, ...]:
