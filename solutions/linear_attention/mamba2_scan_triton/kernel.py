@@ -374,23 +374,31 @@ def run_chunk(
     num_warps = None: four, or eight if N > 128.
     """
     B, T, H, P = x.shape
-    G, N = Bmat.shape[2:]
+    N = Bmat.shape[3]
     if final_state.numel() == 0:
         return
     is_wide = x.dtype != torch.bfloat16
     block_n = 256 if is_wide or N > 128 else 128 if N > 64 else 64
+    channels = triton.cdiv(P, BLOCK_P.value) * BLOCK_P.value
+    is_moved = is_wide or channels > P or block_n > N
+    at_once = max(1, MOST_MOVED // (H * channels * max(block_n, T))) if is_moved else B
+    for first in range(0, B, at_once):
+        some = slice(first, first + at_once)
+        _scan(
+            x[some], dt[some], A, Bmat[some], Cmat[some], D, dt_bias, initial_state[some], dt_min, out[some],
+            final_state[some], block_n, PROGRAMS, num_stages, num_warps,
+        )  # fmt: skip
+
+
+def _scan(
+    x, dt, A, Bmat, Cmat, D, dt_bias, initial_state, dt_min, out, final_state, block_n, PROGRAMS, num_stages, num_warps
+):
+    B, T, H, P = x.shape
+    G, N = Bmat.shape[2:]
+    is_wide = x.dtype != torch.bfloat16
     blocks = triton.cdiv(P, BLOCK_P.value)
     sizes = blocks * BLOCK_P.value, block_n, block_n
-    at_once = max(1, MOST_MOVED // (H * sizes[0] * max(block_n, T)))
     is_padded = sizes[0] > P or block_n > N
-    if at_once < B and (is_wide or is_padded):
-        for first in range(0, B, at_once):
-            some = slice(first, first + at_once)
-            run_chunk(
-                x[some], dt[some], A, Bmat[some], Cmat[some], D, dt_bias, initial_state[some], dt_min, out[some],
-                final_state[some], PROGRAMS=PROGRAMS, num_stages=num_stages, num_warps=num_warps,
-            )  # fmt: skip
-        return
     chunks = triton.cdiv(T, CHUNK.value)
     pairs = B * H
 
