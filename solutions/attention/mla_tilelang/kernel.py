@@ -13,6 +13,7 @@ import torch
 
 LOG2_E = 1.4426950408889634
 LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that differences of it are no NaN
+NEVER_BARRIER = 15  # a named barrier at which nothing arrives
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 L2_BYTES = 50 << 20  # of an H100 or H200
 SHARED_BYTES = 224 << 10  # that a CTA may take, less some for barriers
@@ -193,6 +194,11 @@ def prefill_kernel(D, DV, dtype, rows, keys, columns, v_columns, k_stages, v_sta
                         with T.ws_op("weigh"):
                             hide(scores, (step + 1) * keys, first, rows, keys)
                             weigh(scores, largest, shrink, sums, added, scale, rows, keys)
+                            # ptxas would move the wait below before the softmax, and nothing would overlap. It keeps the order
+                            # of barriers, and this one needs all weights. No sum of weights is below 0.
+                            for i in T.Parallel(rows):
+                                if added[i] < 0.0:
+                                    T.named_barrier_arrive(NEVER_BARRIER, 256)
                         with T.ws_op("wait_v"):
                             T.wait_wgmma(0)
                         with T.ws_op("renew"):

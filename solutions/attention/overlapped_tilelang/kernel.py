@@ -6,6 +6,7 @@ address (not apart, or not aligned to 16 bytes) are loaded element by element, w
 """
 
 import functools
+import itertools
 import math
 
 import tilelang
@@ -17,6 +18,7 @@ LEAST_SCORE = -1e30  # of a row that has seen no key: finite, so that difference
 MASSIVE = 2.0**28  # scaled scores beyond it differ by 8 or not at all, and a product is rounded by at most 8
 FLAGS = {"tl.enable_fast_math": True}  # 2**x as one instruction; tiny weights become 0
 L2_BYTES = 50 << 20  # of an H100 or H200
+MANY_WAVES = 64  # of tiles: one tile more or less is no matter
 NEVER_BARRIER = 15  # a named barrier at which nothing arrives
 FIRST_BARRIER = 8  # named barriers of the warpgroups' turns; TileLang counts its own from 3 on
 
@@ -378,27 +380,40 @@ def multiprocessor_count(index):
     return torch.cuda.get_device_properties(index).multi_processor_count if torch.cuda.is_available() else 132
 
 
+def most_work(all_heads, heads, S, rows, keys, multiprocessors):
+    """Return the steps of the CTA with the most of them, and one more for each of its tiles, in causal attention."""
+    tiles = -(-S // rows)
+    changes = [0] * (multiprocessors + 1)  # of the work from one CTA to the next
+    index = 0
+    while index < tiles * all_heads:
+        # As many tiles as are equally long and of one wave.
+        wave = index // multiprocessors
+        after = min(index // heads * heads + heads, (wave + 1) * multiprocessors, tiles * all_heads)
+        first, last = index - wave * multiprocessors, after - wave * multiprocessors
+        if wave % 2 == 1:
+            first, last = multiprocessors - last, multiprocessors - first
+        tile = tiles - 1 - index % (tiles * heads) // heads
+        steps = -(-min(tile * rows + rows, S) // keys) + 1
+        changes[first] += steps
+        changes[last] -= steps
+        index = after
+    return max(itertools.accumulate(changes))
+
+
 @functools.lru_cache(maxsize=4096)
 def heads_at_a_time(all_heads, group, S, L, D, causal, rows, keys, multiprocessors):
     """Return how many query heads share a turn: few, so that L2 keeps their keys and values, unless CTAs idle the longer.
 
-    The tiles of a CTA are known beforehand, so the CTA with the most work is, too. One step more stands for what a tile costs
-    before and after its steps.
+    The tiles of a CTA are known beforehand, and so is the CTA with the most work. Many waves even out.
     """
-    tiles = -(-S // rows)
     fitting = max(group, L2_BYTES // 2 // (4 * L * D) * group)
-    chosen, least = group, math.inf
-    for heads in [h for h in range(group, all_heads + 1, group) if all_heads % h == 0]:
-        number = torch.arange(tiles * all_heads)
-        wave, block = number // multiprocessors, number % multiprocessors
-        block = torch.where(wave % 2 == 1, multiprocessors - 1 - block, block)
-        tile = tiles - 1 - number % (tiles * heads) // heads
-        seen = torch.clamp((tile + 1) * rows, max=L) if causal else torch.full_like(tile, L)
-        work = torch.bincount(block, weights=(seen + keys - 1) // keys + 1.0, minlength=multiprocessors).max().item()
-        work *= 1.0 if heads <= fitting else 1.02
-        if work < least:
-            chosen, least = heads, work
-    return chosen
+    possible = [heads for heads in range(1, all_heads + 1) if all_heads % heads == 0]
+    chosen = max(heads for heads in possible if heads <= fitting)
+    if not causal or -(-S // rows) * all_heads > MANY_WAVES * multiprocessors:
+        return chosen
+    possible = [heads for heads in possible if heads >= max(4, group)] or [chosen]
+    work = {heads: most_work(all_heads, heads, S, rows, keys, multiprocessors) for heads in possible}
+    return min(possible, key=lambda heads: work[heads] * (1.0 if heads <= fitting else 1.02))
 
 
 def attend(q, k, v, scale, out, causal, rows, keys, turns):
