@@ -7,6 +7,7 @@ timed ones. The order of the turns changes with each round. A way that cannot ru
 
     python benchmarks/training_step.py --out steps.json                # Llama-3.2-1B, slices of Qwen3-8B and Qwen3-30B-A3B
     python benchmarks/training_step.py --models llama-3.2-1b:4 --checkpoint --lora --out steps.json
+    python benchmarks/training_step.py --models llama-3.2-1b:4 --ways stock,liger,patched --seconds 90 --out steps.json
     python benchmarks/training_step.py --tiny --device cpu --out steps.json
 
 ``--loss-curve N`` trains a small model for N steps: stock and patched from the weights of one seed, and stock from those of other
@@ -68,6 +69,8 @@ TINY = {
     "num_experts_per_tok": 2,
 }
 TINY_LAYERS = 2
+FIRST_ROUNDS = 2
+"""The times that are always spent: to build the models, and the round in which kernels are compiled."""
 LEARNING_RATE = {"steps": 1e-5, "curve": 3e-4}
 LORA_RANK, LORA_ALPHA = 16, 32
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -354,8 +357,17 @@ class Race:
             free_memory(device)
 
 
-def race(settings: Settings, ways: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Train one model in all ways in turns, and return the figures of each."""
+def is_time_for_another(spent: Sequence[float], seconds: float) -> bool:
+    """Return True if a round that takes as long as the last one ends within the limit; one round is counted in any case.
+
+    ``spent`` has the time to the first round, and then that of each round; the first round is not counted.
+    """
+    return len(spent) <= FIRST_ROUNDS or sum(spent) + spent[-1] <= seconds
+
+
+def race(settings: Settings, ways: Sequence[str], rounds: int, seconds: float = math.inf) -> dict[str, Any]:
+    """Train one model in all ways in turns, and return the figures of each; start no round that would end after ``seconds``."""
+    begun = time.perf_counter()
     say(f"{settings.model}: building")
     model = built(settings)
     optimizer, ids = optimizer_of(model, settings), random_tokens(model.config, settings)
@@ -385,13 +397,18 @@ def race(settings: Settings, ways: Sequence[str], rounds: int) -> dict[str, Any]
         except RuntimeError as error:
             found.absent["liger"] = str(error)
     order = [name for name in ways if name in turns]
+    spent = [time.perf_counter() - begun]
     try:
         for index in range(rounds + 1):
+            if not is_time_for_another(spent, seconds):
+                say(f"  {index - 1} of {rounds} rounds fit in {seconds:.0f} s")
+                break
             for name in order[index % len(order) :] + order[: index % len(order)]:
                 say(f"  round {index} of {rounds}: {name}" + (" (not counted)" if index == 0 else ""))
                 found.take(name, turns[name], settings.device)
             if index == 0:
                 found.turns.clear()
+            spent.append(time.perf_counter() - begun - sum(spent))
     finally:
         if liger is not None:
             liger.close()
@@ -406,6 +423,7 @@ def race(settings: Settings, ways: Sequence[str], rounds: int) -> dict[str, Any]
         "checkpoint": settings.checkpoint,
         "liger": "" if liger is None else liger.library,
         "absent": found.absent,
+        "seconds": [round(part, 2) for part in spent],
         "ways": {name: figures(turns, settings) for name, turns in found.turns.items()},
         "against": against(found.turns),
         **({} if handle is None else served(handle)),
@@ -620,6 +638,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro", type=int, help="rows of a forward: 2, or all for curves")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit for a model: no later round is started")
     parser.add_argument("--lora", action="store_true", help="train adapters alone")
     parser.add_argument("--checkpoint", action="store_true", help="keep no activations of layers for the backward")
     parser.add_argument("--loss-curve", type=int, metavar="N", help="train N steps in place of timing")
@@ -668,7 +687,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(curves(settings, options))
             found = curve_findings(results[-1])
         else:
-            results.append(race(settings, options.ways, options.rounds))
+            results.append(race(settings, options.ways, options.rounds, options.seconds))
             found = race_findings(results[-1])
         findings += found
         if os.environ.get("RANK", "0") == "0":

@@ -125,3 +125,13 @@ def test_speedups_are_those_of_the_same_round(training_step: ModuleType) -> None
     assert training_step.against(turns) == {"stock": {"speedup": 3.0, "least": 2.0, "most": 4.0, "memory": 0.5}}
     assert training_step.against({"stock": turns["stock"]}) == {}
     assert sys.modules["training_step"] is training_step
+
+
+@pytest.mark.parametrize(
+    ("spent", "seconds", "expected"),
+    [([50, 50], 10, True), ([5, 9, 4], 22, True), ([5, 9, 4], 21, False), ([5, 9, 4, 4], 24, False)],
+)
+def test_a_round_that_would_end_late_is_not_started(
+    spent: list[float], seconds: float, expected: bool, training_step: ModuleType
+) -> None:
+    assert training_step.is_time_for_another(spent, seconds) == expected
