@@ -14,8 +14,9 @@ EPSILON = 1e-6
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def recurrent_kernel(K, V, dtype, rows, columns, threads, aligned):
-    """Compile for states [K, V]; `aligned`: rows of states begin at 16 bytes, and blocks of columns fill them."""
+def recurrent_kernel(sizes, dtype, rows, columns, threads, aligned):
+    """Compile for states of `sizes` K and V, or of any. `aligned`: rows begin at 16 bytes, and blocks of columns fill them."""
+    K, V = sizes or T.dynamic("K V")
     B, Hk, Hv = T.dynamic("B Hk Hv")
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("q_b q_t q_h k_b k_t k_h v_b v_t v_h", "int64")
     g_b, g_t, beta_b, beta_t, out_b, out_t, out_h = T.dynamic("g_b g_t beta_b beta_t out_b out_t out_h", "int64")
@@ -136,10 +137,12 @@ def run_recurrent(
         return
     wide = columns or (16 if B * Hv * V <= 132 * 64 else 32)
     rows = max(16, 1 << (K - 1).bit_length())
-    aligned = rows == K and V % wide == 0
+    aligned = K in (64, 128, 256) and V % wide == 0
     for state in (initial_state, final_state):
         aligned = aligned and all(step % 4 == 0 for step in (state.storage_offset(), *state.stride()[:3]))
-    recurrent_kernel(K, V, q.dtype, rows, wide, threads, aligned)(
+    if not aligned:  # One kernel for many sizes: a compilation takes seconds.
+        rows, wide = max(rows, 64), 16
+    recurrent_kernel((K, V) if aligned else None, q.dtype, rows, wide, threads, aligned)(
         q, k, v, g, beta, initial_state, out, final_state, K**-0.5
     )
 
@@ -183,8 +186,12 @@ def add_parts(high, middle, low, x_high, x_middle, x_low, acc, transpose):
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def prepare_kernel(K, rows):
-    """Compile the inverse of a chunk's system, the products of its queries with its keys, and the factors of its rows."""
+def prepare_kernel(size, rows):
+    """Compile the inverse of a chunk's system, the products of its queries with its keys, and the factors of its rows.
+
+    size = None: for keys of any size up to `rows`.
+    """
+    K = size or T.dynamic("K")
     B, N, Hk, Hv, parts = T.dynamic("B N Hk Hv parts")
     q_b, q_t, q_h, k_b, k_t, k_h = T.dynamic("q_b q_t q_h k_b k_t k_h", "int64")
     g_b, g_t, beta_b, beta_t = T.dynamic("g_b g_t beta_b beta_t", "int64")
@@ -330,8 +337,9 @@ def prepare_kernel(K, rows):
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def join_kernel(K, V, rows):
+def join_kernel(sizes, rows):
     """Compile the sums from what each segment makes of nothing to the state before each segment but the first."""
+    K, V = sizes or T.dynamic("K V")
     between = T.dynamic("between")
 
     @T.prim_func
@@ -372,8 +380,10 @@ def join_kernel(K, V, rows):
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def scan_kernel(K, V, rows, columns, whole, ahead):
-    """Compile a walk through the chunks of segments; `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors.
+def scan_kernel(sizes, rows, columns, whole, ahead):
+    """Compile a walk through the chunks of segments, for `sizes` K and V or for any.
+
+    `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors.
 
     `ahead`: the first pass, which writes states [pairs * segments, V, K] and moves [pairs * segments, K, K].
     """
@@ -381,8 +391,9 @@ def scan_kernel(K, V, rows, columns, whole, ahead):
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h = T.dynamic("q_b q_t q_h k_b k_t k_h v_b v_t v_h", "int64")
     out_b, out_t, out_h, i_b, i_h, i_k, f_b, f_h, f_k = T.dynamic("out_b out_t out_h i_b i_h i_k f_b f_h f_k", "int64")
     dtype = "bfloat16"
-    of_values = -(-V // columns)
-    blocks = of_values + -(-K // columns) if ahead else of_values
+    K, V = sizes or T.dynamic("K V")
+    of_values = T.ceildiv(V, columns)
+    blocks = of_values + T.ceildiv(K, columns) if ahead else of_values
     policy = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -581,13 +592,18 @@ def run_chunk(
     between = B * Hv * segments if segments > 1 else 1
     states = torch.empty((between, V, K), dtype=torch.float32, device=q.device)
     moves = torch.empty((between, K, K), dtype=torch.float32, device=q.device)
-    whole = rows == K and V % wide == tokens % CHUNK == 0
+    # Other sizes than models have share a kernel: a compilation takes seconds.
+    is_usual = K in (64, 128) and V in (64, 128)
+    if not is_usual:
+        rows, wide = 128, columns or 64
+    sizes = (K, V) if is_usual else None
+    whole = is_usual and V % wide == tokens % CHUNK == 0
     for x in (q, k, v):
         whole = whole and all(step % 8 == 0 for step in (x.storage_offset(), *x.stride()[:3]))
-    prepare_kernel(K, rows)(q, k, g, beta, inverse, attention, factors, K**-0.5)
+    prepare_kernel(K if is_usual else None, rows)(q, k, g, beta, inverse, attention, factors, K**-0.5)
     args = (q, k, v, initial_state, inverse, attention, factors, states, moves, out, final_state, segments, each)
     if segments > 1:
-        scan_kernel(K, V, rows, wide, whole, True)(*args)
+        scan_kernel(sizes, rows, wide, whole, True)(*args)
         if segments > 2:
-            join_kernel(K, V, rows)(states, moves, segments)
-    scan_kernel(K, V, rows, wide, whole, False)(*args)
+            join_kernel(sizes, rows)(states, moves, segments)
+    scan_kernel(sizes, rows, wide, whole, False)(*args)

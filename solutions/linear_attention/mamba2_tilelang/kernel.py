@@ -40,8 +40,9 @@ def step_of(dt, bias, dtype):
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def update_kernel(P, N, dtype, rows, columns, threads, aligned):
-    """Compile for states [P, N]; `aligned`: rows of states begin at 16 bytes, and blocks of rows fill them."""
+def update_kernel(sizes, dtype, rows, columns, threads, aligned):
+    """Compile for states of `sizes` P and N, or of any. `aligned`: rows begin at 16 bytes, and blocks of rows fill them."""
+    P, N = sizes or T.dynamic("P N")
     B, H, G = T.dynamic("B H G")
     s_b, s_h, s_p, x_b, x_h, dt_b = T.dynamic("s_b s_h s_p x_b x_h dt_b", "int64")
     w_b, w_g, r_b, r_g, out_b, out_h = T.dynamic("w_b w_g r_b r_g out_b out_h", "int64")
@@ -139,9 +140,13 @@ def run_update(
     columns = max(16, 1 << (N - 1).bit_length())
     numbers = 4096 if state.numel() >= 4096 * 132 * 4 else 1024
     tall = rows or min(64, 1 << (P - 1).bit_length(), max(4, numbers // columns))
-    aligned = columns == N and P % tall == 0
+    aligned = N in (64, 128, 256) and P in (64, 128) and P % tall == 0
     aligned = aligned and all(step % 4 == 0 for step in (state.storage_offset(), *state.stride()[:3]))
-    update_kernel(P, N, x.dtype, tall, columns, threads, aligned)(state, x, dt, A, Bmat, Cmat, D, dt_bias, out)
+    if not aligned:  # One kernel for many sizes: a compilation takes seconds.
+        columns = max(columns, 64)
+        tall = 1024 // columns
+    sizes = (P, N) if aligned else None
+    update_kernel(sizes, x.dtype, tall, columns, threads, aligned)(state, x, dt, A, Bmat, Cmat, D, dt_bias, out)
 
 
 # ---- chunks of tokens -----------------------------------------------------------------------------
@@ -214,12 +219,13 @@ def steps_kernel():
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def segments_kernel(P, N, rows, columns, whole):
+def segments_kernel(sizes, rows, columns, whole):
     """Compile the states that segments write; `whole`: rows begin at 16 bytes, and blocks fill their tensors."""
     B, L, H, G, padded, parts = T.dynamic("B L H G padded parts")
     x_b, x_t, x_h, w_b, w_t, w_g = T.dynamic("x_b x_t x_h w_b w_t w_g", "int64")
     dtype = "bfloat16"
-    blocks = -(-P // rows)
+    P, N = sizes or T.dynamic("P N")
+    blocks = T.ceildiv(P, rows)
     policy = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -292,13 +298,17 @@ def segments_kernel(P, N, rows, columns, whole):
 
 @functools.cache
 @tilelang.jit(pass_configs=CHUNK_FLAGS)
-def scan_kernel(P, N, rows, columns, whole):
-    """Compile the walk through the chunks; `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors."""
+def scan_kernel(sizes, rows, columns, whole):
+    """Compile the walk through the chunks, for `sizes` P and N or for any.
+
+    `whole`: rows begin at 16 bytes, and chunks and blocks fill their tensors.
+    """
     B, L, H, G, padded, parts = T.dynamic("B L H G padded parts")
     x_b, x_t, x_h, w_b, w_t, w_g, r_b, r_t, r_g = T.dynamic("x_b x_t x_h w_b w_t w_g r_b r_t r_g", "int64")
     out_b, out_t, out_h, i_b, i_h, i_p, f_b, f_h, f_p = T.dynamic("out_b out_t out_h i_b i_h i_p f_b f_h f_p", "int64")
     dtype = "bfloat16"
-    blocks = -(-P // rows)
+    P, N = sizes or T.dynamic("P N")
+    blocks = T.ceildiv(P, rows)
     policy = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -448,7 +458,6 @@ def run_chunk(
     if final_state.numel() == 0:
         return
     chunks = -(-tokens // CHUNK)
-    columns = max(16, 1 << (N - 1).bit_length())
     rows = 64
     ctas_of_a_segment = B * H * -(-P // rows)
     each = -(-chunks // max(1, min(-(-ctas // ctas_of_a_segment), MOST_SEGMENTS, chunks // 2)))
@@ -458,12 +467,16 @@ def run_chunk(
     parts = max(1, B * H * (segments - 1))
     states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
     left = torch.empty((parts,), dtype=torch.float32, device=x.device)
-    whole = columns == N and P % rows == 0
+    # Other sizes than models have share a kernel: a compilation takes seconds.
+    is_usual = N in (64, 128) and P in (64, 128)
+    sizes = (P, N) if is_usual else None
+    columns = N if is_usual else 128
+    whole = is_usual
     for given in (x, Bmat, Cmat):
         whole = whole and all(step % 8 == 0 for step in (given.storage_offset(), *given.stride()[:3]))
     steps_kernel()(dt, A, dt_bias, steps, sums, dt_min)
     if segments > 1:
-        segments_kernel(P, N, rows, columns, whole)(x, Bmat, steps, sums, states, left, each, segments)
-    scan_kernel(P, N, rows, columns, whole and tokens % CHUNK == 0)(
+        segments_kernel(sizes, rows, columns, whole)(x, Bmat, steps, sums, states, left, each, segments)
+    scan_kernel(sizes, rows, columns, whole and tokens % CHUNK == 0)(
         x, Bmat, Cmat, D, steps, sums, initial_state, states, left, out, final_state, each, segments
     )
