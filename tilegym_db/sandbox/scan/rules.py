@@ -224,11 +224,15 @@ class Checker(ScopedVisitor):
 
     visit_List = visit_Set = visit_Tuple
 
-    def visit_For(self, node: ast.For | ast.comprehension) -> None:  # noqa: D102
+    def visit_For(self, node: ast.For) -> None:  # noqa: D102
         self._check_order([node.iter])
         self.generic_visit(node)
 
-    visit_comprehension = visit_For
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:  # noqa: D102
+        self._check_order([part.iter for part in node.generators])
+        self._visit_comprehension(node)
+
+    visit_GeneratorExp = visit_DictComp = visit_ListComp
 
     def visit_Starred(self, node: ast.Starred) -> None:  # noqa: D102
         self._check_order([node.value])
