@@ -417,14 +417,18 @@ DISGUISED = {
         "import functools\nfrom torch.nn.functional import silu\ndef f(x): pass\ndef give(g): return silu\n"
         "@functools.wraps(f)\n@give\ndef h(x): pass",
     ),
-    "wraps passed around": ("dynamic-attribute", "import functools\ndef f(g): return functools.partial(functools.wraps, g)"),
+    "wraps passed around": (
+        "dynamic-attribute",
+        "import functools\ndef f(g): return functools.partial(functools.wraps, g)",
+    ),
     "passes of a compiler": (
         "compiler-flags",
         "import tilelang\n@tilelang.jit(pass_configs={'tl.disable_safe_memory_legalize': True})\ndef f(): pass",
     ),
     "passes by member": (
         "compiler-flags",
-        "import tilelang\nO = {tilelang.PassConfigKey.TL_CONFIG_INDEX_BITWIDTH: 32}\n@tilelang.jit(pass_configs=O)\ndef f(): pass",
+        "import tilelang\nO = {tilelang.PassConfigKey.TL_CONFIG_INDEX_BITWIDTH: 32}\n"
+        "@tilelang.jit(pass_configs=O)\ndef f(): pass",
     ),
     "passes from elsewhere": (
         "compiler-flags",

@@ -305,9 +305,11 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
     made, reports = list[int](), [before.content]
     for _ in range(2):
         run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2)
-        after = run if isinstance(run, Failure) else handle.ask("memory", handle.limits.call_s)
-        if isinstance(run, Failure) or isinstance(after, Failure):
-            return run if isinstance(run, Failure) else after
+        if isinstance(run, Failure):
+            return run
+        after = handle.ask("memory", handle.limits.call_s)
+        if isinstance(after, Failure):
+            return after
         made.append(max(1, whole_number(run, "calls")))
         reports.append(after.content)
     calls, case = sum(made), memory.steps[slots[0]].case
@@ -556,7 +558,7 @@ def _after_odd_calls(memory: SequenceMemory, judged: Sequence[int], has_empty: b
 
 
 def equal_pairs(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[tuple[Case, Case]]:
-    """Return pairs of cases whose input with most dimensions has as many elements in another shape, as far as constraints allow."""
+    """Return pairs of cases whose input with most dimensions has as many elements in two shapes, as far as constraints allow."""
     definition, pairs = handle.definition, list[tuple[Case, Case]]()
     shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
     axes = [*{axis: None for axis in max(shapes, key=len, default=()) if axis in definition.var_axes}]

@@ -139,7 +139,9 @@ class Checker(ScopedVisitor):
             if path in ("builtins.getattr", "builtins.hasattr") and node not in self.context.may_hold_module:
                 self.report.add(node, "dynamic-attribute", f"passes {path[9:]} around")
             if path == "functools.wraps" and node not in self._decorates:
-                what = "uses functools.wraps, which sets attributes of what it is given, elsewhere than right above a def"
+                what = (
+                    "uses functools.wraps, which sets attributes of what it is given, elsewhere than right above a def"
+                )
                 self.report.add(node, "dynamic-attribute", what)
             self.context.check_path(node, path)
             self.context.check_escape(node, path)
@@ -228,11 +230,12 @@ class Checker(ScopedVisitor):
         self._check_order([node.iter])
         self.generic_visit(node)
 
-    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:  # noqa: D102
-        self._check_order([part.iter for part in node.generators])
-        self._visit_comprehension(node)
+    def _visit_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        if not isinstance(node, ast.SetComp):
+            self._check_order([part.iter for part in node.generators])
+        super()._visit_comprehension(node)
 
-    visit_GeneratorExp = visit_DictComp = visit_ListComp
+    visit_ListComp = visit_SetComp = visit_GeneratorExp = visit_DictComp = _visit_comprehension
 
     def visit_Starred(self, node: ast.Starred) -> None:  # noqa: D102
         self._check_order([node.value])
@@ -292,7 +295,9 @@ class Checker(ScopedVisitor):
 # ---- order ----------------------------------------------------------------------------------------
 # The hash of a text is another one in every process, and with it the order of a set: a verdict in one says nothing of the next.
 
-SET_METHODS = words("add difference discard intersection isdisjoint issubset issuperset remove symmetric_difference union update")
+SET_METHODS = words(
+    "add difference discard intersection isdisjoint issubset issuperset remove symmetric_difference union update"
+)
 
 
 def is_set(context: Context, node: ast.expr) -> bool:
