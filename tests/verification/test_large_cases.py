@@ -35,7 +35,7 @@ def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
     assert axes[4]["M"] * axes[4]["N"] >= 1 << 20
 
 
-def test_where_very_many_rows_are_too_many_there_are_still_more_than_16_bits_count(operator):
+def test_fewer_rows_are_tried_where_very_many_are_not_allowed(operator):
     definition = operator(independent_axes=["M"])
     rows = [case.case.call.axes["M"] for case in large(definition, "M <= 131072")]
     assert 1 << 16 < max(rows) <= 1 << 17
