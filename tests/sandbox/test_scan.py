@@ -82,7 +82,7 @@ CASES = {
     "unlisted-member": Case("import functools\nfunctools.RLock", "import functools\nfunctools.partial"),
     "question": Case("def f(x): return x.requires_grad", "def f(x): return x.is_contiguous()"),
     "object-hooks": Case("def f(x): x.__class__ = 1", "class A:\n    def __init__(self): pass"),
-    "reads-files": Case("def run(x): open('a')", "def run(x): print(x.shape)"),
+    "reads-files": Case("def run(x): open('a')", "def run(x): return x.shape"),
     "ends-process": Case("def run(x): raise SystemExit", "def run(x): raise ValueError('no')"),
     "os-call": Case("import os\nos.fork()", "import os\nos.cpu_count()"),
     "environment": Case("import os\nprint(os.environ)", "import os\nos.environ.get('TRITON_INTERPRET')"),
@@ -117,6 +117,11 @@ CASES = {
         "import torch\ndef run(x: torch.Tensor, out): _kernel(x * 2)",
         "import torch\ndef run(x: torch.Tensor, out): _kernel(x.shape[0] * 2)",
         "triton",
+    ),
+    "prints": Case("def run(x): print(x.shape)", "def run(x): return f'{x.shape}'"),
+    "unordered": Case(
+        "NAMES = {'a', 'b'}\ndef run(x):\n    for name in NAMES: x.add_(1)",
+        "NAMES = {'a', 'b'}\ndef run(x):\n    for name in sorted(NAMES):\n        if name in NAMES: x.add_(1)",
     ),
     "cached-function": Case(
         "import functools\n@functools.cache\ndef f(n): pass", "import functools\nfunctools.partial"
@@ -398,6 +403,37 @@ DISGUISED = {
     "stdout": ("namespace-access", "import contextlib\ncontextlib.redirect_stdout(None)"),
     "generator's frame": ("frame-access", "def f(g): return g.gi_frame"),
     "code object": ("imports-unknown", "from types import FunctionType"),
+    "list of a set": ("unordered", "def f(x): return list({x, 'b'} | {'c'})"),
+    "first of a set": ("unordered", "names = set(('a', 'b'))\ndef f(): return next(iter(names))"),
+    "comprehension over a set": ("unordered", "def f(x): return [one for one in frozenset(x)]"),
+    "popped from a set": ("unordered", "def f(x):\n    left = {'a', x}\n    return left.pop()"),
+    "spread set": ("unordered", "def f(x): return (*{'a', x},)"),
+    "wraps another function": (
+        "dynamic-attribute",
+        "import functools, torch\ndef f(x): pass\nfunctools.wraps(f)(torch.nn.functional.silu)",
+    ),
+    "wraps what a decorator returns": (
+        "dynamic-attribute",
+        "import functools\nfrom torch.nn.functional import silu\ndef f(x): pass\ndef give(g): return silu\n"
+        "@functools.wraps(f)\n@give\ndef h(x): pass",
+    ),
+    "wraps passed around": (
+        "dynamic-attribute",
+        "import functools\ndef f(g): return functools.partial(functools.wraps, g)",
+    ),
+    "passes of a compiler": (
+        "compiler-flags",
+        "import tilelang\n@tilelang.jit(pass_configs={'tl.disable_safe_memory_legalize': True})\ndef f(): pass",
+    ),
+    "passes by member": (
+        "compiler-flags",
+        "import tilelang\nO = {tilelang.PassConfigKey.TL_CONFIG_INDEX_BITWIDTH: 32}\n"
+        "@tilelang.jit(pass_configs=O)\ndef f(): pass",
+    ),
+    "passes from elsewhere": (
+        "compiler-flags",
+        "import tilelang\ndef make(passes): return tilelang.compile(1, pass_configs={**passes})",
+    ),
     "file through torch": ("reads-files", "import torch\ntorch.load('x')"),
     "subclass of an alias": ("outside-language", "from torch import Tensor as T\nclass A(T): pass"),
     "parameter": ("outside-language", "import torch\nclass A(torch.nn.Parameter): pass"),

@@ -609,6 +609,12 @@ def test_truncation_is_refused_for_its_bias_only(dtype, shape):
     assert judge(towards_zero(exact, dtype), exact, e_base=0.0).reason.startswith("out: elements are off by -0.5 steps")
 
 
+def test_truncation_in_a_quarter_of_the_columns_is_a_bias():
+    near, exact = honest(torch.bfloat16, 128, 256)
+    one_quarter = torch.arange(256) // 64 == 2
+    assert judge(torch.where(one_quarter, towards_zero(exact, torch.bfloat16), near), exact).gate == "bias"
+
+
 def test_stochastic_rounding_has_no_bias():
     _, exact = honest(torch.bfloat16, 64, 64)
     low = towards_zero(exact, torch.bfloat16)

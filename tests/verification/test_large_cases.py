@@ -29,9 +29,16 @@ def large(definition: Definition, *constraints: str, seed: int = 1, **changes: A
 def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
     axes = [case.case.call.axes for case in large(operator(independent_axes=["M"]), seed=seed)]
     assert 1 << 10 <= axes[0]["M"] <= (1 << 14) + 1
-    assert axes[1]["M"] > 1 << 16
+    assert axes[1]["M"] > 1 << 17
     assert axes[2]["N"] >= 1 << 10
-    assert axes[3]["M"] * axes[3]["N"] >= 1 << 20
+    assert axes[3]["N"] > 1 << 16
+    assert axes[4]["M"] * axes[4]["N"] >= 1 << 20
+
+
+def test_fewer_rows_are_tried_where_very_many_are_not_allowed(operator):
+    definition = operator(independent_axes=["M"])
+    rows = [case.case.call.axes["M"] for case in large(definition, "M <= 131072")]
+    assert 1 << 16 < max(rows) <= 1 << 17
 
 
 def test_a_gpu_gets_a_tensor_beyond_31_bits_if_memory_allows(operator):

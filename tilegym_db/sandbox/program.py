@@ -175,6 +175,20 @@ class Worker:
         mismatch = next((found for found in changed if found), None)
         return {"calls": made, **({"mismatch": mismatch} if mismatch else {})}
 
+    def misuse(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call the Solution with an object that is no tensor in place of each tensor of the first slot, and ignore its errors.
+
+        Nearly every kernel raises, each time at another place: as a model's does that runs out of memory, or is interrupted.
+        """
+        slot, raised = self.slots[0], 0
+        for name in [name for name, value in slot.items() if isinstance(value, torch.Tensor)]:
+            try:
+                self._bound({**slot, name: object()})()
+            except Exception:  # whatever it is: the calls after it are judged
+                raised += 1
+        self._synchronize()
+        return {"raised": raised}
+
     def memory(self, request: dict[str, Any]) -> dict[str, Any]:
         """Report the bytes of live tensors on the device, and the number of Python's blocks of memory."""
         gc.collect()
@@ -283,6 +297,7 @@ class Worker:
             "profile": self.profile,
             "repeat": self.repeat,
             "memory": self.memory,
+            "misuse": self.misuse,
             "scalars": self.scalars,
             "state": self.state,
         }

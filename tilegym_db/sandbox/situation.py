@@ -27,6 +27,8 @@ STREAM_BUSY_US = 300.0
 """Time for which a side stream is busy before inputs are copied on it, so that a kernel on another stream reads too early."""
 SWITCH_INTERVAL_S = 1e-6
 _POISON = 0xFF
+FAR = (0, 0, 1 << 14, 1 << 24)
+"""Elements before a tensor in its own memory, as before a slice of a cache or of packed weights; multiples of any alignment."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Situation:
     ``gradients``: gradient mode. ``own_memory``: the tensors lie in PyTorch's own memory, as in a model, not in shared memory.
     ``parameters``: inputs that are given as Parameters; ``requires_grad`` says if these require gradients. ``default_dtype``
     and ``precision`` are PyTorch's settings for new tensors and for products in float32. ``depth``: number of additional frames
-    below the call. ``in_thread``: called by another thread than the main one. ``on_stream``: on a new stream.
+    below the call. ``in_thread``: called by another thread than the main one. ``on_stream``: on a new stream. ``far``: elements
+    before each tensor in its own memory.
     """
 
     gradients: Gradients = "on"
@@ -48,6 +51,7 @@ class Situation:
     depth: int = 0
     in_thread: bool = False
     on_stream: bool = False
+    far: int = 0
 
     @classmethod
     def drawn(cls, seed: int, inputs: Sequence[str], *, multiplies_by_torch: bool, on_gpu: bool) -> Situation:
@@ -73,6 +77,7 @@ class Situation:
             depth=drawn.choice((0, 1, drawn.randrange(DEEPEST))),
             in_thread=drawn.random() < 0.3,
             on_stream=on_gpu and own_memory and drawn.random() < 0.4,
+            far=drawn.choice(FAR) if own_memory else 0,
         )
 
     def __str__(self) -> str:
@@ -86,6 +91,7 @@ class Situation:
         parts += [f"{self.depth} more frames"] if self.depth else []
         parts += ["in another thread"] if self.in_thread else []
         parts += ["on a side stream"] if self.on_stream else []
+        parts += [f"{self.far} elements into their memory"] if self.far else []
         return "; ".join(parts) or "a plain call"
 
     # -- in the worker ------------------------------------------------------------------------------------------------
@@ -117,7 +123,7 @@ class Situation:
         if self.own_memory:
             for key, value in tensors.items():
                 with _outside_inference() if key in weights else contextlib.nullcontext():
-                    given[key] = _empty_like(value)
+                    given[key] = _empty_like(value, self.far)
             if self.on_stream:
                 torch.cuda.current_stream().synchronize()
                 occupy(STREAM_BUSY_US)
@@ -187,12 +193,12 @@ def _deeper(frames: int, call: Callable[[], Any]) -> Any:
     return call() if frames <= 0 else _deeper(frames - 1, call)
 
 
-def _empty_like(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same strides and alignment in PyTorch's memory; all bytes of its memory are set."""
+def _empty_like(value: torch.Tensor, far: int) -> torch.Tensor:
+    """Return a tensor with the same strides and alignment in PyTorch's memory, whose bytes from ``far`` elements on are set."""
     offset, span = value.storage_offset(), span_of(value.shape, value.stride())
-    memory = torch.empty(span + offset, dtype=value.dtype, device=value.device)
-    memory.view(torch.uint8).fill_(_POISON)
-    return memory.as_strided(value.shape, value.stride(), offset)
+    memory = torch.empty(far + offset + span, dtype=value.dtype, device=value.device)
+    memory[far:].view(torch.uint8).fill_(_POISON)
+    return memory.as_strided(value.shape, value.stride(), far + offset)
 
 
 def _outside_inference() -> contextlib.AbstractContextManager[object]:

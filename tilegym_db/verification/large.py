@@ -23,9 +23,9 @@ from tilegym_db.verification.cases import SIZES, repaired
 from tilegym_db.verification.oracle import divisible_axes
 
 FEW_ROWS = (1 << 10, 1 << 14)
-VERY_MANY_ROWS = ((1 << 16) + 1, 1 << 17)
-"""More rows than a grid dimension and a 16-bit number can have."""
-LONG_ROWS = (1 << 10, 1 << 15)
+VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
+"""More rows than a grid dimension and a 16-bit number can have; the second range if the first one is too expensive."""
+LONG_ROWS, VERY_LONG_ROWS = (1 << 10, 1 << 15), ((1 << 16) + 1, 1 << 18)
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
@@ -63,8 +63,8 @@ def large_cases(
 ) -> list[LargeCase]:
     """Return the large cases that the Definition and the Solution allow; none without an independent axis.
 
-    They have from 1,024 to 16,384 rows, more than 65,536 indices of each independent axis, long rows, many elements, and on a
-    GPU more than 2**31 elements in one tensor.
+    They have from 1,024 to 16,384 rows, more than 131,072 indices of each independent axis (else more than 65,536), long rows,
+    rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
 
     Args:
         definition: names the independent axes, along which outputs are compared at some indices.
@@ -81,11 +81,14 @@ def large_cases(
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
-    wanted = [(repeated, FEW_ROWS, False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
-    wanted += [(others, LONG_ROWS, False)]
-    wanted.append((repeated, ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, True))
-    wanted += [(repeated, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)), True)] * on_gpu
-    found = [drawn.case(axes, bounds, elements=elements) for axes, bounds, elements in wanted]
+    wanted = [(repeated, (FEW_ROWS,), False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
+    wanted += [(others, (LONG_ROWS,), False), (others, (VERY_LONG_ROWS,), False)]
+    wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
+    wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
+    found = [
+        next(filter(None, (drawn.case(axes, bounds, elements=elements) for bounds in ranges)), None)
+        for axes, ranges, elements in wanted
+    ]
     return [large for large in found if large is not None]
 
 

@@ -46,6 +46,8 @@ LONG_RUN_CALLS, LONG_RUN_S, LONG_RUN_SHAPES = 30_000, 0.6, 2
 WARM_UP_CALLS = 200
 """Calls after which memory should not grow any more."""
 CHAINED_CALLS = 8
+EQUAL_PAIRS = 2
+"""Pairs of shapes whose largest input has as many elements."""
 
 BLOCKS_PER_CALL, BLOCKS, DEVICE_BYTES, HOST_BYTES = 0.5, 4000, 1 << 16, 64 << 20
 """Growth of memory that a long run may cause: Python's blocks per call, or these at least, and bytes on the device and host.
@@ -53,6 +55,9 @@ BLOCKS_PER_CALL, BLOCKS, DEVICE_BYTES, HOST_BYTES = 0.5, 4000, 1 << 16, 64 << 20
 A call that keeps nothing needs no more memory than the call before. Languages fill caches, and the host's allocators keep some
 of what is freed.
 """
+
+STEADY_PER_CALL, STEADY_BLOCKS = 0.02, 256
+"""Growth in both halves of a long run above which it is a leak: blocks per call, and these at least."""
 
 
 def check_sequences(
@@ -74,7 +79,10 @@ def check_sequences(
     if isinstance(shapes, Failure):
         return shapes
     chain = _chain(handle, cases, drawn, cache)
-    return chain if isinstance(chain, Failure) else [*shapes, *chain]
+    if isinstance(chain, Failure):
+        return chain
+    equal = _equal_sizes(handle, cases, drawn, cache)
+    return equal if isinstance(equal, Failure) else [*shapes, *chain, *equal]
 
 
 # ---- memory of a sequence -------------------------------------------------------------------------
@@ -293,15 +301,19 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
     before = warm if isinstance(warm, Failure) else handle.ask("memory", handle.limits.call_s)
     if isinstance(before, Failure):
         return before
-    on_host = handle.memory_bytes()
-    run = memory.repeat(slots, drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS), seconds=LONG_RUN_S)
-    if isinstance(run, Failure):
-        return run
-    after = handle.ask("memory", handle.limits.call_s)
-    if isinstance(after, Failure):
-        return after
-    calls, case = max(1, whole_number(run, "calls")), memory.steps[slots[0]].case
-    grown = growth(calls, before.content, after.content, handle.memory_bytes() - on_host)
+    on_host, wanted = handle.memory_bytes(), drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS)
+    made, reports = list[int](), [before.content]
+    for _ in range(2):
+        run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2)
+        if isinstance(run, Failure):
+            return run
+        after = handle.ask("memory", handle.limits.call_s)
+        if isinstance(after, Failure):
+            return after
+        made.append(max(1, whole_number(run, "calls")))
+        reports.append(after.content)
+    calls, case = sum(made), memory.steps[slots[0]].case
+    grown = growth(calls, reports[0], reports[-1], handle.memory_bytes() - on_host) or steady_growth(made, reports)
     if grown is not None:
         return Failure(
             "REJECTED", f"{grown}: it keeps something of each call at {case}", gate="memory growth", case=case
@@ -331,6 +343,20 @@ def growth(calls: int, before: object, after: object, host_bytes: int) -> str | 
         return f"{calls} calls left {blocks} more blocks of memory in use by Python"
     if host_bytes > HOST_BYTES:
         return f"{calls} calls left {host_bytes >> 20} MiB more of memory in use"
+    return None
+
+
+def steady_growth(calls: Sequence[int], reports: Sequence[object]) -> str | None:
+    """Return a sentence if Python's blocks grew in every part of a run, as leaks do and caches that fill up do not; or None.
+
+    Args:
+        calls: number of calls in each part.
+        reports: the worker's reports, one before each part and one after the last.
+    """
+    blocks = [report.get("blocks", 0) if isinstance(report, dict) else 0 for report in reports]
+    grown = [after - before for before, after in itertools.pairwise(blocks)]
+    if all(more > max(STEADY_PER_CALL * count, STEADY_BLOCKS) for count, more in zip(calls, grown, strict=True)):
+        return f"{sum(calls)} calls left {sum(grown)} more blocks of memory in use by Python, as many in each half"
     return None
 
 
@@ -482,3 +508,76 @@ def fed_by(definition: Definition, output: str) -> list[str]:
         for name in definition.tensor_inputs
         if name not in bound and (inputs[name].shape, inputs[name].dtype) == (spec.shape, spec.dtype)
     ]
+
+
+# ---- equal sizes, errors and empty calls ------------------------------------------------------------
+# Shapes of as many elements are not one shape. A call that raises, or has nothing to do, may not change the calls after it.
+
+
+def _equal_sizes(
+    handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random, cache: ExpectedCache
+) -> list[str] | Failure:
+    pairs = equal_pairs(handle, cases, drawn)
+    empty = next((case for case in cases if 0 in case.call.axes.values()), None)
+    known = [(one, cache.once(one)) for pair in pairs for one in pair]
+    steps, start = list[Step](), 0
+    for case, expected in known:
+        if expected is not None:
+            plan = _moved(plan_slot(handle.definition, case), start)
+            steps.append(Step(case, plan, expected.inputs, expected))
+            start = plan.size
+    if not steps:
+        return []
+    judged = range(len(steps))
+    if empty is not None:
+        plain = replace(empty, call=replace(empty.call, layouts={}), offset=0)
+        plan = _moved(plan_slot(handle.definition, plain), start)
+        steps.append(Step(plain, plan, draw_inputs(handle.definition, plain, handle.device)))
+    with _shared(handle, steps) as buffers:
+        memory = SequenceMemory(handle, buffers, steps)
+        outcome = memory.attach() or _after_odd_calls(memory, judged, empty is not None)
+        handle.detach()
+    return outcome or [f"sequence: {len(judged)} calls of shapes of equal size, after an error and an empty call"]
+
+
+def _after_odd_calls(memory: SequenceMemory, judged: Sequence[int], has_empty: bool) -> Failure | None:
+    """Judge all steps, and again in the other order after an empty call and after calls that raised."""
+    played = memory.play(judged, judged, "after calls of a shape of as many elements")
+    if has_empty and not isinstance(played, Failure):
+        played = memory.play([len(judged)], ())
+        if not isinstance(played, Failure):
+            played = memory.play(judged[::-1], judged, "after an empty call")
+    if isinstance(played, Failure):
+        return played
+    memory.fill(judged[:1])
+    raised = memory.handle.ask("misuse", memory.handle.limits.call_s)
+    if isinstance(raised, Failure):
+        return raised
+    again = memory.play(judged, judged, "after calls that raised")
+    return again if isinstance(again, Failure) else None
+
+
+def equal_pairs(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[tuple[Case, Case]]:
+    """Return pairs of cases whose input with most dimensions has as many elements in two shapes, as far as constraints allow."""
+    definition, pairs = handle.definition, list[tuple[Case, Case]]()
+    shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
+    axes = [*{axis: None for axis in max(shapes, key=len, default=()) if axis in definition.var_axes}]
+    if len(axes) < 2:
+        return []
+    for base in drawn.sample(list(cases), len(cases)):
+        one, two = drawn.sample(axes, 2)
+        first, second = base.call.axes[one], base.call.axes[two]
+        others = [(second, first), (2 * first, second / 2), (first / 2, 2 * second), (first * second, 1)]
+        for size, other in drawn.sample(others, len(others)):
+            if min(size, other) < 1 or size == first or size != int(size) or other != int(other):
+                continue
+            left = _resized(handle, base, one, first)
+            halfway = Case(replace(base.call, axes={**base.call.axes, two: int(other)}))
+            right = _resized(handle, halfway, one, int(size))
+            if left is not None and right is not None:
+                seeds = drawn.getrandbits(62), drawn.getrandbits(62)
+                pairs.append((replace(left, seed=seeds[0]), replace(right, seed=seeds[1])))
+                break
+        if len(pairs) == EQUAL_PAIRS:
+            break
+    return pairs

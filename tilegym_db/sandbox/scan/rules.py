@@ -34,6 +34,7 @@ class Checker(ScopedVisitor):
         self._types_seen: set[ast.AST] = set()
         self._addresses = Addresses(context)
         self._assembles = has_assembler(context.module.tree)
+        self._decorates: set[ast.AST] = set()  # functions of a call right above a def
         self._types: set[ast.AST] = set()  # arguments that name types: of isinstance, and what a subscript holds
         self._own_roots = {name.partition(".")[0] for name in context.names.modules}
 
@@ -137,6 +138,11 @@ class Checker(ScopedVisitor):
         for path in sorted(self.context.resolve(node)):
             if path in ("builtins.getattr", "builtins.hasattr") and node not in self.context.may_hold_module:
                 self.report.add(node, "dynamic-attribute", f"passes {path[9:]} around")
+            if path == "functools.wraps" and node not in self._decorates:
+                what = (
+                    "uses functools.wraps, which sets attributes of what it is given, elsewhere than right above a def"
+                )
+                self.report.add(node, "dynamic-attribute", what)
             self.context.check_path(node, path)
             self.context.check_escape(node, path)
 
@@ -199,6 +205,10 @@ class Checker(ScopedVisitor):
         check_call(self.context, node)
         check_text(self.context, node, assembles=self._assembles)
         check_mutating_call(self.context, node)
+        if not self.context.resolve(node.func) & WORDS["ignores-order"] and not is_set_method(node.func):
+            self._check_order(node.args)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
+            self._check_order([node.func.value])
         if self.context.resolve(node.func) & TAKES_CLASSES:
             self._types |= {*node.args}
         else:
@@ -215,6 +225,27 @@ class Checker(ScopedVisitor):
         self.generic_visit(node)
 
     visit_List = visit_Set = visit_Tuple
+
+    def visit_For(self, node: ast.For) -> None:  # noqa: D102
+        self._check_order([node.iter])
+        self.generic_visit(node)
+
+    def _visit_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        if not isinstance(node, ast.SetComp):
+            self._check_order([part.iter for part in node.generators])
+        super()._visit_comprehension(node)
+
+    visit_ListComp = visit_SetComp = visit_GeneratorExp = visit_DictComp = _visit_comprehension
+
+    def visit_Starred(self, node: ast.Starred) -> None:  # noqa: D102
+        self._check_order([node.value])
+        self.generic_visit(node)
+
+    def _check_order(self, values: Iterable[ast.expr]) -> None:
+        """Report sets whose order is asked for: that of texts and objects differs from process to process."""
+        for value in values:
+            if is_set(self.context, value):
+                self.report.add(value, "unordered", f"takes the elements of {ast.unparse(value)[:40]} in their order")
 
     def visit_Dict(self, node: ast.Dict) -> None:  # noqa: D102
         self._check_classes([*node.keys, *node.values])
@@ -246,6 +277,9 @@ class Checker(ScopedVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:  # noqa: D102
         if node.name in WORDS["hooks"] or (self.scope.parent is None and node.name == "__getattr__"):
             self.report.add(node, "object-hooks", f"defines {node.name}")
+        inner = node.decorator_list[-1] if node.decorator_list else None
+        if isinstance(inner, ast.Call):
+            self._decorates.add(inner.func)
         for default in [*node.args.defaults, *node.args.kw_defaults]:
             is_container = isinstance(default, ast.Call) and self.context.resolve(default.func) & WORDS["containers"]
             self._check_classes([default])
@@ -256,6 +290,42 @@ class Checker(ScopedVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: D102
         check_class(self.context, node)
         super().visit_ClassDef(node)
+
+
+# ---- order ----------------------------------------------------------------------------------------
+# The hash of a text is another one in every process, and with it the order of a set: a verdict in one says nothing of the next.
+
+SET_METHODS = words(
+    "add difference discard intersection isdisjoint issubset issuperset remove symmetric_difference union update"
+)
+
+
+def is_set(context: Context, node: ast.expr) -> bool:
+    """Return True for a set, and for a name that may be bound to one."""
+    seen, waiting = set[ast.expr](), [node]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        match one:
+            case ast.Set() | ast.SetComp():
+                return True
+            case ast.Call(func=ast.Attribute(attr=name, value=value)) if name in SET_METHODS:
+                waiting.append(value)
+            case ast.Call(func=function) if context.resolve(function) & WORDS["sets"]:
+                return True
+            case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.BitXor() | ast.Sub(), left=left, right=right):
+                waiting += [left, right]
+            case ast.Name():
+                values = [binding.value for binding in context.names.bindings(one, context.scope)]
+                waiting += [value for value in values if isinstance(value, ast.expr)]
+    return False
+
+
+def is_set_method(function: ast.expr) -> bool:
+    """Return True for a method that takes another set, or an element, whose order does not matter."""
+    return isinstance(function, ast.Attribute) and function.attr in SET_METHODS
 
 
 # ---- calls ----------------------------------------------------------------------------------------
@@ -365,6 +435,26 @@ def _check_keywords(context: Context, node: ast.Call) -> None:
             context.report.add(node, "native-extension", "links an external device library (extern_libs)")
         if keyword.arg in FLAG_ARGUMENTS and not _are_safe_flags(_literal(context, keyword.value)):
             context.report.add(node, "compiler-flags", f"gives {keyword.arg} that are not on the list of harmless ones")
+        if keyword.arg == "pass_configs" and not _are_listed_passes(context, keyword.value):
+            what = f"gives pass_configs beyond {', '.join(sorted(WORDS['tilelang-passes']))}, written out in one dict"
+            context.report.add(node, "compiler-flags", what)
+
+
+def _are_listed_passes(context: Context, node: ast.expr) -> bool:
+    """Return True for a dict with listed keys, or a name that is bound once to one and used for nothing else than reading."""
+    bindings = context.names.bindings(node, context.scope)
+    made = bindings[0].value if len(bindings) == 1 else node
+    if _is_none(node):
+        return True
+    if not isinstance(made, ast.Dict):
+        return False
+    return all(key is not None and _names_a_pass(context, key) for key in made.keys)
+
+
+def _names_a_pass(context: Context, key: ast.expr) -> bool:
+    member = {path.rpartition(".")[2] for path in context.resolve(key) if ".PassConfigKey." in path}
+    text = next(iter(member)).lower().replace("_", ".", 1) if len(member) == 1 else context.text(key)
+    return text in WORDS["tilelang-passes"]
 
 
 def _is_none(node: ast.expr) -> bool:
