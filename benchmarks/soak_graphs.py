@@ -86,7 +86,7 @@ class Forced:
     """A logits processor that keeps the logits and leaves one token a row, and a criterion that stops from outside."""
 
     def __init__(self, tokens: torch.Tensor, stops: Stops) -> None:
-        """Tokens: [batch, steps]."""
+        """Keep the tokens to force [batch, steps], with the ends of rows among them."""
         self._tokens = tokens.clone()
         for row, at in enumerate(stops.rows):
             if at is not None:
@@ -243,7 +243,7 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
     def run(call: Callable[[], None]) -> None:
         try:
             call()
-        except BaseException as error:  # belongs to the caller, who raises it
+        except BaseException as error:  # of the caller, which raises it
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]

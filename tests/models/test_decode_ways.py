@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +39,9 @@ def job(decode_ways: ModuleType) -> Any:
 
 
 def way(pairs: dict[int, list[tuple[float, float]]], **attributes: Any) -> Any:
-    class Fixed:
-        name, status, reason, version, said = "stock", "", "", "1", {}
-        tokens = {batch: [1, 2, 3] for batch in pairs}
-
-    found: Any = Fixed()
-    vars(found).update(pairs=pairs, **attributes)
-    return found
+    fields = {"name": "stock", "status": "", "reason": "", "version": "1", "said": {}}
+    tokens = {batch: [1, 2, 3] for batch in pairs}
+    return SimpleNamespace(**{**fields, "pairs": pairs, "tokens": tokens, **attributes})
 
 
 def test_ways_answer_in_turns_within_the_limit(decode_ways: ModuleType, tmp_path: Path) -> None:
@@ -77,7 +73,7 @@ def test_token_time_is_the_difference_of_two_lengths(decode_ways: ModuleType) ->
 def test_table_has_a_line_for_each_record(decode_ways: ModuleType) -> None:
     one, none = way({1: [(1.0, 1.4)]}), way({}, status="absent", reason="it is not installed")
     records = [decode_ways.record(job(decode_ways), 1, each, [one]) for each in (one, none)]
-    head, measured, absent = decode_ways.table(records).splitlines()
+    _, measured, absent = decode_ways.table(records).splitlines()
     assert "10.0" in measured
     assert absent.endswith("it is not installed")
 
