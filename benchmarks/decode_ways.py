@@ -98,7 +98,7 @@ def serve(connection: Connection, way: str, job: Job, last_start: float) -> None
     os.dup2(2, 1)  # what libraries print must not mix with the results
     try:
         generator = Generator(way, job)
-        ready = []
+        ready: list[int] = []
         for batch in job.batches:
             if ready and time.time() > last_start:
                 break
@@ -268,7 +268,7 @@ def measure(job: Job, names: Sequence[str], rounds: int, seconds: float) -> list
         if not way.status:
             way.answer(prepared_at - time.time())
     say(f"{job.model}: prepared in {time.time() - begin:.0f} s")
-    turn = 0
+    turn = 0.0
     for done in range(rounds):
         for batch in job.batches:
             for way in ways if done % 2 == 0 else ways[::-1]:
