@@ -16,7 +16,7 @@ from shipped_records import CATALOG
 from tilegym_db.backends.load import load_entry
 from tilegym_db.backends.tilelang_interpreter import interpreting
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.records import Definition
+from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.protocol import Reply
 from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
@@ -59,15 +59,17 @@ class InThisProcess:
 
 
 def cases(files: SolutionFiles, definition: Definition) -> Iterator[Case]:
-    """Each tiny workload, and fuzz cases of each of its bindings, as a bench on a CPU has them."""
-    workloads = tiny_workloads(definition, CATALOG.workloads_for(definition.name))
+    """Each tiny workload that the kernel takes, and fuzz cases of each of its bindings, as a bench on a CPU has them."""
+
+    def is_taken(workload: Workload) -> bool:
+        axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+        return files.record.unsupported(axes, dtypes, workload.layout_classes(definition), target=None) is None
+
+    workloads = tiny_workloads(definition, [*filter(is_taken, CATALOG.workloads_for(definition.name))])
     bindings = {}
     for workload in workloads:
-        dtypes = definition.bind_dtypes(workload.dtypes)
-        layouts = workload.layout_classes(definition)
-        if files.record.unsupported(definition.bind_axes(workload.axes), dtypes, layouts, target=None):
-            continue
         yield Case.of_workload(definition, workload, distribution="normal", seed=SEED)
+        dtypes = definition.bind_dtypes(workload.dtypes)
         bindings[str((dtypes, workload.scalars()))] = (dtypes, workload.scalars())
     for dtypes, scalars in bindings.values():
         anchors = [workload.axes for workload in workloads]
