@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilegym_db.models.found import KnownCode, names_in_code
-from tilegym_db.models.plain_code import why_not_plain
 from tilegym_db.models.probe import ROWS, SIZE, Probe, drawn_inputs, matching_definitions
-from tilegym_db.models.upstream_code import fingerprint, of_models
+from tilegym_db.models.upstream_code import fingerprint, of_models, why_not_plain
 from tilegym_db.records import Definition
 
 PREFIX = 3

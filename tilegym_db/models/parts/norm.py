@@ -30,9 +30,8 @@ from tilegym_db.models.found import (
     names_in_code,
     of_class,
 )
-from tilegym_db.models.plain_code import why_not_plain
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
-from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models
+from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models, why_not_plain
 from tilegym_db.records import Definition
 from tilegym_db.records.serving import ModelCode
 
