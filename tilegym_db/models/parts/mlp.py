@@ -31,8 +31,16 @@ from tilegym_db.models.found import (
     methods,
     of_class,
 )
-from tilegym_db.models.gate_product import CALL, GateProduct, activations_of, gate_product, multiplies, with_call
-from tilegym_db.models.gated_code import GatedCode, gated_code
+from tilegym_db.models.gate_product import (
+    CALL,
+    GatedCode,
+    GateProduct,
+    activations_of,
+    gate_product,
+    gated_code,
+    multiplies,
+    with_call,
+)
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
 from tilegym_db.models.products import forwards, gated_products
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint
