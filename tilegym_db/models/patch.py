@@ -22,13 +22,21 @@ from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
 from tilegym_db.models.capture import ModelInputs
 from tilegym_db.models.decoding import Decoding
-from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
+from tilegym_db.models.found import (
+    NO_DEFINITION,
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    Newcomers,
+    Part,
+    undescribed,
+)
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.products import Operators, Products
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
 from tilegym_db.paths import DISABLED, is_disabled
 from tilegym_db.published.table import ServingLock, table_for
 from tilegym_db.records import Definition
