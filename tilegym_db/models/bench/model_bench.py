@@ -23,10 +23,9 @@ from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
 from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
 from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
-from tilegym_db.models.capture import ModelInputs, typical_inputs
+from tilegym_db.models.capture import ModelInputs, text_configs, typical_inputs
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
-from tilegym_db.models.layer_kinds import text_configs
 from tilegym_db.models.patch import patched
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
