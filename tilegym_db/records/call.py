@@ -88,7 +88,7 @@ LAUNCHES: tuple[Launch, ...] = ("call", "replay")
 
 @dataclass(frozen=True)
 class Request:
-    """One call to serve. :func:`~tilegym_db.resolver.request.make_request` builds and checks it."""
+    """One call to serve. :func:`~tilegym_db.resolver.resolve.make_request` builds and checks it."""
 
     definition: Definition
     call: Call
