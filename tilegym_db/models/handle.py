@@ -41,8 +41,7 @@ from tilegym_db.published.table import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.hot_path import Allocate, allocate_of
-from tilegym_db.resolver.replay import replayed
+from tilegym_db.resolver.hot_path import Allocate, allocate_of, replayed
 
 PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""

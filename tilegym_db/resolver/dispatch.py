@@ -27,9 +27,16 @@ from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
 from tilegym_db.resolver.first_call import check_first_call
-from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
+from tilegym_db.resolver.hot_path import (
+    Allocate,
+    Replayed,
+    compile_attempt,
+    compile_serve,
+    is_replayed,
+    size_of,
+    with_outputs,
+)
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
-from tilegym_db.resolver.replay import Replayed, is_replayed
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,11 @@ which are checked identifiers.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
@@ -22,6 +24,43 @@ from tilegym_db.resolver import replay
 if TYPE_CHECKING:
     from tilegym_db.records.definition_parts import TensorSpec
 
+threads: dict[int, int] = {}
+"""Thread -> depth of :func:`replayed` in it. A call site first looks if it is empty, which costs an eager call least."""
+
+
+class Replayed(NamedTuple):
+    """The key of an answer for replays; ``key`` is that of the same call in eager code."""
+
+    key: Any
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[None]:
+    """Make all call sites answer for replays, in this thread inside a ``with`` block."""
+    here = get_ident()
+    threads[here] = threads.get(here, 0) + 1
+    try:
+        yield
+    finally:
+        threads[here] -= 1
+        if not threads[here]:
+            del threads[here]
+
+
+def is_replayed() -> bool:
+    """Return True if this thread makes calls that will be replayed."""
+    return bool(threads) and get_ident() in threads
+
+
+def key_here(key: Any) -> Any:
+    """Return the key of an answer in this thread, from that in eager code."""
+    return Replayed(key) if get_ident() in threads else key
+
+
+# ---- calls that a CUDA graph will repeat ----------------------------------------------------------
+# Calls that a CUDA graph will repeat: the threads that make them now, and the keys of their answers.
+#
+# Such a call costs the host once. So its answer may differ from that of the same call in eager code, and both are remembered.
 
 _FIND = """\
 def _call({parameters}):

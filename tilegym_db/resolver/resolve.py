@@ -242,7 +242,7 @@ def call_site(
         definition: the operator of the calls.
         catalog: the catalog whose solutions may serve the site; it is read once, now.
         mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
-        launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.replay.replayed`.
+        launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.hot_path.replayed`.
         stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
         backward: the Definition of the gradients that training needs; by default that of all gradients.
         only: the one solution that may serve the site, by the usual rules; None allows all.
