@@ -13,7 +13,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.checked import shipped_keys, source_key
-from tilegym_db.published.servable import why_unconfined
+from tilegym_db.published.entries import why_unconfined
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import MIN_SPEEDUP, Award
 from tilegym_db.records.solution import config_id

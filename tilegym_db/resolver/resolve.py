@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind, did_you_mean
-from tilegym_db.published.entries import Entry
-from tilegym_db.published.servable import why_outside_scalars
+from tilegym_db.published.entries import Entry, why_outside_scalars
 from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call

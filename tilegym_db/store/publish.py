@@ -24,6 +24,7 @@ from tilegym_db.errors import HardwareError, NotFoundError, RecordError, StoreEr
 from tilegym_db.files import write_atomically, writing
 from tilegym_db.paths import home, shipped_root
 from tilegym_db.published.checked import shipped_keys
+from tilegym_db.published.entries import Audience, Refusal
 from tilegym_db.published.input_files import (
     LOCK_NAME,
     PEAKS_NAME,
@@ -37,7 +38,6 @@ from tilegym_db.published.input_files import (
     tuning_files,
     unpacked,
 )
-from tilegym_db.published.servable import Audience, Refusal
 from tilegym_db.published.snapshot import lock_text, open_snapshot, read_published, sha256
 from tilegym_db.records.hardware import gpus_meant
 from tilegym_db.records.model_run import ModelRun

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.published.checked import source_key
-from tilegym_db.published.entries import Candidate
-from tilegym_db.published.servable import Audience, Refusal, why_not_trusted
+from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
@@ -133,7 +132,7 @@ def promoted_rows(
     """Return the promoted passes of a GPU that may serve an audience, and the number of those that may not, by code.
 
     Of each solution and shape only the fastest pass is returned, as :func:`verified_rows` does. The codes are those of
-    :func:`~tilegym_db.published.servable.why_not_trusted`.
+    :func:`~tilegym_db.published.entries.why_not_trusted`.
 
     Args:
         store: the store.
