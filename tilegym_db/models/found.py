@@ -21,7 +21,7 @@ from tilegym_db.models.call_site import CallSite, runs_class_forward
 from tilegym_db.models.probe import Probe
 from tilegym_db.models.upstream_code import fingerprint
 from tilegym_db.records import Definition
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 FLOATS = ("float32", "float16", "bfloat16")
 REPLACED = "its forward is already replaced on the instance (Liger or kernels?); left alone"

@@ -39,7 +39,7 @@ from tilegym_db.models.probe import ROWS, Draw, Probe, device_of, drawn_inputs
 from tilegym_db.models.rewrite import parsed
 from tilegym_db.models.upstream_code import fingerprint, undecorated
 from tilegym_db.records import Definition
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("rope",)
 """A forward calls its rotary function first."""

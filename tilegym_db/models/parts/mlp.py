@@ -44,7 +44,7 @@ from tilegym_db.models.gate_product import (
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
 from tilegym_db.models.products import forwards, gated_products
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("experts",)
 """Experts have a ``down_proj`` too."""

@@ -35,7 +35,7 @@ from tilegym_db.models.found import (
 from tilegym_db.models.probe import ROWS, SIZE, Probe, device_of, drawn_inputs, matching_definitions
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models, undecorated, why_not_plain
 from tilegym_db.records import Definition
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 ROTARY = "apply_rotary"
 OTHER_TABLES = "its tables have another dtype than those that it was written for"

@@ -49,8 +49,8 @@ from tilegym_db.models.probe import ROWS, Draw, Probe, device_of, matching_defin
 from tilegym_db.models.rewrite import ROUTE, is_routing, parsed, recompiled, with_route
 from tilegym_db.models.upstream_code import fingerprint, of_models, once_per_function
 from tilegym_db.records import Definition
+from tilegym_db.records.definition_parts import ModelCode
 from tilegym_db.records.dtypes import INTEGER_DTYPES
-from tilegym_db.records.serving import ModelCode
 
 WEIGHT = "weight"
 RANKS = "topk"
