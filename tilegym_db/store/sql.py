@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.store.asking import VIEWS, QueryResult, ask
-from tilegym_db.store.columns import schema_statement
+from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
 
 if TYPE_CHECKING:
     from tilegym_db.catalog import Catalog
