@@ -217,7 +217,7 @@ def known_gpus(gpu: str) -> list[str]:
     """Return the GPUs that have traces in the store; empty without a look if a name is known without them."""
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.records.hardware import is_known_gpu
-    from tilegym_db.store.queries.fastest import traced_gpus
+    from tilegym_db.store.queries.measured import traced_gpus
 
     if is_known_gpu(gpu):
         return []
@@ -293,7 +293,7 @@ def compare_command(
     """Compare two solutions of one operator at every size at which both are verified. Exit status 3 without such a size."""
     from tilegym_db.catalog import Catalog
     from tilegym_db.cli.kit.reader import open_reader
-    from tilegym_db.store.queries.fastest import rows_of_both, winner
+    from tilegym_db.store.queries.measured import rows_of_both, winner
 
     refuse_what_cannot_be_compared(Catalog.default(), a, b)
     chosen = chosen_gpu(gpu)

@@ -265,7 +265,7 @@ def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: 
     from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
     from tilegym_db.interchange.importing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
-    from tilegym_db.store.queries.fastest import traced_gpus
+    from tilegym_db.store.queries.measured import traced_gpus
     from tilegym_db.store.sharing import shareable_traces, unverified_counts
 
     catalog = Catalog.default()

@@ -26,7 +26,7 @@ from tilegym_db.store.connection import open_store, run_user_query
 from tilegym_db.store.database import Store
 from tilegym_db.store.loading import IngestReport, load_traces, remember_files
 from tilegym_db.store.queries import read_traces
-from tilegym_db.store.queries.fastest import slugs
+from tilegym_db.store.queries.measured import slugs
 from tilegym_db.store.statements import listed
 
 
