@@ -592,8 +592,8 @@ def sync_command(
     any S3 tool. Exit status 1 if a file of the data set is invalid; the others are still read.
     """
     from tilegym_db.paths import home
+    from tilegym_db.store.publish import fetch_tables
     from tilegym_db.store.sharing import SharedDataSet, brought_in
-    from tilegym_db.store.table_exchange import fetch_tables
 
     data_set = SharedDataSet(uri)
     report, rejected = brought_in(data_set, trust=trust) if not tables else (None, [])

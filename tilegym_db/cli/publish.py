@@ -59,8 +59,8 @@ def publish_command(
 
 def _share(uri: str, gpu: str, *, as_json: bool) -> None:
     from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.store.publish import share_tables
     from tilegym_db.store.sharing import SharedDataSet, share_traces
-    from tilegym_db.store.table_exchange import share_tables
 
     data_set = SharedDataSet(uri)
     with open_reader() as store:
