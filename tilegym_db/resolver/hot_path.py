@@ -19,7 +19,6 @@ from tilegym_db.records.definition_parts import Serving
 from tilegym_db.records.definition_rules import is_packed
 from tilegym_db.records.expressions import names_in
 from tilegym_db.records.layouts import parse_layout
-from tilegym_db.resolver import replay
 
 if TYPE_CHECKING:
     from tilegym_db.records.definition_parts import TensorSpec
@@ -157,7 +156,7 @@ def _compile(
         unless_seen=f" or {size} not in _bound.seen" if size else "",
     )
     namespace: dict[str, Any] = {f"_{name}": function for name, function in functions.items()}
-    namespace |= {"_threads": replay.threads, "_key_here": replay.key_here}
+    namespace |= {"_threads": threads, "_key_here": key_here}
     exec(compile(source, f"<call site of {definition.name}>", "exec"), namespace)
     compiled: Callable[..., Any] = namespace["_call"]
     compiled.__name__ = compiled.__qualname__ = definition.name

@@ -503,7 +503,7 @@ POSITIONAL = 5
 READ_OF_MODULE = {"num_key_value_groups", "is_causal", "layer_idx", "training"}
 CHECKED = {"dropout", "scaling", "is_causal", "output_attentions"}
 """The options that a call site checks itself."""
-HEAD_SIZE, TRIED_SCALE = 64, 0.3
+HEAD_SIZE = 64
 
 
 def other_options(function: Any) -> frozenset[str] | str:
@@ -574,7 +574,7 @@ def why_other_bits(
     ``with_mask`` gives all of them a mask of flags. ``is_causal`` is what the module states.
     """
     draw = Draw(device)
-    for groups, queries, keys, scale in itertools.product((1, 2), (1, ROWS), (ROWS, 2 * ROWS), (None, TRIED_SCALE)):
+    for groups, queries, keys, scale in itertools.product((1, 2), (1, ROWS), (ROWS, 2 * ROWS), (None, SCALE)):
         query = draw(2, 2 * groups, queries, HEAD_SIZE)
         key, value = draw(2, 2, keys, HEAD_SIZE), draw(2, 2, keys, HEAD_SIZE)
         asking = types.SimpleNamespace(num_key_value_groups=groups, is_causal=is_causal, training=False, layer_idx=0)

@@ -27,7 +27,7 @@ _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
-# The newest verified passes. Which of them may serve is decided by published/servable.py.
+# The newest verified passes. Which of them may serve is decided by published/entries.py.
 PROMOTED = f"""
     SELECT {_POINT}, blobs_key FROM verified WHERE gpu = $gpu AND tier = 'promotion' {_BY_POINT}
 """
