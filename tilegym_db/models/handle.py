@@ -32,8 +32,7 @@ from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
 from tilegym_db.models.products import LINEAR, Products
-from tilegym_db.models.proof import Proof, prove
-from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.models.proof import Proof, QuantisationReport, prove
 from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
