@@ -21,8 +21,16 @@ import torch
 from tilegym_db.errors import ToolchainError, UsageError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
-from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
-from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
+from tilegym_db.models.bench.generation import (
+    LIBRARIES,
+    Generate,
+    Generation,
+    Job,
+    LibraryProcess,
+    dynamic_cache,
+    prefill,
+    static_cache,
+)
 from tilegym_db.models.capture import ModelInputs, text_configs, typical_inputs
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
@@ -57,7 +65,7 @@ class ModelBenchOptions:
     with_compiled_prefill: bool = False
     """Add the forward of stock and patched under torch.compile, if ``new`` is 0."""
     beside: Collection[str] = ()
-    """Add these libraries, names of :data:`~tilegym_db.models.bench.library_process.LIBRARIES`."""
+    """Add these libraries, names of :data:`~tilegym_db.models.bench.generation.LIBRARIES`."""
     experts: Collection[str] = ()
     """Add stock with these implementations of its experts, names of :data:`~tilegym_db.models.upstream_code.KNOWN`."""
     profile: bool = False
