@@ -66,7 +66,7 @@ def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> Non
     from tilegym_db import __version__
     from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.files import write_atomically
-    from tilegym_db.report.run_diff import CHANGES, diff_page, read_diff
+    from tilegym_db.report.weekly import CHANGES, diff_page, read_diff
 
     with open_reader(trust=trust) as store:
         diff = read_diff(store, *runs)
