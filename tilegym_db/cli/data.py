@@ -260,8 +260,8 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
 
 def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
     from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.kit.options import select_definitions
-    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
     from tilegym_db.interchange.importing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
@@ -452,7 +452,7 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
 
 def _verified(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.interchange.adapt import origin_tag
     from tilegym_db.judging.judging import verified_pairs
     from tilegym_db.store.sharing import shareable_traces
