@@ -59,7 +59,7 @@ def progress_of(
 
     Yields the devices that the options name, and the progress.
     """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.cli.kit.options import refuse_unknown_names
     from tilegym_db.measurement.machine import devices_of_options
 
     devices = devices_of_options(gpu, gpus, executor)
