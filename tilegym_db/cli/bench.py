@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.devices.devices import Devices
     from tilegym_db.measurement.plan import BenchReport, SummaryRow
     from tilegym_db.measurement.regress import RegressionReport
-    from tilegym_db.measurement.tune.tune import TuneReport
-    from tilegym_db.measurement.tune.tuner import TuneResult
+    from tilegym_db.measurement.tune.tune import TuneReport, TuneResult
     from tilegym_db.verification.phases import Spent
 
 LanguageWithOthers = Annotated[
