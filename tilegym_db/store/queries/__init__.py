@@ -97,6 +97,12 @@ _SUBJECTS = {
         "find_traces",
         "read_traces",
         "traces_of",
+        "best_rows",
+        "count_unverified",
+        "leaderboard_rows",
+        "measured_gpus",
+        "size_rows",
+        "traced_gpus",
     ),
     "publishing": (
         "disagreements",
@@ -111,7 +117,6 @@ _SUBJECTS = {
         "unconfined_definitions",
         "verified_rows",
     ),
-    "fastest": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
 }
 __getattr__ = loader(
     __name__, {name: f"{__name__}.{subject}" for subject, names in _SUBJECTS.items() for name in names}
