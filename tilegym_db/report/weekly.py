@@ -1,4 +1,4 @@
-"""Summarises a period in Markdown, from SQL alone: what changed, the fastest kernels, and what is open."""
+"""Summarises a period or two runs, from SQL alone: what changed, the fastest kernels, and what is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries measurements for planning a run: verdicts, configs, the likely fastest, peaks, and single traces."""
+"""Queries measurements: the fastest verified kernels, and what a plan needs: verdicts, configs, peaks, and single traces."""
 
 from __future__ import annotations
 
