@@ -210,7 +210,7 @@ def _marks_on(device: torch.device) -> _EventMarks | _WallMarks:
     return _EventMarks(device) if device.type == "cuda" else _WallMarks()
 
 
-# ---- stock code in a process of its own -----------------------------------------------------------
+# ---- stock code in other processes ----------------------------------------------------------------
 # Other libraries that patch transformers, each in a separate process, because they patch a whole process.
 #
 # Each process builds the same model with the same weights, and makes one generation per request. So the caller decides which
