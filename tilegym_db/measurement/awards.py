@@ -200,7 +200,6 @@ def unverifiable_here(machine: Machine, catalog: Catalog, names: Collection[str]
 
     Args:
         machine: the machine to measure on.
-        catalog: the records.
         names: Definitions or Solutions to verify; empty means all.
 
     Raises:

@@ -129,7 +129,6 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
     """Return the axes, dtypes, layouts and scalars of a call.
 
     Args:
-        definition: the operator called.
         arguments: every input by name, and any of the outputs; tensors as :class:`TensorInfo`, scalars as they are.
 
     Raises:

@@ -595,7 +595,6 @@ def axes_beyond(
     """Return the axes on which a request may exceed the measured range, or the reason why it may not.
 
     Args:
-        definition: the operator.
         asked: every axis of the request.
         dtypes: every dtype of the request, which is that of the points.
         points: the axes of the measured points; at least one.

@@ -79,7 +79,6 @@ class Dispatcher:
         """Create a call site with an empty cache.
 
         Args:
-            definition: the operator of the calls.
             choose: decides about a new call; see :data:`Choose`.
             stock: destination-passing stock code, for ``__call__``.
             is_capturing: returns True while a CUDA graph is being captured on the current stream.
@@ -577,9 +576,6 @@ def alike_span(
 
     Args:
         axis: an axis of the Definition.
-        call: the call.
-        decision: the decision for it.
-        definition: the operator.
         choose: decides about the same call with another size.
     """
     size = call.axes[axis]

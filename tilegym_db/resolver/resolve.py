@@ -238,7 +238,6 @@ def call_site(
     """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
-        definition: the operator of the calls.
         catalog: the catalog whose solutions may serve the site; it is read once, now.
         mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
         launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.hot_path.replayed`.
@@ -431,7 +430,6 @@ class PointIndex:
         """Create an index whose points are judged dtype by dtype, on demand.
 
         Args:
-            definition: the operator.
             table: the published measurements of a GPU.
             solutions: the catalog's Solutions of the Definition, by name.
             sm: the device's ``sm_XX``, or ``cpu``.
@@ -593,7 +591,6 @@ def why_never_served(
     """Return why no call of a Definition can be given a kernel, whatever its sizes; empty if some call can.
 
     Args:
-        definition: the operator.
         table: the published measurements of the GPU; None if there are none.
         solutions: the catalog's Solutions of the Definition, by name.
         gpu: the GPU's slug, for the reason.

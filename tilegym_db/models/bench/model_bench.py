@@ -97,7 +97,6 @@ def model_bench(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        machine: the machine to run on.
         options: the generation and the execution modes.
         observer: called after every round.
 

@@ -374,7 +374,6 @@ def experts_forward(
 
     Args:
         stock: the forward of the class, including the wrapper.
-        site: the call site.
         own: the probed code.
         match: the Definition, with the attributes of the inputs that the module keeps.
         weights: the attributes that are tensors.

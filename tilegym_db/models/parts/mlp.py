@@ -237,7 +237,6 @@ def gate_function(
     """Return ``gate(module, left, right)``, which runs a kernel, or the model's own product.
 
     Args:
-        site: the call site.
         own: ``own(module, gate, other)``, the model's own product.
         product: the activation, and the side that it is on.
         probed: the activation at the time of the probe; see :func:`probed_activation`.
@@ -284,8 +283,6 @@ def mlp_forward(
 
     Args:
         stock: the forward of the class.
-        site: the call site.
-        definition: the name of its Definition.
         projections: the attributes whose results are the Definition's inputs, in order.
         output: the attribute of the last projection.
         activation: the attribute of the activation; None if the activation is part of the code.

@@ -162,7 +162,6 @@ def rope_function(
 
     Args:
         stock: the function of the model.
-        site: the call site.
         code: the Definition that it computes, and how.
         training: the flag of the modules whose forward calls it.
     """
@@ -379,7 +378,6 @@ def rotary_code(function: FunctionType, known: KnownCode, device: torch.device, 
     """Return the Definition that a function computes, or the reason if there is none.
 
     Args:
-        function: the function.
         known: the Definitions.
         device: the device of the probe.
         name: the name of the function in the reason.
