@@ -197,10 +197,10 @@ def _of_source(forward: FunctionType) -> GatedCode | None:
             return None
     for gate, up in ((left, right), (right, left)):  # a product has the same bits in either order
         activated, second = _activated(gate, names[0]), _called(up, names[0])
-        if activated is None or second is None or not _is(second[1], names[1]):
+        if activated is None or second is None or not is_name(second[1], names[1]):
             continue
         first = _called(activated[1], names[0])
-        if first is not None and _is(first[1], names[1]):
+        if first is not None and is_name(first[1], names[1]):
             found = GatedCode(first[0], second[0], output, activated[0])
             return found if len({*found}) == len(found) else None
     return None
@@ -257,7 +257,3 @@ def _activated(node: ast.expr, owner: str) -> tuple[str, ast.expr] | None:
             return "", argument
         case found, _:
             return found
-
-
-def _is(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
