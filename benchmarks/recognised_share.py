@@ -31,11 +31,10 @@ from roofline_meter import FusedAttention, Meter, Row, attention, experts
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.models.call_site import CallSite, unpatched_class
-from tilegym_db.models.found import ModuleGroup
+from tilegym_db.models.found import ModuleGroup, undescribed
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.patch import discover
 from tilegym_db.models.random_model import model_class
-from tilegym_db.models.undescribed import undescribed
 from tilegym_db.models.upstream_code import wrapper_of
 from tilegym_db.records import Definition
 from tilegym_db.verification.oracle import load_function

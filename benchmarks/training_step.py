@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 
 from tilegym_db.models import patch
-from tilegym_db.models.bench.library_process import LIBRARIES
+from tilegym_db.models.bench.generation import LIBRARIES
 from tilegym_db.models.random_model import load_config, unchecked_model
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -11,7 +11,7 @@ import transformers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tilegym_db.models.decoding import CapturedForward, copied
-from tilegym_db.resolver.replay import is_replayed, replayed
+from tilegym_db.resolver.hot_path import is_replayed, replayed
 
 __all__ = ["eager"]
 

@@ -157,8 +157,7 @@ def measure_ours(folder: Path, repeats: int) -> dict[str, Any]:
     """Journal to DuckDB, DuckDB to the resolver's table, the table from its file, its index, and decisions by both."""
     from tilegym_db.published.table import read_folder
     from tilegym_db.resolver.decide import decide
-    from tilegym_db.resolver.request import make_request
-    from tilegym_db.resolver.resolve import PointIndex
+    from tilegym_db.resolver.resolve import PointIndex, make_request
     from tilegym_db.store.connection import ingest, open_store
     from tilegym_db.store.publish import publish
 

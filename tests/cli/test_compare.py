@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tilegym_db.store.queries.fastest import winner
+from tilegym_db.store.queries.measured import winner
 
 
 def row(a: tuple[float, float, float], b: tuple[float, float, float], *, same_run: bool) -> dict[str, object]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tilegym_db.cli.kit.sql_prompt import ask_for_statements, completer_of, names_of
+from tilegym_db.cli.sql import ask_for_statements, completer_of, names_of
 from tilegym_db.errors import QueryError
 
 QUERY = "SELECT name, op_type, 1 AS name FROM definitions"

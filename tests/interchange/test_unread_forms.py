@@ -9,8 +9,7 @@ import pytest
 from raising import raises
 
 from tilegym_db.errors import UsageError
-from tilegym_db.interchange.importing import import_data_set
-from tilegym_db.interchange.unread_forms import unread_form
+from tilegym_db.interchange.importing import import_data_set, unread_form
 
 PROBLEM = "class Model:\n    def forward(self, x):\n        return x\n\n\ndef get_inputs():\n    return []\n"
 FILES = {

@@ -17,7 +17,7 @@ from tilegym_db.loop.cut import cut
 from tilegym_db.loop.from_model import Piece, stock_times, why_no_task
 from tilegym_db.loop.submit import submit
 from tilegym_db.loop.tasks import create_task
-from tilegym_db.models.seams import Seam, function_seams
+from tilegym_db.models.called_functions import Seam, function_seams
 from tilegym_db.scaffold.solution_draft import stock_solution_files
 from tilegym_db.store.connection import ingest_journals, open_store
 from tilegym_db.store.publish import publish

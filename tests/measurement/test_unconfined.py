@@ -50,7 +50,7 @@ from tilegym_db.store.connection import open_store
 from tilegym_db.store.sharing import SharedDataSet
 from tilegym_db.store.publish import publish
 from tilegym_db.store.sharing import share_traces
-from tilegym_db.store.table_exchange import share_tables
+from tilegym_db.store.publish import share_tables
 from tilegym_db.sandbox.worker import best_level
 catalog, said = Catalog((root, wheel / "overlay")), {}
 said["level"], said["doctor"] = best_level("cpu").level, [check.state for check in check_sandbox()]

@@ -14,7 +14,7 @@ from user_catalog import Desk
 from tilegym_db import patch, patched
 from tilegym_db.errors import RecordError
 from tilegym_db.loop.cut import cut
-from tilegym_db.models.seams import Seam
+from tilegym_db.models.called_functions import Seam
 from tilegym_db.records import Definition
 
 SCAN, RAMP = Seam(Mixer, "decayed_scan"), Seam(Ramp)

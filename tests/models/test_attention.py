@@ -26,8 +26,7 @@ from transformers.models.llama import modeling_llama
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.parts import attention as part
-from tilegym_db.models.parts.attention import why_stock
-from tilegym_db.models.sdpa_code import other_options
+from tilegym_db.models.parts.attention import other_options, why_stock
 from tilegym_db.models.upstream_code import undecorated
 
 OPS = PREFILL, DECODE = ("attention_prefill", "attention_decode")

@@ -21,7 +21,7 @@ from tilegym_db.models.call_site import AUTOCAST, NEEDS_GRAD, NOT_PLAIN
 from tilegym_db.models.decoding import Decoding
 from tilegym_db.models.products import MANY_ROWS, Products, forwards
 from tilegym_db.paths import shipped_root
-from tilegym_db.resolver.replay import threads
+from tilegym_db.resolver.hot_path import threads
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tilegym_db import Catalog, patched
-from tilegym_db.models.gate_product import gate_product
-from tilegym_db.models.gated_code import gated_code
+from tilegym_db.models.gate_product import gate_product, gated_code
 
 pytestmark = pytest.mark.slow
 

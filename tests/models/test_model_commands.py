@@ -23,8 +23,8 @@ from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models.bench.generation import Generation
 from tilegym_db.models.bench.model_bench import WARM_UP_ROUNDS, ModelBenchOptions, compare
 from tilegym_db.models.bench.model_bench import model_bench as run_model_bench
+from tilegym_db.models.patch import model_tag
 from tilegym_db.models.random_model import build_model, load_config
-from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.store.model_runs import read_model_run
 

@@ -10,8 +10,7 @@ from shipped_records import CATALOG
 
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.parts.norm import norm_forward
-from tilegym_db.models.parts.rope import rope_function
-from tilegym_db.models.rotary_code import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes
+from tilegym_db.models.parts.rope import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rope_function
 from tilegym_db.resolver.hot_path import allocate_of
 
 DEFINITIONS = CATALOG.definitions

@@ -20,6 +20,7 @@ from tilegym_db.models import quantise
 from tilegym_db.models.call_site import subclass
 from tilegym_db.models.capture import PROMPT_TOKENS
 from tilegym_db.models.handle import NEVER_MATCHED, PATIENCE
+from tilegym_db.models.proof import LARGEST_ERROR, NOT_CALLED, LayerInput, prove_layer
 from tilegym_db.models.quantise import (
     READ,
     TELLS_DTYPE,
@@ -31,7 +32,6 @@ from tilegym_db.models.quantise import (
     quantised,
     why_no_products,
 )
-from tilegym_db.models.quantise_proof import LARGEST_ERROR, NOT_CALLED, LayerInput, prove_layer
 from tilegym_db.paths import shipped_root
 
 CAST, PRODUCT = "per_token_cast", "gemm_fp8_blockwise"

@@ -17,7 +17,7 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.call_site import CallSite
 from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import rope
-from tilegym_db.models.rotary_code import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rotary_code
+from tilegym_db.models.parts.rope import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rotary_code
 
 FUNCTIONS = {
     "rope_half_tables": rotate_by_half_tables,

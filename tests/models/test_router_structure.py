@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD
-from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, UNDESCRIBED
-from tilegym_db.models.routing_code import choices
+from tilegym_db.models.parts.router import CHANGED, NO_CHOICE, UNDESCRIBED, choices
 
 EXPERTS, HIDDEN, CHOSEN = 8, 64, 3
 # class -> (module of transformers, type of its config, the Definition of its choice)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilegym_db import Catalog, patch, patched
-from tilegym_db.models.undescribed import GLUE, LIBRARY, NO_DEFINITION, undescribed
+from tilegym_db.models.found import GLUE, LIBRARY, NO_DEFINITION, undescribed
 
 
 def reasons(model: Any, catalog: Catalog) -> dict[str, tuple[int, str]]:

@@ -9,8 +9,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
-from tilegym_db.published.entries import Candidate
-from tilegym_db.published.servable import why_not_served, why_not_trusted, why_unconfined
+from tilegym_db.published.entries import Candidate, why_not_served, why_not_trusted, why_unconfined
 from tilegym_db.records.call import Call, Request
 
 CATALOG = Catalog((shipped_root(),))

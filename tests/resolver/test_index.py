@@ -11,7 +11,7 @@ from published_tables import table_of as published_table
 
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.errors import UsageError
-from tilegym_db.published.servable import why_outside_scalars
+from tilegym_db.published.entries import why_outside_scalars
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import LAUNCHES, Call

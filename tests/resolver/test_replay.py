@@ -13,7 +13,7 @@ from raising import raises
 from tilegym_db.errors import UsageError
 from tilegym_db.resolver import call_site, resolve
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.replay import is_replayed, replayed, threads
+from tilegym_db.resolver.hot_path import is_replayed, replayed, threads
 
 OTHER = "def run(x, weight, eps, out):\n    out.fill_(7)\n"
 

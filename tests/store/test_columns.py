@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_db.store.asking import VIEWS
-from tilegym_db.store.columns import comment_on
-from tilegym_db.store.connection import open_store
-from tilegym_db.store.sql import run_schema_query, run_user_query
+from tilegym_db.store.asking import VIEWS, comment_on
+from tilegym_db.store.connection import open_store, run_schema_query, run_user_query
 
 
 @pytest.fixture(scope="module")

@@ -387,7 +387,7 @@ def test_a_store_is_not_used_across_a_fork(opened):
 def test_importing_the_store_loads_no_engine_and_no_torch():
     code = (
         "import sys, tilegym_db.store; early = set(sys.modules)\n"
-        "import tilegym_db.store.connection, tilegym_db.store.connection, tilegym_db.store.publish, tilegym_db.store.sql\n"
+        "import tilegym_db.store.connection, tilegym_db.store.connection, tilegym_db.store.publish, tilegym_db.store.connection\n"
         "late = set(sys.modules)\n"
         "assert not early & {'duckdb', 'pydantic', 'torch'}, early\n"
         "assert not late & {'duckdb', 'torch', 'triton', 'pyarrow', 'numpy'}, late\n"

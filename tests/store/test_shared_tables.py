@@ -22,8 +22,7 @@ from tilegym_db.records import Trace
 from tilegym_db.resolver.explain import shared_tables
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.overruling import overrule
-from tilegym_db.store.publish import publish
-from tilegym_db.store.table_exchange import FetchedTables, fetch_tables, share_tables
+from tilegym_db.store.publish import FetchedTables, fetch_tables, publish, share_tables
 
 GPU = "l4"  # nothing of it is shipped
 BFLOAT16 = {"T": "bfloat16"}

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.devices.devices import Devices
     from tilegym_db.measurement.plan import BenchReport, SummaryRow
     from tilegym_db.measurement.regress import RegressionReport
-    from tilegym_db.measurement.tune.tune import TuneReport
-    from tilegym_db.measurement.tune.tuner import TuneResult
+    from tilegym_db.measurement.tune.tune import TuneReport, TuneResult
     from tilegym_db.verification.phases import Spent
 
 LanguageWithOthers = Annotated[
@@ -60,7 +59,7 @@ def progress_of(
 
     Yields the devices that the options name, and the progress.
     """
-    from tilegym_db.cli.kit.names import refuse_unknown_names
+    from tilegym_db.cli.kit.options import refuse_unknown_names
     from tilegym_db.measurement.machine import devices_of_options
 
     devices = devices_of_options(gpu, gpus, executor)

@@ -57,8 +57,8 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.formats import open_reader, unverified_note
     from tilegym_db.cli.kit.options import parse_axes
-    from tilegym_db.cli.kit.reader import open_reader, unverified_note
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
@@ -215,9 +215,9 @@ def chosen_gpu(gpu: str | None) -> str | None:
 
 def known_gpus(gpu: str) -> list[str]:
     """Return the GPUs that have traces in the store; empty without a look if a name is known without them."""
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.records.hardware import is_known_gpu
-    from tilegym_db.store.queries.fastest import traced_gpus
+    from tilegym_db.store.queries.measured import traced_gpus
 
     if is_known_gpu(gpu):
         return []
@@ -232,7 +232,7 @@ def rank_solutions(
     form: Form, name: str | None, op_type: str | None, chosen: str | None, *, trust: bool, spark: bool | None
 ) -> None:
     """Print the view ``leaderboard``. Raise :class:`NoSolutionError` if nothing is verified."""
-    from tilegym_db.cli.kit.reader import open_reader, unverified_note
+    from tilegym_db.cli.kit.formats import open_reader, unverified_note
     from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
 
     with open_reader(trust=trust) as store:
@@ -292,8 +292,8 @@ def compare_command(
 ) -> None:
     """Compare two solutions of one operator at every size at which both are verified. Exit status 3 without such a size."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.reader import open_reader
-    from tilegym_db.store.queries.fastest import rows_of_both, winner
+    from tilegym_db.cli.kit.formats import open_reader
+    from tilegym_db.store.queries.measured import rows_of_both, winner
 
     refuse_what_cannot_be_compared(Catalog.default(), a, b)
     chosen = chosen_gpu(gpu)

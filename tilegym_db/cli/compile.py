@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.names import refuse_unknown_names
+from tilegym_db.cli.kit.options import refuse_unknown_names
 from tilegym_db.cli.kit.output import note, print_json, print_table
 from tilegym_db.errors import UsageError
 

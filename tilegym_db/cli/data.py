@@ -260,12 +260,12 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
 
 def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
     from tilegym_db.catalog import Catalog
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.kit.options import select_definitions
-    from tilegym_db.cli.kit.reader import open_reader
     from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
     from tilegym_db.interchange.importing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
-    from tilegym_db.store.queries.fastest import traced_gpus
+    from tilegym_db.store.queries.measured import traced_gpus
     from tilegym_db.store.sharing import shareable_traces, unverified_counts
 
     catalog = Catalog.default()
@@ -452,7 +452,7 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
 
 def _verified(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.interchange.adapt import origin_tag
     from tilegym_db.judging.judging import verified_pairs
     from tilegym_db.store.sharing import shareable_traces
@@ -592,8 +592,8 @@ def sync_command(
     any S3 tool. Exit status 1 if a file of the data set is invalid; the others are still read.
     """
     from tilegym_db.paths import home
+    from tilegym_db.store.publish import fetch_tables
     from tilegym_db.store.sharing import SharedDataSet, brought_in
-    from tilegym_db.store.table_exchange import fetch_tables
 
     data_set = SharedDataSet(uri)
     report, rejected = brought_in(data_set, trust=trust) if not tables else (None, [])

@@ -80,7 +80,7 @@ def own_home() -> Path:
 
 def ask_shipped() -> int:
     """Query the shipped measurements of an H200 (step 1)."""
-    from tilegym_db.store.sql import run_user_query
+    from tilegym_db.store.connection import run_user_query
 
     step(
         "1. ask the database",

@@ -359,8 +359,8 @@ def verify_command(
     from tilegym_db.measurement.machine import refuse_absent_gpu, select_machine
 
     refuse_absent_gpu(gpu)
+    from tilegym_db.models.patch import keep_workloads, model_tag, verify_model
     from tilegym_db.models.report import PROOF_COLUMNS
-    from tilegym_db.models.verify_model import keep_workloads, model_tag, verify_model
 
     device = select_machine(gpu).device
     found = verify_model(config, device=device, dtype=dtype, batch=batch, prompt=prompt_tokens, layers=layers)

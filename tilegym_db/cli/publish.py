@@ -41,7 +41,7 @@ def publish_command(
     table of the verified kernels. Others fetch both with 'tilegym-db data sync'. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.publish import publish_all
 
     slug = chosen_gpu(gpu)
@@ -58,9 +58,9 @@ def publish_command(
 
 
 def _share(uri: str, gpu: str, *, as_json: bool) -> None:
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
+    from tilegym_db.store.publish import share_tables
     from tilegym_db.store.sharing import SharedDataSet, share_traces
-    from tilegym_db.store.table_exchange import share_tables
 
     data_set = SharedDataSet(uri)
     with open_reader() as store:

@@ -49,7 +49,7 @@ def command(
         return
     from tilegym_db import __version__
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.files import write_atomically
     from tilegym_db.report.page import page, read_report
 
@@ -64,9 +64,9 @@ def command(
 def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> None:
     """Write the page of two runs, and print the number of differences of each kind."""
     from tilegym_db import __version__
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.files import write_atomically
-    from tilegym_db.report.run_diff import CHANGES, diff_page, read_diff
+    from tilegym_db.report.weekly import CHANGES, diff_page, read_diff
 
     with open_reader(trust=trust) as store:
         diff = read_diff(store, *runs)
@@ -87,7 +87,7 @@ def weekly_command(
     """Print the changes, the state of each GPU and what is open as Markdown; by default of the last seven days."""
     from datetime import UTC, time, timedelta
 
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.report.weekly import weekly
 
     start = since or datetime.combine(datetime.now(UTC).date() - timedelta(days=7), time())

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_json, write_records
-from tilegym_db.cli.kit.names import OTHER_NAMES
-from tilegym_db.cli.kit.options import complete_name
+from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
     note,
@@ -90,7 +89,7 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
 def show_definition(catalog: Catalog, definition: Definition, form: Form, spark: bool | None = None) -> None:
     """Print a Definition, its Solutions, and how they rank."""
     from tilegym_db.cli.best import print_leaderboard
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
@@ -146,7 +145,7 @@ def _tensor(name: str, spec: TensorSpec) -> str:
 
 def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None) -> None:
     """Print a Solution, its source, and its latest traces."""
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries import size_rows, traces_of
 
     with open_reader() as store:
@@ -254,7 +253,7 @@ def show_trace(trace_id: str, form: Form) -> bool:
     Raises:
         UsageError: several ids have this prefix.
     """
-    from tilegym_db.cli.kit.reader import open_reader
+    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries import find_traces
 
     if len(trace_id) < MIN_PREFIX:

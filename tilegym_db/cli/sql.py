@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilegym_db.cli.kit.formats import TABLE, Form, with_form
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
 from tilegym_db.cli.kit.output import note, print_table
-from tilegym_db.errors import QueryError, UsageError
+from tilegym_db.errors import QueryError, TilegymDBError, UsageError
+from tilegym_db.paths import home
 from tilegym_db.store.asking import public_views
 
 if TYPE_CHECKING:
@@ -40,7 +44,7 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Run one read-only SQL statement over the database."""
-    from tilegym_db.store.sql import run_schema_query
+    from tilegym_db.store.connection import run_schema_query
 
     binary = form.kind in ("parquet", "arrow")
     if schema and (source is not None or timeout is not None or trust):
@@ -49,8 +53,6 @@ def command(
             code="options_clash",
         )
     if statement is None and not schema and form.is_table and sys.stdin.isatty() and sys.stdout.isatty():
-        from tilegym_db.cli.kit.sql_prompt import ask_for_statements, names_of
-
         ask_for_statements(
             lambda text: print_answer(answer_of(text, source, timeout, trust=trust, binary=False), form),
             lambda: names_of(list(run_schema_query(None).rows)),
@@ -72,7 +74,7 @@ def answer_of(text: str, source: str | None, timeout: float | None, *, trust: bo
     """Return the answer of this database, or of a shared data set, to one statement."""
     if source is None:
         from tilegym_db.catalog import Catalog
-        from tilegym_db.store.sql import run_user_query
+        from tilegym_db.store.connection import run_user_query
 
         catalog = Catalog.default(trust_foreign=True) if trust else None
         return run_user_query(text, catalog=catalog, as_arrow=binary, timeout_s=timeout)
@@ -123,3 +125,108 @@ def read_statement() -> str:
         raise QueryError(
             "the statement on standard input is not UTF-8. Convert it: iconv -t UTF-8", code="text_encoding"
         ) from None
+
+
+# ---- the prompt -----------------------------------------------------------------------------------
+# A prompt for SQL at a terminal, with a history that stays and completion of views and columns.
+
+HISTORY = "sql-history"
+MAX_HISTORY = 1000
+FIRST, MORE = "sql> ", "...> "
+WORDS = (
+    "SELECT",
+    "FROM",
+    "WHERE",
+    "GROUP BY ALL",
+    "ORDER BY",
+    "LIMIT",
+    "DESCRIBE",
+    "SHOW TABLES",
+    "count(*)",
+    "min",
+    "max",
+)
+_LEAVES = frozenset({"exit", "quit", ".exit", ".quit"})
+
+
+def ask_for_statements(
+    answer: Callable[[str], None], words: Callable[[], list[str]], read: Callable[[str], str] = input
+) -> None:
+    """Read statements up to a semicolon or an empty line, and answer each, until the input ends.
+
+    Args:
+        answer: prints the answer to one statement.
+        words: gives the names to complete.
+        read: returns one line after a prompt; raises EOFError at the end.
+    """
+    note("One SELECT, then ; or an empty line. Tab completes names, Ctrl-D ends. The views: SHOW TABLES;")
+    with _line_editing(words):
+        for statement in _statements(read):
+            try:
+                answer(statement)
+            except TilegymDBError as error:
+                note(f"error: {error}")
+            except KeyboardInterrupt:
+                note("stopped")
+
+
+def _statements(read: Callable[[str], str]) -> Iterator[str]:
+    lines: list[str] = []
+    while True:
+        try:
+            line = read(MORE if lines else FIRST)
+        except KeyboardInterrupt:
+            note("")
+            lines = []
+            continue
+        except EOFError:
+            note("")
+            return
+        if not lines and line.strip().rstrip(";").lower() in _LEAVES:
+            return
+        if line.strip():
+            lines.append(line)
+        if lines and (not line.strip() or line.rstrip().endswith(";")):
+            yield "\n".join(lines)
+            lines = []
+
+
+@contextmanager
+def _line_editing(words: Callable[[], list[str]]) -> Iterator[None]:
+    """Keep a history in the home folder and complete words, if this Python can edit lines."""
+    try:
+        import readline
+    except ImportError:  # a Python without it still reads lines
+        yield
+        return
+    path = str(home() / HISTORY)
+    with suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(MAX_HISTORY)
+    readline.set_completer(completer_of(words))
+    readline.set_completer_delims(" \t\n,;()=<>*+-/.'\"")
+    readline.parse_and_bind("tab: complete")
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a read-only home keeps no history
+            readline.write_history_file(path)
+        readline.set_completer(None)
+
+
+def completer_of(words: Callable[[], list[str]]) -> Callable[[str, int], str | None]:
+    """Return a function for readline: the matches of a word, one per call. The names are read at the first use."""
+    known: list[str] = []
+
+    def complete(text: str, state: int) -> str | None:
+        if not known:
+            known.extend([*words(), *WORDS])
+        found = [word for word in known if re.match(re.escape(text), word, re.IGNORECASE)]
+        return found[state] if state < len(found) else None
+
+    return complete
+
+
+def names_of(rows: list[Any]) -> list[str]:
+    """Return the views and columns of the rows of a schema, each once."""
+    return list(dict.fromkeys(str(name) for row in rows for name in row[:2]))

@@ -254,7 +254,6 @@ def adapted_solution(
     """Return the Solution for our harness, or why it cannot run.
 
     Args:
-        found: the data set.
         item: the Solution's record.
         adapted: its Definition.
         omits: optional outputs that it does not write; None derives them from its parameters.
@@ -671,7 +670,6 @@ def blob_of(found: DataSet, name: str, given: str, base: str = "") -> StoredFile
     """Return the file of an input.
 
     Args:
-        found: the data set.
         name: name of the input, for messages.
         given: the path that the Workload states.
         base: the folder that the path is relative to.

@@ -730,7 +730,6 @@ def blob_of(definition: Definition, workload: Workload, dtypes: dict[str, str], 
 
     Args:
         definition: our Definition.
-        workload: one of its Workloads.
         dtypes: the bound dtype variables.
         folder: folder in the data set.
         name: name of the exported Definition.

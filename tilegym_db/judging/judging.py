@@ -84,7 +84,6 @@ def judge_data_set(
 
     Args:
         found: an imported data set; nothing in it is changed.
-        machine: the device to run on.
         names: Definitions or Solutions; empty means all.
         limit: maximum number of Workloads per Definition, taken in order.
         observer: called with each judgement when it is made.
@@ -343,7 +342,6 @@ def verified_pairs(found: DataSet, catalog: CatalogReader, traces: Iterable[Trac
     """Return the newest trace of each pair of a data set whose Definition was added to the catalog from a draft.
 
     Args:
-        found: the data set.
         catalog: the catalog to search for its Definitions and Workloads, by the tags that a draft gives them.
         traces: verified passes that stand and failures, oldest first.
     """

@@ -49,8 +49,6 @@ def definition_findings(
     """Return the problems of one Definition. Pure.
 
     Args:
-        definition: the operator.
-        solutions: its Solutions.
         workloads: the number of its Workloads.
         traced: digests of the Definition that have traces.
     """
@@ -86,7 +84,6 @@ def above_light(definition: Definition, timed: Iterable[Mapping[str, Any]]) -> l
     The cost of the Definition then counts more than the call did, or the time is wrong.
 
     Args:
-        definition: the operator.
         timed: solution, gpu, axes, dtypes and latency_us of verified passes of this Definition.
     """
     found = []

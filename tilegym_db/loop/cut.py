@@ -24,12 +24,11 @@ import torch
 
 from tilegym_db.errors import RecordError, TilegymDBError, UsageError
 from tilegym_db.files import write_folder, writing
+from tilegym_db.models.called_functions import Seam, watched
 from tilegym_db.models.capture import CapturedCall, ModelInputs, copied, run_model, staged, workload_of
 from tilegym_db.models.found import methods
 from tilegym_db.models.rewrite import is_name
-from tilegym_db.models.seams import Seam, watched
-from tilegym_db.models.symbolic_sizes import symbolic_sizes
-from tilegym_db.models.upstream_code import fingerprint
+from tilegym_db.models.upstream_code import fingerprint, symbolic_sizes
 from tilegym_db.records import Definition
 from tilegym_db.records.dtypes import RECORD_DTYPES
 from tilegym_db.resolver.hot_path import allocate_of

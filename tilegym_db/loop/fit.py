@@ -26,9 +26,8 @@ from tilegym_db.measurement.plan import BenchReport
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, config_digest, model_bench, time_instance
 from tilegym_db.models.capture import ModelInputs, run_model, typical_inputs
-from tilegym_db.models.patch import PatchOptions, patch_what_fits
+from tilegym_db.models.patch import PatchOptions, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
-from tilegym_db.models.verify_model import model_tag
 from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
 from tilegym_db.published.table import LockedKernel, load_table, write_lock_file
 from tilegym_db.records import Workload

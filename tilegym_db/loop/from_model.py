@@ -24,15 +24,12 @@ from tilegym_db.loop.cut import cut, why_not_cut
 from tilegym_db.loop.tasks import check_language, create_task
 from tilegym_db.measurement.machine import Machine, select_machine, timing_lock
 from tilegym_db.models.bench.model_bench import ModelBenchOptions, model_bench
-from tilegym_db.models.capture import ModelInputs, forward_arguments, random_inputs, typical_inputs
-from tilegym_db.models.found import ModuleGroup
+from tilegym_db.models.called_functions import Seam, function_seams
+from tilegym_db.models.capture import ModelInputs, forward_arguments, of_one_gpu, random_inputs, typical_inputs
+from tilegym_db.models.found import NO_DEFINITION, ModuleGroup
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
-from tilegym_db.models.layer_kinds import of_one_gpu
-from tilegym_db.models.patch import PatchOptions, discover, patch_what_fits
+from tilegym_db.models.patch import PatchOptions, discover, keep_workloads, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, config_content, load_config
-from tilegym_db.models.seams import Seam, function_seams
-from tilegym_db.models.undescribed import NO_DEFINITION
-from tilegym_db.models.verify_model import keep_workloads, model_tag
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu

@@ -13,7 +13,7 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.published.checked import shipped_keys, source_key
-from tilegym_db.published.servable import why_unconfined
+from tilegym_db.published.entries import why_unconfined
 from tilegym_db.records import Trace
 from tilegym_db.records.loop import MIN_SPEEDUP, Award
 from tilegym_db.records.solution import config_id
@@ -200,7 +200,6 @@ def unverifiable_here(machine: Machine, catalog: Catalog, names: Collection[str]
 
     Args:
         machine: the machine to measure on.
-        catalog: the records.
         names: Definitions or Solutions to verify; empty means all.
 
     Raises:

@@ -139,7 +139,6 @@ def try_kernel(
         dtypes: dtypes that replace those of that Workload.
         target: compile for this target; by default ``sm_90a`` on a machine without a GPU, and on a GPU the first call compiles.
         gpu: as for :func:`tilegym_db.bench`.
-        catalog: the records.
 
     Raises:
         HardwareError: the GPU or the target is unknown, or the GPU is not in this machine.

@@ -175,7 +175,6 @@ class LocalExecutor:
         """Return a runner for this machine, not started yet. It is broken if the static scan refuses its source.
 
         Args:
-            definition: the operator.
             solution: the source.
             config: a value per tunable; empty for the source's own defaults.
             interpret: run it in the interpreter of its language.

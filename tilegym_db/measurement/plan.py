@@ -203,7 +203,6 @@ def make_plan(
     """Select pairs of Solution and Workload, each under the default config and the config that tune found for it.
 
     Args:
-        catalog: the records.
         machine: the machine to run on; it decides which languages can be timed and which sizes are sensible.
         options: names (of Definitions or Solutions), language, workload glob, quick, force.
         done: (solution digest, definition digest, workload uuid, config id) that already have a trace on this GPU.
@@ -262,7 +261,6 @@ def current_best_alone(
         likely_fastest: as :func:`make_plan` takes it.
         whole: digests of Definitions whose times of other runs cannot be compared; all of theirs stay.
         names: those that the user asked for.
-        catalog: the records.
     """
     if not names or any(name in catalog.definitions for name in names):
         return likely_fastest

@@ -55,7 +55,6 @@ def reproduce(
     """Verify one case of one Solution in a separate worker, with every gate on outputs.
 
     Args:
-        solution: its name.
         axes: size of every variable axis.
         dtypes: dtype variable -> dtype.
         scalars: input name -> number.
@@ -65,7 +64,6 @@ def reproduce(
         offset: number of elements by which every tensor is moved off its alignment.
         config: a value per tunable.
         gpu: as for :func:`tilegym_db.bench`.
-        catalog: the records.
 
     Raises:
         NotFoundError: no such Solution.

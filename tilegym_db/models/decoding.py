@@ -40,7 +40,7 @@ from tilegym_db.models.next_inputs import (
     inputs_follow,
     prepares_as_transformers,
 )
-from tilegym_db.resolver.replay import replayed
+from tilegym_db.resolver.hot_path import replayed
 
 MIN_NEW_TOKENS = 8
 """Minimum new tokens for which a graph may pay off: a capture takes as long as about three steps."""

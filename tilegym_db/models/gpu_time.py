@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tilegym_db.models.call_site import CallSite
-from tilegym_db.models.seams import Around, Seam, watched
+from tilegym_db.models.called_functions import Around, Seam, watched
 
 MARK = "tilegym_db::"
 """Prefix of the name of a mark; the Definition follows."""

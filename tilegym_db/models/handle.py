@@ -18,23 +18,29 @@ from tilegym_db.errors import UsageError, check_kind
 from tilegym_db.models.call_site import IN_TRAINING, CallSite, change_class, is_patched, shadow_function, subclass
 from tilegym_db.models.capture import CapturedCall, ModelInputs, captured_calls, workload_of
 from tilegym_db.models.decoding import Decoding
-from tilegym_db.models.found import FunctionOverrides, MemberOverrides, ModuleGroup, OwnCode, PartCall
+from tilegym_db.models.found import (
+    LIBRARY,
+    FunctionOverrides,
+    MemberOverrides,
+    ModuleGroup,
+    Newcomers,
+    OwnCode,
+    PartCall,
+    Undescribed,
+)
 from tilegym_db.models.gpu_time import GpuTime, cpu_share, profiled
 from tilegym_db.models.operators import make_site
 from tilegym_db.models.parts import part
 from tilegym_db.models.products import LINEAR, Products
-from tilegym_db.models.proof import Proof, prove
-from tilegym_db.models.quantise_proof import QuantisationReport
+from tilegym_db.models.proof import Proof, QuantisationReport, prove
 from tilegym_db.models.report import CallSiteReport, PatchReport, why_fit
 from tilegym_db.models.rewrite import rewritten_by
-from tilegym_db.models.undescribed import LIBRARY, Newcomers, Undescribed
 from tilegym_db.models.upstream_code import decorated_alike, undecorated
 from tilegym_db.published.table import LockedKernel, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.resolver import device
 from tilegym_db.resolver.dispatch import Dispatcher
-from tilegym_db.resolver.hot_path import Allocate, allocate_of
-from tilegym_db.resolver.replay import replayed
+from tilegym_db.resolver.hot_path import Allocate, allocate_of, replayed
 
 PATIENCE = 16
 """Calls per module that ask for a kernel and get none before the call site leaves the model, that is, forwards of the model."""

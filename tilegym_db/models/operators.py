@@ -34,8 +34,8 @@ from tilegym_db.models.call_site import CallSite, Operator
 from tilegym_db.models.probe import stock_function
 from tilegym_db.models.training import training_of
 from tilegym_db.records import Definition
+from tilegym_db.records.definition_parts import Serving
 from tilegym_db.records.dtypes import scalar_type
-from tilegym_db.records.serving import Serving
 from tilegym_db.resolver.dispatch import Dispatcher
 from tilegym_db.resolver.hot_path import Allocate, allocate_of
 from tilegym_db.resolver.resolve import call_site, stock_launcher
@@ -165,7 +165,6 @@ def make_site(
     """Return a call site of a Definition, for eager and for compiled code.
 
     Args:
-        definition: the Definition of the calls.
         catalog: its kernels may serve the calls, and its stock solution serves the others.
         own: ``own(*inputs) -> output``, the model's own code, in place of that stock solution.
         check: check a kernel at the first call of a size that was not measured.

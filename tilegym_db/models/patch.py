@@ -15,23 +15,34 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilegym_db.backends.toolchains import check_libraries
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import UsageError, check_kind, did_you_mean
+from tilegym_db.errors import RecordError, ToolchainError, UsageError, check_kind, did_you_mean
 from tilegym_db.models import parts
-from tilegym_db.models.broken_lock import refuse_broken_lock
 from tilegym_db.models.call_site import is_patched
-from tilegym_db.models.capture import ModelInputs
+from tilegym_db.models.capture import ModelInputs, new_workloads, random_inputs
 from tilegym_db.models.decoding import Decoding
-from tilegym_db.models.found import DefinitionMatch, KnownCode, MatchCandidates, ModuleGroup, Part
+from tilegym_db.models.found import (
+    NO_DEFINITION,
+    DefinitionMatch,
+    KnownCode,
+    MatchCandidates,
+    ModuleGroup,
+    Newcomers,
+    Part,
+    undescribed,
+)
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.parts import PARTS
 from tilegym_db.models.probe import device_of, matching_definitions
 from tilegym_db.models.products import Operators, Products
 from tilegym_db.models.quantise import quantise_and_patch
-from tilegym_db.models.undescribed import NO_DEFINITION, Newcomers, undescribed
-from tilegym_db.paths import DISABLED, is_disabled
-from tilegym_db.published.table import ServingLock, table_for
-from tilegym_db.records import Definition
+from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
+from tilegym_db.models.report import PatchReport
+from tilegym_db.paths import DISABLED, home, is_disabled
+from tilegym_db.published.entries import Candidate
+from tilegym_db.published.table import LockedKernel, ServingLock, table_for, why_no_table
+from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Launch
 from tilegym_db.resolver.device import device_gpu
 from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
@@ -627,3 +638,123 @@ def _state_of(roots: tuple[Path, ...]) -> State:
 
 def _mark(found: os.stat_result) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
+
+
+# ---- a lock of served kernels ---------------------------------------------------------------------
+# Refuses a lock of served kernels that cannot be kept on this machine.
+
+MAX_SHOWN = 3
+
+
+def refuse_broken_lock(lock: ServingLock, catalog: Catalog, gpus: Collection[str]) -> None:
+    """Raise :class:`UsageError` unless every kernel of a lock is here as it was, and runs on one of some GPUs.
+
+    Args:
+        lock: the kernels.
+        catalog: has their records; its tables must have their measurements.
+        gpus: slugs of the devices of a model.
+    """
+    broken = [
+        f"{kernel} for {kernel.definition}: {why}" for kernel in lock.kernels if (why := _why(kernel, catalog, gpus))
+    ]
+    if broken:
+        more = f"; and {len(broken) - MAX_SHOWN} more" if len(broken) > MAX_SHOWN else ""
+        raise UsageError(
+            f"the lock {lock.source} cannot be kept: {'; '.join(broken[:MAX_SHOWN])}{more}. Restore what changed, or patch "
+            "without the lock, run the model and write the lock again: handle.write_lock(path)",
+            code="serving_lock_broken",
+        )
+
+
+def _why(kernel: LockedKernel, catalog: Catalog, gpus: Collection[str]) -> str:
+    """Return why a kernel cannot serve as it did; empty if it can."""
+    if kernel.gpu not in gpus:
+        return f"it was locked on {kernel.gpu}, and the model is on {', '.join(sorted(gpus)) or 'no device'}"
+    if kernel.definition not in catalog.definition_paths:
+        return "the catalog has no such definition"
+    if kernel.solution not in catalog.solution_paths:
+        return "the catalog has no such solution"
+    try:
+        definition, files = catalog.definition(kernel.definition), catalog.solution(kernel.solution)
+    except RecordError as error:
+        return str(error)
+    if definition.digest != kernel.definition_digest:
+        return "the meaning of the definition has changed"
+    if files.digest != kernel.solution_digest:
+        return "the source has changed"
+    unavailable = unavailable_languages([files])
+    if unavailable:
+        return next(iter(unavailable.values()))
+    table = table_for(catalog, kernel.gpu)
+    if table is None:
+        return why_no_table(kernel.gpu)
+    measured = list(kernel.candidates_in(table))
+    if not measured:
+        return f"no verified measurement of it is published for {kernel.gpu}"
+    reasons = [_library_changed(one, files.record.spec.dependencies) for one in measured]
+    return reasons[0] if all(reasons) else ""
+
+
+def _library_changed(candidate: Candidate, dependencies: tuple[str, ...]) -> str:
+    """Return the reason if a declared library is another than in a measurement; else an empty text."""
+    try:
+        check_libraries(dependencies, candidate.libs, candidate.solution)
+    except ToolchainError as error:
+        return str(error)
+    return ""
+
+
+# ---- verification of a whole model ----------------------------------------------------------------
+# Verify a patch on a model with random weights, and keep its calls as Workloads.
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """The report with its proofs, and the kinds of calls that the model made."""
+
+    report: PatchReport
+    workloads: tuple[Workload, ...]
+
+
+def verify_model(
+    path: Path, *, device: str, dtype: str, batch: int, prompt: int, layers: int | None = None
+) -> VerifiedModel:
+    """Build a model from its config, patch it with ``verify=True``, and undo the patch.
+
+    Args:
+        path: config file, or folder with a ``config.json``.
+        device: the device as torch names it.
+        dtype: one of :data:`DTYPES`.
+        batch: number of sequences.
+        prompt: random tokens per sequence; two steps of decoding follow.
+        layers: keep only this many of the first layers.
+
+    Raises:
+        UsageError: the config, the dtype or a size has no valid value.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.", code="dtype_unknown")
+    if batch < 1 or prompt < 1:
+        raise UsageError(f"batch and prompt must be at least 1, not {batch} and {prompt}.", code="counts_invalid")
+    config = load_config(path, layers)
+    check_run_fits(config, device, dtype, batch, prompt)
+    model = build_model(config, device, dtype)
+    with patched(model, verify=True, inputs=random_inputs(model, batch, prompt)) as handle:
+        return VerifiedModel(handle.report(), handle.workloads)
+
+
+def keep_workloads(workloads: tuple[Workload, ...], model: str) -> list[tuple[Path, Workload]]:
+    """Append the Workloads that no catalog has to the user's own, tagged with the model; return them with their files.
+
+    They go into the user's catalog even if the checkout is writable, because calls of one model are no shipped records.
+    """
+    catalog = Catalog.default()
+    return catalog.add_workloads(new_workloads(workloads, catalog, [f"model:{model}"]), root=home() / "catalog")
+
+
+def model_tag(path: Path) -> str:
+    """Return the name of a config: its folder's name, the file's without the ending, or that of an id, in lower case."""
+    if not path.exists():  # the id of a model, or a file that is not read
+        return (path.stem if path.suffix == ".json" else path.name).lower()
+    named = path.resolve().parent if path.name == "config.json" else path.resolve()
+    return (named.name if named.is_dir() else named.stem).lower()

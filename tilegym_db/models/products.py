@@ -26,8 +26,7 @@ from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, has_hooks, rows
 from tilegym_db.models.report import CallSiteReport
 from tilegym_db.resolver import device
-from tilegym_db.resolver.hot_path import allocate_of
-from tilegym_db.resolver.replay import replayed
+from tilegym_db.resolver.hot_path import allocate_of, replayed
 from tilegym_db.resolver.resolve import call_site, stock_launcher
 
 KIND = "product"

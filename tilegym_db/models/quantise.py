@@ -13,7 +13,7 @@ import torch
 from tilegym_db.errors import UsageError
 from tilegym_db.models.capture import ModelInputs
 from tilegym_db.models.handle import Handle
-from tilegym_db.models.quantise_proof import LayerProof, QuantisationReport, Recorded, prove_layer, prove_logits, record
+from tilegym_db.models.proof import LayerProof, QuantisationReport, Recorded, prove_layer, prove_logits, record
 
 PART = "fp8_linear"
 UNSERVED = "no kernel serves it at the sizes of the run, and PyTorch operations on codes are slower than its weight"

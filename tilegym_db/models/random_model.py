@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from tilegym_db.errors import MissingPackageError, UsageError, did_you_mean
-from tilegym_db.models.capture import forward_arguments
-from tilegym_db.models.layer_kinds import text_configs, with_few_layers
+from tilegym_db.models.capture import forward_arguments, text_configs, with_few_layers
 from tilegym_db.records.base import shown
 from tilegym_db.scaffold.model_config import check_config_sizes, typed_config
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.errors import UsageError
 from tilegym_db.models.decoding import DecodingReport
+from tilegym_db.models.found import Undescribed
 from tilegym_db.models.gpu_time import GpuTime
-from tilegym_db.models.proof import Proof
-from tilegym_db.models.quantise_proof import QuantisationReport
-from tilegym_db.models.undescribed import Undescribed
+from tilegym_db.models.proof import Proof, QuantisationReport
 from tilegym_db.records import axes_key
 from tilegym_db.resolver.decide import NOTHING_PUBLISHED
 from tilegym_db.resolver.dispatch import DispatchReport, KernelFailure

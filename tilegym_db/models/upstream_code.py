@@ -17,7 +17,7 @@ import sys
 import textwrap
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -325,3 +325,139 @@ def counted_ways(model: torch.nn.Module) -> Iterator[Mapping[str, int]]:
                 hook = module.register_forward_pre_hook(lambda module, _: counts.update([way_of(module)]))
                 undo.callback(hook.remove)
         yield counts
+
+
+# ---- code that only computes ----------------------------------------------------------------------
+# A probe runs a piece of code on a few inputs. Its answer holds for all inputs only if the code takes no decision by them, and
+# holds for all calls only if the code keeps nothing and draws nothing.
+
+UNSTEADY = ("dropout", "rand", "training", "bernoulli", "item", "tolist", "print", "cuda_graph")
+"""Parts of names of functions and attributes whose value is not one of the arguments alone, or that wait for a device."""
+
+
+def why_not_plain(functions: Iterable[Any]) -> str:
+    """Return the reason if one of some functions does more than compute; empty if all only compute."""
+    for function in functions:
+        reason = "" if not isinstance(function, FunctionType) else _why_not(function)
+        if reason:
+            return reason
+    return ""
+
+
+@once_per_function
+def _why_not(function: FunctionType) -> str:
+    tree = _tree(function)
+    if tree is None:
+        return f"there is no source of its {function.__name__}"
+    given = {argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)} - {"self"}
+    for node in ast.walk(tree):
+        reason = _of_node(node, given)
+        if reason:
+            return f"its {function.__name__} {reason}"
+    return ""
+
+
+def _tree(function: FunctionType) -> ast.FunctionDef | None:
+    """Return the syntax tree of the code that runs; a decorator that returned the function itself is irrelevant."""
+    if hasattr(function, "__wrapped__"):
+        return None
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError):
+        return None
+    return body[0] if body and isinstance(body[0], ast.FunctionDef) else None
+
+
+def _of_node(node: ast.AST, given: Collection[str]) -> str:
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return "writes to an object"
+        case ast.Global() | ast.Nonlocal() | ast.Yield() | ast.Await() | ast.While():
+            return "keeps a state"
+        case ast.Attribute(attr=name) | ast.Name(id=name) if any(part in name for part in UNSTEADY):
+            return f"uses {name}"
+        case ast.Call(func=ast.Attribute(attr=name)) if name.endswith("_") and not name.startswith("_"):
+            return f"calls {name}, which overwrites"
+        case ast.If(test=test) | ast.IfExp(test=test) if _decides_by(test, given):
+            return "takes a decision by its arguments"
+    return ""
+
+
+def _decides_by(test: ast.expr, given: Collection[str]) -> bool:
+    """Return True if a condition reads an argument other than to compare it with None."""
+    match test:
+        case ast.Compare(left=ast.Name(), ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+            return False
+    return any(isinstance(node, ast.Name) and node.id in given for node in ast.walk(test))
+
+
+# ---- sizes that code lets differ ------------------------------------------------------------------
+# Sizes that a piece of code lets differ from each other, by a run on tensors without memory whose sizes are symbols.
+#
+# PyTorch notes each condition on a size that the code checks, for example that two sizes are equal because two tensors are
+# added.
+
+Place = tuple[str, int]
+"""A tensor and the number of a dimension."""
+
+
+class SymbolicSizes(NamedTuple):
+    """The symbol of each size, as text; equal symbols are sizes that the code needs to be equal."""
+
+    inputs: Mapping[Place, str | None]
+    results: Mapping[tuple[int, int], str | None]
+
+    def of(self, name: str, place: int) -> str | None:
+        """Return the symbol of a dimension of an input; None if the run had its number."""
+        return self.inputs.get((name, place))
+
+    def of_result(self, number: int, place: int) -> str | None:
+        """Return the symbol of a dimension of a result; None if the run had its number."""
+        return self.results.get((number, place))
+
+
+def symbolic_sizes(
+    run: Callable[[Mapping[str, Any]], Any], tensors: Mapping[str, torch.Tensor], known: Collection[Place]
+) -> SymbolicSizes | None:
+    """Run code once with symbols as sizes; None if it cannot be run so, for example because it reads contents.
+
+    Args:
+        run: ``run(tensors) -> results``.
+        tensors: example inputs.
+        known: the dimensions that keep their numbers.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    environment = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    fakes = {}
+    for name, tensor in tensors.items():
+        sizes = [DimDynamic.STATIC if (name, place) in known else DimDynamic.DYNAMIC for place in range(tensor.dim())]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        fakes[name] = mode.from_tensor(plain, source=ConstantSource(name), symbolic_context=context)
+    try:
+        with mode, enable_python_dispatcher(), torch.no_grad():
+            returned = run(fakes)
+    except of_models():
+        return None
+    results = returned if isinstance(returned, tuple | list) else (returned,)
+
+    def symbol(size: Any) -> str | None:
+        if not isinstance(size, torch.SymInt):
+            return None
+        found: Any = environment.simplify(size.node.expr)
+        return None if found.is_number else str(found)
+
+    return SymbolicSizes(
+        {(name, place): symbol(size) for name, fake in fakes.items() for place, size in enumerate(fake.shape)},
+        {
+            (number, place): symbol(size)
+            for number, value in enumerate(results)
+            if isinstance(value, torch.Tensor)
+            for place, size in enumerate(value.shape)
+        },
+    )

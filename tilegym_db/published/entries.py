@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.input_files import damaged
-from tilegym_db.records.call import Call
+from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
+from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.solution import Config, name_with_config
-from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
+from tilegym_db.records.solution import Config, name_with_config, why_not_timed
+from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, VERIFIED_TIERS
 
 
 @dataclass(frozen=True)
@@ -189,3 +191,208 @@ def _ranges(said: Mapping[str, Any]) -> dict[str, tuple[float, float]] | None:
 
 def _spelled(mapping: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={mapping[name]}" for name in sorted(mapping))
+
+
+# ---- may it serve? --------------------------------------------------------------------------------
+# Answers in one place whether a measured kernel may serve a call. Pure: no I/O, no torch, and every no has a reason.
+#
+# Three questions are request in this order:
+#
+# 1. :func:`why_not_trusted`: does the measurement count, and for which users? ``publish`` and awards ask only this.
+# 2. :func:`why_not_for_call`: was the kernel verified for such a call?
+# 3. :func:`why_not_faster`: is it faster than the stock code by more than noise?
+#
+# :func:`why_not_served` asks all three. The resolver, ``explain`` and ``patch`` use it.
+
+MIN_SPEEDUP_CI_LOW = 1.02
+"""Lower confidence bound of the speedup over stock that a kernel must exceed, so that it is faster by more than noise."""
+
+MIN_BACKWARD_SPEEDUP_CI_LOW = 1.25
+"""The same bound for a backward. Stock code gets the inputs of the forward, although autograd would have kept what it needs.
+It moves at most 22 bytes for 18 (swiglu_backward); a kernel must not be credited with the difference."""
+
+MAX_LAUNCH_RATIO = 1.1
+"""Maximum ratio of a kernel call to a stock call, each by the longer of its device and host time."""
+
+HOST_NOISE_US = 5.0
+"""Uncertainty of a host time in microseconds. A smaller difference is ignored, because host load varies."""
+
+Audience = Literal["this user", "others"]
+"""The users served: the user of the measuring machine, or all users of a published file."""
+
+
+class Refusal(NamedTuple):
+    """The reason why a measurement may not serve: a stable code, and a sentence for the user."""
+
+    code: str
+    reason: str
+
+
+# ---- all three ------------------------------------------------------------------------------------
+
+
+def why_not_served(
+    candidate: Candidate,
+    files: SolutionFiles | None,
+    request: Request,
+    *,
+    is_exact: bool,
+    scalar_ranges: Mapping[str, tuple[float, float]],
+    stock: Candidate | None = None,
+) -> Refusal | None:
+    """Return why a measured kernel may not serve a call, or None if it may.
+
+    Args:
+        candidate: the kernel's measurement at a point.
+        files: the catalog's Solution of that name; None if the catalog has none.
+        request: the call and what this process can run.
+        is_exact: True if the call has the sizes of the point; otherwise the point is the nearest one.
+        scalar_ranges: scalar -> verified range, for candidates that state none.
+        stock: the stock code at the same point, if it was measured.
+    """
+    if files is None:
+        return Refusal("solution_missing", "it is not in the catalog any more")
+    ranges = candidate.scalar_ranges if candidate.scalar_ranges is not None else scalar_ranges
+    return (
+        why_not_current(candidate, files)
+        or why_not_trusted(candidate, audience="this user")
+        or why_not_for_call(candidate, files, request, is_exact=is_exact)
+        or why_not_faster(candidate, request.definition, stock, request.launch)
+        or why_outside_scalars(request.definition, request.call.scalars, ranges)
+    )
+
+
+# ---- the measurement ------------------------------------------------------------------------------
+
+
+def why_not_current(candidate: Candidate, files: SolutionFiles) -> Refusal | None:
+    """Return why a measurement is not one of the catalog's kernel of that name, or None if it is."""
+    if candidate.solution_digest != files.digest:
+        return Refusal(
+            "source_changed",
+            f"its digest differs from the catalog's source: verified {candidate.solution_digest[:12]}, "
+            f"now {files.digest[:12]}; bench and publish it again",
+        )
+    spec = files.record.spec
+    if spec.role != "kernel":
+        what = f" ({spec.provides})" if spec.provides else ""
+        return Refusal("baseline", f"role {spec.role}{what}: measured to compare with, never dispatched")
+    omitted = why_not_timed("it", spec.omits)
+    return None if omitted is None else Refusal("output_omitted", omitted)
+
+
+def why_not_trusted(candidate: Candidate, *, audience: Audience) -> Refusal | None:
+    """Return why a measurement does not count for an audience, or None if it does."""
+    if candidate.tier not in VERIFIED_TIERS:
+        return Refusal(
+            "unverified",
+            f"tier {candidate.tier or 'unknown'}: not a verified measurement; verify it (tilegym-db verify "
+            f"{candidate.solution}) and publish again",
+        )
+    if candidate.of_files:
+        return Refusal("of_files", "measured on contents of files, which say nothing of a call on others")
+    return why_unconfined(
+        candidate.sandbox_level or 0,
+        is_shipped=candidate.shipped_source,
+        origin=candidate.origin,
+        audience=audience,
+    )
+
+
+def why_unconfined(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> Refusal | None:
+    """Return why the confinement of its worker keeps a verified result from an audience, or None if it does not.
+
+    An unconfined worker could have tampered with its own verification. The author of a release ran shipped sources
+    confined, or at least read them. On a machine without a sandbox they may serve its own user only.
+
+    Args:
+        level: the sandbox level on the trace.
+        is_shipped: True if the package ships this definition and source, by their digests.
+        origin: origin of the trace: ``shipped``, ``local``, or ``foreign``.
+        audience: the users to be served.
+    """
+    if level >= PUBLISHED_SANDBOX_LEVEL:
+        return None
+    why = f"sandbox level {level}: its worker could have reached what judged it"
+    if level < 1:
+        return Refusal("unconfined", why)
+    if not is_shipped:
+        return Refusal("unconfined", f"{why}, and its source is not one that the package ships")
+    if origin != "local" or audience != "this user":
+        return Refusal("unconfined", f"{why}, so it serves the user of the machine that measured it, and not others")
+    return None
+
+
+# ---- the call -------------------------------------------------------------------------------------
+
+
+def why_not_for_call(candidate: Candidate, files: SolutionFiles, request: Request, *, is_exact: bool) -> Refusal | None:
+    """Return why a kernel does not fit a call or this process, or None if it does."""
+    call, language = request.call, files.record.spec.language
+    unsupported = files.record.unsupported(call.axes, call.dtypes, call.layouts, target=request.sm)
+    if unsupported is not None:
+        return Refusal("unsupported", unsupported)
+    if language in request.unavailable:
+        return Refusal("language_unavailable", request.unavailable[language])
+    if not is_exact and not candidate.envelope_cases:
+        return Refusal(
+            "shape_unverified", "it was verified at the measured shape only, without fuzz cases that cover others"
+        )
+    return None
+
+
+def why_outside_scalars(
+    definition: Definition, scalars: Mapping[str, Scalar], ranges: Mapping[str, tuple[float, float]]
+) -> Refusal | None:
+    """Return why a continuous scalar lies outside its verified range; None if every scalar with a range is inside."""
+    for name, value in scalars.items():
+        if name not in ranges or name in definition.size_scalars or is_code_selecting(definition, name):
+            continue
+        if not isinstance(value, int | float):
+            continue
+        low, high = ranges[name]
+        if not low <= value <= high:  # NaN is outside, too
+            return Refusal("scalar_outside", f"{name}={value:g} is outside the verified range {low:g}..{high:g}")
+    return None
+
+
+# ---- the speed ------------------------------------------------------------------------------------
+
+
+def why_not_faster(
+    candidate: Candidate, definition: Definition, stock: Candidate | None, launch: Launch = "call"
+) -> Refusal | None:
+    """Return why a measurement does not show a speedup beyond noise, or a later launch; None if it is faster.
+
+    A replay of a CUDA graph does not repeat what the host did, so only the device time counts there.
+    """
+    bar = MIN_SPEEDUP_CI_LOW if definition.backward_of is None else MIN_BACKWARD_SPEEDUP_CI_LOW
+    if candidate.latency_us is None or candidate.speedup_ci_low is None:
+        return Refusal("not_compared", "it was not compared with the stock code")
+    if not candidate.speedup_ci_low > bar:
+        ratio = f"{candidate.speedup:.2f}x" if candidate.speedup is not None else "unknown"
+        # Published files have no upper end. The interval of a ratio is symmetric in its logarithm.
+        is_slower = (candidate.speedup or 1.0) ** 2 < candidate.speedup_ci_low
+        verdict = "slower than stock" if is_slower else "not faster than stock by more than noise"
+        return Refusal("not_faster", f"{verdict}: speedup {ratio}, CI low {candidate.speedup_ci_low:.3f} <= {bar}")
+    return None if launch == "replay" else _why_launched_later(candidate, stock)
+
+
+def _why_launched_later(candidate: Candidate, stock: Candidate | None) -> Refusal | None:
+    if stock is None or stock.latency_us is None or stock.host_us is None:
+        return None
+    if candidate.latency_us is None or candidate.host_us is None:
+        return None
+    until = max(stock.latency_us, stock.host_us)
+    if max(candidate.latency_us, candidate.host_us) <= MAX_LAUNCH_RATIO * until + HOST_NOISE_US:
+        return None
+    return Refusal(
+        "launch_bound",
+        f"launch-bound: a call takes the host {candidate.host_us:.1f} us, the stock code is done after {until:.1f} us",
+    )
+
+
+def first_done(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate whose call ends first, by the longer of its device and host time; None if no candidate has both."""
+    timed = [one for one in candidates if one.latency_us is not None and one.host_us is not None]
+    return min(timed, key=lambda one: max(one.latency_us or 0.0, one.host_us or 0.0), default=None)

@@ -228,7 +228,6 @@ def why_beyond_verified(
     """Return why the index arithmetic of a kernel is not known to reach a call; None if it is.
 
     Args:
-        definition: the operator.
         asked: every axis of the call.
         points: the points that the kernel was measured at.
         verified: axis -> the largest size at which the kernel's outputs were compared; empty if its trace does not state it.

@@ -428,8 +428,8 @@ def _joined(groups: Sequence[MeasuredEntries], key: DtypesKey, lost: frozenset[s
             where = _point(entry)
             known = points.get(where)
             if known is not None:
-                has = {_source(one) for one in known.candidates}
-                candidates = [*known.candidates, *(one for one in candidates if _source(one) not in has)]
+                has = {_identity(one) for one in known.candidates}
+                candidates = [*known.candidates, *(one for one in candidates if _identity(one) not in has)]
                 candidates.sort(key=lambda one: (one.latency_us or 0.0, one.trace_id or ""))
             points[where] = replace(known or entry, candidates=tuple(candidates))
     return tuple(entry for entry in points.values() if entry.candidates)
@@ -438,10 +438,6 @@ def _joined(groups: Sequence[MeasuredEntries], key: DtypesKey, lost: frozenset[s
 def _ranged(candidate: Candidate, measured: MeasuredEntries) -> Candidate:
     """Give a candidate older than recorded ranges (decision 0024) the scalar range of the table it came from."""
     return candidate if candidate.scalar_ranges is not None else replace(candidate, scalar_ranges=measured.scalars)
-
-
-def _source(candidate: Candidate) -> tuple[str, str, str]:
-    return candidate.solution, candidate.solution_digest, config_id(candidate.config)
 
 
 def _point(entry: Entry) -> str:

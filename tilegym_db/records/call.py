@@ -88,7 +88,7 @@ LAUNCHES: tuple[Launch, ...] = ("call", "replay")
 
 @dataclass(frozen=True)
 class Request:
-    """One call to serve. :func:`~tilegym_db.resolver.request.make_request` builds and checks it."""
+    """One call to serve. :func:`~tilegym_db.resolver.resolve.make_request` builds and checks it."""
 
     definition: Definition
     call: Call
@@ -129,7 +129,6 @@ def bind_arguments(definition: Definition, arguments: Mapping[str, TensorInfo | 
     """Return the axes, dtypes, layouts and scalars of a call.
 
     Args:
-        definition: the operator called.
         arguments: every input by name, and any of the outputs; tensors as :class:`TensorInfo`, scalars as they are.
 
     Raises:

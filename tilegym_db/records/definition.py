@@ -27,8 +27,10 @@ from tilegym_db.records.definition_parts import (
     JointInputs,
     SampledOutput,
     SelfTest,
+    Serving,
     TensorSpec,
     Tolerance,
+    serving_problem,
 )
 from tilegym_db.records.definition_rules import (
     check_backward,
@@ -53,7 +55,6 @@ from tilegym_db.records.dtypes import DTYPE_BYTES, DType
 from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.python_source import check_function, has_product
-from tilegym_db.records.serving import Serving, serving_problem
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _VERSION = r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$"

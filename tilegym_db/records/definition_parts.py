@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -142,3 +143,295 @@ class SelfTest(RecordPart):
 
     independent: str
     planted_errors: tuple[PlantedError, ...] = Field(min_length=3)
+
+
+# ---- serving inside a model -----------------------------------------------------------------------
+# Serving of a Definition inside a model: the part of a model that it computes, known code, and output layouts.
+#
+# Serving does not change what the operator computes. It is not part of the Definition's digest, so changing it keeps published
+# results valid.
+
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class OutputLayout(RecordPart):
+    """Memory layout of an output: as that of an input, or dense with its dimensions in another order."""
+
+    like: str | None = None
+    """The input whose strides it has."""
+    order: tuple[int, ...] | None = None
+    """Its dimensions from the outermost in memory to the innermost: ``[0, 2, 1, 3]`` puts heads after tokens."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if (self.like is None) == (self.order is None):
+            raise RecordError("an output layout states either 'like' or 'order'", code="output_layout_ambiguous")
+        if self.order is not None and sorted(self.order) != list(range(len(self.order))):
+            raise RecordError(
+                f"'order' must name every dimension once, from 0, not {list(self.order)}", code="output_layout_order"
+            )
+        return self
+
+
+class ModelCode(RecordPart):
+    """One version of the model code that computes the Definition."""
+
+    fingerprint: Fingerprint
+    """Fingerprint of the source of the forward, or of the function that it calls. ``patch(model, dry_run=True).report()``
+    prints it."""
+    models: tuple[str, ...] = ()
+    """The models that have this code; for readers only."""
+    calls: dict[Identifier, Fingerprint] = {}
+    """The functions that the code relies on, with their fingerprints."""
+    attributes: dict[Identifier, Identifier] = {}
+    """An input, or a role that the part names -> the attribute of the module that holds it; by default, the same name."""
+    constants: dict[Identifier, Flag | Int64 | Real] = {}
+    """An input that is a constant in the code -> its value, instead of an attribute."""
+    fixed: dict[Identifier, Flag | Int64 | Line | None] = {}
+    """For ``function`` and ``module``: a parameter or attribute that is no input -> its value in every call that is served."""
+    returns: tuple[Identifier | None, ...] = ()
+    """For ``function`` and ``module``: the outputs in the tuple that the code returns, and null for None. By default it returns
+    the outputs in order, and a single one without a tuple."""
+    probe: dict[Identifier, Flag | Int64 | Real] = {}
+    """For ``function`` and ``module``: the size of each var axis and the value of each scalar in the probe."""
+
+
+class LinearLayers(RecordPart):
+    """Linear layers without bias on the same rows, as the first input and then a weight for each layer in the order of calls."""
+
+    count: int = Field(ge=1)
+    """The number of layers."""
+    gate: str | None = None
+    """The Definition that takes the results of the layers as its inputs, if this one computes it too."""
+
+
+class Serving(RecordPart):
+    """Facts that the resolver and a model integration need to serve the Definition."""
+
+    part: Identifier | None = None
+    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink, add_norm,
+    experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear, loss.
+    Two are for any code: ``function`` is one that a forward calls, and ``module`` one without submodules. Their inputs are the
+    parameters of the code, or attributes of the module."""
+    code: tuple[ModelCode, ...] = ()
+    """Code that is known to compute it; a probe confirms it bit for bit."""
+    includes: str | None = None
+    """The Definition of a single part that this one computes together with its surroundings."""
+    after: str | None = None
+    """The Definition that is called first and whose outputs are inputs of this one, such as the cast of an activation."""
+    linear: LinearLayers | None = None
+    """The linear layers that it computes. They ask for a kernel in graphs of ``generate`` alone."""
+    rows: str | None = None
+    """The axis that stands for all leading axes of a tensor, flattened; without it, inputs keep their dimensions."""
+    outputs: dict[str, OutputLayout] = {}
+    """The outputs that are not contiguous."""
+    growing: str | None = None
+    """The axis of inputs only that changes its size at each call, such as the positions in a cache."""
+    independent: tuple[tuple[str, ...], ...] = ()
+    """The axes that only repeat work, such as batch and heads: twice the size is twice the work. Axes of one group, such as
+    the heads of queries and of keys, must keep their ratio."""
+    lengths: tuple[str, ...] = ()
+    """The axes over which kernels loop in tiles, such as positions. Between two measured lengths, cost grows by whole tiles.
+    An axis that is neither independent nor a length is a width, which must be measured."""
+    follows: dict[Identifier, Identifier] = {}
+    """An axis -> the independent axis or length whose size it may have, such as the sequences of tables or a window."""
+    eager_only: bool = False
+    """True if compiled code keeps the model's own code."""
+
+
+class ServedDefinition(Protocol):
+    """Protocol of the parts of a Definition that serving is checked against; avoids an import cycle with Definition."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def serving(self) -> Serving | None: ...
+    @property
+    def backward_of(self) -> str | None: ...
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def tensor_inputs(self) -> tuple[str, ...]: ...
+    @property
+    def written_outputs(self) -> tuple[str, ...]: ...
+    @property
+    def var_axes(self) -> tuple[str, ...]: ...
+    @property
+    def cost(self) -> Cost | None: ...
+
+
+def serving_problem(definition: ServedDefinition) -> RecordError | None:
+    """Return an error for the key of ``serving`` that does not fit its Definition; None if all keys fit."""
+    serving = definition.serving
+    if serving is None:
+        return None
+    return (
+        _part_problem(definition, serving)
+        or _code_problem(definition, serving)
+        or _axes_problem(definition, serving)
+        or _independent_problem(definition, serving)
+        or _lengths_problem(definition, serving)
+        or _layout_problem(definition, serving)
+    )
+
+
+def _part_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    if serving.part is None:
+        for key in ("code", "includes", "after"):
+            if getattr(serving, key):
+                return RecordError(
+                    f"serving.{key} is about a part of a model; name it in 'serving.part'", code="serving_without_part"
+                )
+    elif definition.backward_of is not None:
+        return RecordError(
+            f"serving.part: leave it out; a backward is served with its forward '{definition.backward_of}'",
+            code="serving_of_backward",
+        )
+    for key in ("includes", "after"):
+        if getattr(serving, key) == definition.name:
+            return RecordError(
+                f"serving.{key} names the definition itself, '{definition.name}'", code="serving_of_itself"
+            )
+    known: set[str] = set()
+    for index, code in enumerate(serving.code):
+        if code.fingerprint in known:
+            return RecordError(
+                f"serving.code.{index}.fingerprint {code.fingerprint} is stated twice", code="serving_code_repeated"
+            )
+        known.add(code.fingerprint)
+    return None
+
+
+ANY_CODE = ("function", "module")
+"""The parts for code of any kind; their signature is in ``serving.code``."""
+
+
+def _code_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    """Return an error for a signature that is incomplete, or that a part of another kind states."""
+    is_generic = serving.part in ANY_CODE
+    if is_generic and serving.rows is not None:
+        return RecordError(
+            f"serving.rows: leave it out for a {serving.part}, whose inputs keep their dimensions", code="serving_rows"
+        )
+    scalars = set(definition.inputs) - set(definition.tensor_inputs)
+    for index, code in enumerate(serving.code):
+        where = f"serving.code.{index}"
+        stated = next((key for key in ("fixed", "returns", "probe") if getattr(code, key)), None)
+        if stated is not None and not is_generic:
+            return RecordError(
+                f"{where}.{stated} is for the parts {' and '.join(ANY_CODE)}", code="serving_signature_unused"
+            )
+        wanted = {*definition.var_axes, *scalars}
+        if is_generic and set(code.probe) != wanted:
+            culprit = min(set(code.probe) ^ wanted)
+            return RecordError(
+                f"{where}.probe must give each var axis its size and each scalar its value; '{culprit}' is "
+                f"{'missing' if culprit in wanted else 'neither'}",
+                code="serving_probe",
+            )
+        named = [name for name in code.returns if name is not None]
+        if named and sorted(named) != sorted(definition.outputs):
+            return RecordError(
+                f"{where}.returns must name each output once: {', '.join(definition.outputs)}", code="serving_returns"
+            )
+        clash = set(code.fixed) & {code.attributes.get(name, name) for name in definition.inputs}
+        if clash:
+            return RecordError(f"{where}.fixed.{min(clash)} is an input already", code="serving_fixed_input")
+    return None
+
+
+def _axes_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    tensors = {**{name: definition.inputs[name] for name in definition.tensor_inputs}, **definition.outputs}
+    for key in ("rows", "growing"):
+        axis = getattr(serving, key)
+        if axis is not None and axis not in definition.var_axes:
+            return RecordError(f"serving.{key} names '{axis}', which is not a var axis", code="serving_axis_unknown")
+    if serving.rows is not None:
+        having = [name for name, spec in tensors.items() if serving.rows in (spec.shape or ())]
+        misplaced = [name for name in having if tensors[name].shape[0] != serving.rows or len(tensors[name].shape) != 2]  # type: ignore[arg-type,index]
+        if misplaced or definition.tensor_inputs[0] not in having:
+            culprit = misplaced[0] if misplaced else definition.tensor_inputs[0]
+            return RecordError(
+                f"serving.rows: '{culprit}' must have two dimensions, and '{serving.rows}' as the first",
+                code="serving_rows",
+            )
+    if serving.growing is not None:
+        if any(serving.growing in (definition.outputs[name].shape or ()) for name in definition.outputs):
+            return RecordError(
+                f"serving.growing: '{serving.growing}' is an axis of an output too", code="growing_in_output"
+            )
+        if not any(serving.growing in (definition.inputs[name].shape or ()) for name in definition.tensor_inputs):
+            return RecordError(
+                f"serving.growing: no input has the axis '{serving.growing}' itself", code="growing_in_no_input"
+            )
+    return None
+
+
+def _independent_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    if serving.independent and definition.cost is None:
+        return RecordError(
+            "serving.independent: the definition states no 'cost', by which amounts of work are compared",
+            code="cost_missing",
+        )
+    known: set[str] = set()
+    for number, group in enumerate(serving.independent):
+        where = f"serving.independent.{number}"
+        for axis in group:
+            if axis not in definition.var_axes:
+                return RecordError(f"{where} names '{axis}', which is not a var axis", code="serving_axis_unknown")
+            if axis in known:
+                return RecordError(f"{where} names '{axis}', which is stated twice", code="serving_axis_repeated")
+            known.add(axis)
+        if not any(axis in (output.shape or ()) for axis in group for output in definition.outputs.values()):
+            return RecordError(
+                f"{where}: no output has one of these axes itself, so that more of it is not more of the same",
+                code="serving_axis_in_no_output",
+            )
+    return None
+
+
+def _lengths_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    independent = {axis for group in serving.independent for axis in group}
+    for number, axis in enumerate(serving.lengths):
+        where = f"serving.lengths.{number}"
+        if axis not in definition.var_axes:
+            return RecordError(f"{where} names '{axis}', which is not a var axis", code="serving_axis_unknown")
+        if axis in independent or axis in serving.lengths[:number]:
+            return RecordError(f"{where} names '{axis}', which is stated twice", code="serving_axis_repeated")
+    lengths = {*serving.lengths, *filter(None, (serving.growing,))}
+    for axis, leader in serving.follows.items():
+        if axis not in definition.var_axes or axis in independent | lengths:
+            return RecordError(
+                f"serving.follows names '{axis}', which is no separate var axis", code="serving_axis_unknown"
+            )
+        if leader not in independent | lengths:
+            return RecordError(
+                f"serving.follows.{axis} names '{leader}', which is neither independent nor a length",
+                code="serving_axis_unknown",
+            )
+    return None
+
+
+def _layout_problem(definition: ServedDefinition, serving: Serving) -> RecordError | None:
+    for name, layout in serving.outputs.items():
+        where = f"serving.outputs.{name}"
+        if name not in definition.written_outputs:
+            return RecordError(f"{where}: no such output that is written", code="output_unknown")
+        output = definition.outputs[name]
+        if layout.order is not None and len(layout.order) != len(output.shape or ()):
+            return RecordError(
+                f"{where}: 'order' has {len(layout.order)} dimensions, the output {len(output.shape or ())}",
+                code="output_layout_rank",
+            )
+        if layout.like is not None and not _same(output, definition.inputs.get(layout.like)):
+            return RecordError(
+                f"{where}: '{layout.like}' must be an input of the same shape and dtype", code="output_layout_like"
+            )
+    return None
+
+
+def _same(output: TensorSpec, other: TensorSpec | None) -> bool:
+    return other is not None and (other.shape, other.dtype) == (output.shape, output.dtype)

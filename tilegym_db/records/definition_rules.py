@@ -425,7 +425,6 @@ def check_sampled(
         taken: outputs that another rule checks.
         inputs: of the Definition.
         outputs: of the Definition.
-        generators: input -> its generator.
         reference: the text that defines the law.
     """
     for output, stated in sampled.items():

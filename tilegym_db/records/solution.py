@@ -504,7 +504,6 @@ def signature_problem(record: Solution, source: bytes | str, definition: Definit
     Args:
         record: names the function, the calling style and the tunables, which are passed as keyword arguments.
         source: text of the entry point's file; it parses and defines the function.
-        definition: the operator.
     """
     function = find_function(source, record.spec.entry_function)
     if function is None:

@@ -4,11 +4,11 @@ from tilegym_db.published.entries import Candidate, Entry
 from tilegym_db.published.table import ResolverTable, load_table
 from tilegym_db.records.call import Request
 from tilegym_db.resolver.decide import Decision, Evidence, Rejection, decide, not_in_compiled_code
-from tilegym_db.resolver.request import make_request
 from tilegym_db.resolver.resolve import (
     Resolved,
     call_site,
     decide_request,
+    make_request,
     resolve,
     unavailable_languages,
 )

@@ -1,7 +1,7 @@
 """The decision: which verified solution serves a request, and why every other one does not. Pure: no I/O, no torch.
 
 A request is judged by the measured point of its sizes. Without one, a rule finds others (:data:`Rule`). Each candidate must pass
-:func:`~tilegym_db.published.servable.why_not_served`, and at another point what the rule asks. The rest compete on latency. If no
+:func:`~tilegym_db.published.entries.why_not_served`, and at another point what the rule asks. The rest compete on latency. If no
 candidate passes, stock code runs.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.published.entries import Candidate, Entry
+from tilegym_db.published.entries import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, Candidate, Entry, first_done, why_not_served
 from tilegym_db.published.neighbours import (
     MIN_SPEEDUP_BETWEEN,
     Axes,
@@ -24,7 +24,6 @@ from tilegym_db.published.neighbours import (
     why_beyond_verified,
     why_more_costs_more,
 )
-from tilegym_db.published.servable import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, first_done, why_not_served
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
 from tilegym_db.records.call import Launch, Request, is_code_selecting
@@ -599,7 +598,6 @@ def axes_beyond(
     """Return the axes on which a request may exceed the measured range, or the reason why it may not.
 
     Args:
-        definition: the operator.
         asked: every axis of the request.
         dtypes: every dtype of the request, which is that of the points.
         points: the axes of the measured points; at least one.

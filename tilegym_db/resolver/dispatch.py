@@ -27,9 +27,16 @@ from tilegym_db.records.expressions import names_in, parse_expression
 from tilegym_db.resolver import device
 from tilegym_db.resolver.decide import Decision, not_in_compiled_code
 from tilegym_db.resolver.first_call import check_first_call
-from tilegym_db.resolver.hot_path import Allocate, compile_attempt, compile_serve, size_of, with_outputs
+from tilegym_db.resolver.hot_path import (
+    Allocate,
+    Replayed,
+    compile_attempt,
+    compile_serve,
+    is_replayed,
+    size_of,
+    with_outputs,
+)
 from tilegym_db.resolver.loader import Launcher, load_computer, load_launcher
-from tilegym_db.resolver.replay import Replayed, is_replayed
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +79,6 @@ class Dispatcher:
         """Create a call site with an empty cache.
 
         Args:
-            definition: the operator of the calls.
             choose: decides about a new call; see :data:`Choose`.
             stock: destination-passing stock code, for ``__call__``.
             is_capturing: returns True while a CUDA graph is being captured on the current stream.
@@ -570,9 +576,6 @@ def alike_span(
 
     Args:
         axis: an axis of the Definition.
-        call: the call.
-        decision: the decision for it.
-        definition: the operator.
         choose: decides about the same call with another size.
     """
     size = call.axes[axis]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilegym_db.published.servable import MIN_SPEEDUP_CI_LOW
+from tilegym_db.published.entries import MIN_SPEEDUP_CI_LOW
 from tilegym_db.records import Definition
 
 if TYPE_CHECKING:

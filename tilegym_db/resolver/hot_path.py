@@ -7,21 +7,59 @@ which are checked identifiers.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import UsageError
 from tilegym_db.records import Definition
+from tilegym_db.records.definition_parts import Serving
 from tilegym_db.records.definition_rules import is_packed
 from tilegym_db.records.expressions import names_in
 from tilegym_db.records.layouts import parse_layout
-from tilegym_db.records.serving import Serving
-from tilegym_db.resolver import replay
 
 if TYPE_CHECKING:
     from tilegym_db.records.definition_parts import TensorSpec
 
+threads: dict[int, int] = {}
+"""Thread -> depth of :func:`replayed` in it. A call site first looks if it is empty, which costs an eager call least."""
+
+
+class Replayed(NamedTuple):
+    """The key of an answer for replays; ``key`` is that of the same call in eager code."""
+
+    key: Any
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[None]:
+    """Make all call sites answer for replays, in this thread inside a ``with`` block."""
+    here = get_ident()
+    threads[here] = threads.get(here, 0) + 1
+    try:
+        yield
+    finally:
+        threads[here] -= 1
+        if not threads[here]:
+            del threads[here]
+
+
+def is_replayed() -> bool:
+    """Return True if this thread makes calls that will be replayed."""
+    return bool(threads) and get_ident() in threads
+
+
+def key_here(key: Any) -> Any:
+    """Return the key of an answer in this thread, from that in eager code."""
+    return Replayed(key) if get_ident() in threads else key
+
+
+# ---- calls that a CUDA graph will repeat ----------------------------------------------------------
+# Calls that a CUDA graph will repeat: the threads that make them now, and the keys of their answers.
+#
+# Such a call costs the host once. So its answer may differ from that of the same call in eager code, and both are remembered.
 
 _FIND = """\
 def _call({parameters}):
@@ -118,7 +156,7 @@ def _compile(
         unless_seen=f" or {size} not in _bound.seen" if size else "",
     )
     namespace: dict[str, Any] = {f"_{name}": function for name, function in functions.items()}
-    namespace |= {"_threads": replay.threads, "_key_here": replay.key_here}
+    namespace |= {"_threads": threads, "_key_here": key_here}
     exec(compile(source, f"<call site of {definition.name}>", "exec"), namespace)
     compiled: Callable[..., Any] = namespace["_call"]
     compiled.__name__ = compiled.__qualname__ = definition.name

@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
-from tilegym_db.errors import NoSolutionError, UsageError, check_kind
-from tilegym_db.published.entries import Entry
-from tilegym_db.published.servable import why_outside_scalars
+from tilegym_db.errors import NoSolutionError, UsageError, check_kind, did_you_mean
+from tilegym_db.published.entries import Entry, why_outside_scalars
 from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
-from tilegym_db.records.call import Call, Launch, Mode, Request, bind_call
+from tilegym_db.records.call import LAUNCHES, MODES, Call, Launch, Mode, Request, bind_call, is_code_selecting
 from tilegym_db.records.dtypes import Scalar
-from tilegym_db.records.hardware import parse_gpu
+from tilegym_db.records.hardware import CPU, GPU_SLUGS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.layouts import LAYOUT_CLASSES
 from tilegym_db.records.solution import Config
 from tilegym_db.resolver.decide import (
@@ -38,7 +37,6 @@ from tilegym_db.resolver.decide import (
     spelled_decision,
 )
 from tilegym_db.resolver.device import common_device, default_gpu, device_gpu
-from tilegym_db.resolver.request import compile_target, make_request
 
 if TYPE_CHECKING:
     import torch
@@ -240,10 +238,9 @@ def call_site(
     """Return a new call site of a Definition; see :class:`~tilegym_db.resolver.dispatch.Dispatcher`.
 
     Args:
-        definition: the operator of the calls.
         catalog: the catalog whose solutions may serve the site; it is read once, now.
         mode: ``training`` leaves a call to stock unless a kernel for its backward is also verified.
-        launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.replay.replayed`.
+        launch: ``replay`` if all calls will be replayed; else only those inside :func:`~tilegym_db.resolver.hot_path.replayed`.
         stock: destination-passing stock code of the call site, for calls of the dispatcher itself.
         backward: the Definition of the gradients that training needs; by default that of all gradients.
         only: the one solution that may serve the site, by the usual rules; None allows all.
@@ -433,7 +430,6 @@ class PointIndex:
         """Create an index whose points are judged dtype by dtype, on demand.
 
         Args:
-            definition: the operator.
             table: the published measurements of a GPU.
             solutions: the catalog's Solutions of the Definition, by name.
             sm: the device's ``sm_XX``, or ``cpu``.
@@ -498,7 +494,7 @@ class PointIndex:
     def find(self, call: Call, serving: str | None = None) -> Decision | None:
         """Return the decision of :func:`~tilegym_db.resolver.decide.decide` in inference if a point is exactly that call.
 
-        The arguments are those of :func:`~tilegym_db.resolver.request.make_request`. None has no meaning about them: the call may
+        The arguments are those of :func:`~tilegym_db.resolver.resolve.make_request`. None has no meaning about them: the call may
         be a mistake, state fewer dtypes than there are, or lie between the points.
         """
         axes, dtypes, scalars = call.axes, call.dtypes, call.scalars
@@ -595,7 +591,6 @@ def why_never_served(
     """Return why no call of a Definition can be given a kernel, whatever its sizes; empty if some call can.
 
     Args:
-        definition: the operator.
         table: the published measurements of the GPU; None if there are none.
         solutions: the catalog's Solutions of the Definition, by name.
         gpu: the GPU's slug, for the reason.
@@ -663,3 +658,70 @@ def _why_not_at(
     ]
     detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
     return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{detail}"
+
+
+# ---- requests -------------------------------------------------------------------------------------
+# A request to the resolver: one call of a Definition on one GPU, checked before any decision.
+
+
+def make_request(
+    definition: Definition,
+    call: Call,
+    *,
+    gpu: str,
+    sm: str | None = None,
+    mode: str = "inference",
+    serving: str | None = None,
+    unavailable: Mapping[str, str] | None = None,
+    launch: str = "call",
+) -> Request:
+    """Return a checked request: the call is bound and fits the Definition.
+
+    Raises:
+        UsageError: an axis, dtype, layout or scalar is missing, unknown or not allowed; the message names it.
+    """
+    if mode not in MODES:
+        raise UsageError(f"mode must be {' or '.join(MODES)}, not {mode!r}.", code="mode_unknown")
+    if launch not in LAUNCHES:
+        raise UsageError(f"launch must be {' or '.join(LAUNCHES)}, not {launch!r}.", code="launch_unknown")
+    bound = call.bind(definition)
+    _check_layouts(definition, call.layouts)
+    _check_scalars(definition, call.scalars)
+    return Request(definition, bound, gpu, sm or compile_target(gpu), mode, serving, dict(unavailable or {}), launch)
+
+
+def compile_target(gpu: str) -> str:
+    """Return ``sm_90`` for ``h200`` or for the family ``h100``; ``cpu`` for the CPU."""
+    if gpu == CPU:
+        return CPU
+    return next((sm for slug, sm in GPU_SLUGS.items() if same_gpu(gpu, slug)), GPU_SLUGS.get(gpu_base(gpu), ""))
+
+
+def _check_layouts(definition: Definition, layouts: Mapping[str, str]) -> None:
+    tensors = (*definition.tensor_inputs, *definition.outputs)
+    for name, layout in layouts.items():
+        if name not in tensors:
+            raise UsageError(
+                f"{definition.name} has no tensor '{name}'.{did_you_mean(name, tensors)}", code="tensor_unknown"
+            )
+        if layout not in LAYOUT_CLASSES:
+            raise UsageError(
+                f"layout of '{name}' must be one of {', '.join(LAYOUT_CLASSES)}, not {layout!r}.", code="layout_unknown"
+            )
+
+
+def _check_scalars(definition: Definition, scalars: Mapping[str, Scalar]) -> None:
+    known = [name for name, spec in definition.inputs.items() if spec.is_scalar]
+    for name in scalars:
+        if name not in known:
+            raise UsageError(
+                f"{definition.name} has no scalar '{name}' (its scalars: {', '.join(known) or 'none'})."
+                f"{did_you_mean(name, known)}",
+                code="scalar_unknown",
+            )
+    for name in known:
+        if name not in scalars and is_code_selecting(definition, name):
+            raise UsageError(
+                f"{definition.name} needs the scalar '{name}', because its value selects the code that runs.",
+                code="scalar_missing",
+            )

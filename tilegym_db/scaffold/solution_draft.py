@@ -52,10 +52,8 @@ def draft_solution(definition: Definition, language: str, name: str, author: str
     output, and the author adds the maths.
 
     Args:
-        definition: the operator.
         language: one of ``LANGUAGES``.
         name: of the Solution.
-        author: name of its author.
     """
     in_python = language == "python"
     spec = {
@@ -410,7 +408,6 @@ def rewritten_source(functions: Sequence[ast.FunctionDef], scope: Mapping[str, A
     Args:
         functions: in the order of the file, without decorators.
         scope: the globals of the code that they were written from.
-        module: the name of its module.
 
     Raises:
         UsageError: they use something that cannot be written into a file; names it.

@@ -22,12 +22,11 @@ from tilegym_db.records.base import length_prefixed_digest
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, UNTIMED_TIERS, VERIFIED_TIERS, Trace
 from tilegym_db.store import statements
 from tilegym_db.store.asking import QueryResult
-from tilegym_db.store.connection import open_store
+from tilegym_db.store.connection import open_store, run_user_query
 from tilegym_db.store.database import Store
 from tilegym_db.store.loading import IngestReport, load_traces, remember_files
 from tilegym_db.store.queries import read_traces
-from tilegym_db.store.queries.fastest import slugs
-from tilegym_db.store.sql import run_user_query
+from tilegym_db.store.queries.measured import slugs
 from tilegym_db.store.statements import listed
 
 
@@ -144,7 +143,7 @@ def query_data_set(
     Raises:
         StoreError: as :func:`sync_traces`; also if a file of the data set is not valid, since answers would be
             incomplete.
-        QueryError: as :func:`~tilegym_db.store.sql.run_user_query`.
+        QueryError: as :func:`~tilegym_db.store.connection.run_user_query`.
     """
     data_set = SharedDataSet(uri)
     catalog = Catalog.default(trust_foreign=trust)

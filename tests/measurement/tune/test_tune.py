@@ -243,7 +243,7 @@ def test_config_that_breaks_compiler_or_worker_costs_only_itself(make_catalog, t
     monkeypatch.setattr(
         "tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ()
     )  # it would refuse os._exit
-    monkeypatch.setattr("tilegym_db.measurement.tune.tuner.CompileAhead", RefusesThree)
+    monkeypatch.setattr("tilegym_db.measurement.tune.tune.CompileAhead", RefusesThree)
     space = {"tunables": {"ROWS": [9, 5, 3, 64]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_crashing": (CRASHING, space)}, (SIZE,))
     report = tune(devices="cpu", quick=True, budget_s=300, catalog=catalog, store_home=tmp_path / "home")

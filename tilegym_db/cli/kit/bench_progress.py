@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.machine import Machine
     from tilegym_db.measurement.plan import Plan
     from tilegym_db.measurement.run_setup import Observer
-    from tilegym_db.measurement.tune.tune import TuneObserver
-    from tilegym_db.measurement.tune.tuner import TuneResult
+    from tilegym_db.measurement.tune.tune import TuneObserver, TuneResult
     from tilegym_db.records import Trace
     from tilegym_db.store.tuning import TuningStep
 

@@ -369,7 +369,7 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
     """Return the spark line of each (definition, GPU, solution). Solutions of one operator and GPU share a scale.
 
     Args:
-        rows: result of :func:`tilegym_db.store.queries.fastest.size_rows`.
+        rows: result of :func:`tilegym_db.store.queries.measured.size_rows`.
     """
     limits: dict[tuple[str, str], list[float]] = {}
     for row in rows:

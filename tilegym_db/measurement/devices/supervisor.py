@@ -38,7 +38,7 @@ from tilegym_db.measurement.machine import Machine, leaving_processors, require_
 from tilegym_db.measurement.run_setup import RunContext
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import TimedCandidate
-from tilegym_db.measurement.tune.tuner import TuneTask, search
+from tilegym_db.measurement.tune.tune import TuneTask, search
 from tilegym_db.paths import scratch_folder
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import CPU

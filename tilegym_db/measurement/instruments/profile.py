@@ -70,11 +70,9 @@ def profile(
     """Profile one call of a Solution, and store the result as side data of the store.
 
     Args:
-        solution: its name.
         workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; of several matches the largest is used.
         config: a value per tunable; by default the source's defaults.
         gpu: as for :func:`tilegym_db.bench`.
-        catalog: the records.
         home: folder of the store.
 
     Returns:

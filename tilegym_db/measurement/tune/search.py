@@ -318,7 +318,6 @@ def nearest_winners(
     """Return the winners on other Workloads: those with the same dtypes first, each group by distance.
 
     Args:
-        definition: the operator.
         workload: the one to tune; its earlier winner comes first, at distance 0.
         workloads: all Workloads of the Definition.
         winners: Workload uuid -> the winning config.

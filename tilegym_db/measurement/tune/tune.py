@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -15,16 +19,31 @@ from tilegym_db.measurement.devices.places import open_pool
 from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
-from tilegym_db.measurement.plan import Options, Plan, Skipped, names_of
+from tilegym_db.measurement.plan import DefinitionPlan, DoneKey, Options, PairKey, Plan, Skipped, names_of
 from tilegym_db.measurement.run_setup import RunContext, RunSetup, attempts_of, timing_budget
+from tilegym_db.measurement.runner import BufferPool, Runner
 from tilegym_db.measurement.timing import TimingBudget
-from tilegym_db.measurement.tune.search import SearchBudget
-from tilegym_db.measurement.tune.tuner import KnownResults, TuneResult, TuneTask, search
+from tilegym_db.measurement.tune.search import (
+    CompileAhead,
+    ConfigCandidate,
+    Search,
+    SearchBudget,
+    SearchHistory,
+    Step,
+    candidate_order,
+    history_of,
+    is_faulty,
+    nearest_winners,
+)
 from tilegym_db.paths import scratch_folder
-from tilegym_db.records import Definition, Trace, Workload, axes_key
+from tilegym_db.records import Config, Definition, Trace, Workload, axes_key
+from tilegym_db.records.solution import config_id
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.tuning import TuningLog, TuningStep
+from tilegym_db.store.queries import done_keys, failed_screen, tuned_configs
+from tilegym_db.store.tuning import TuningLog, TuningStep, read_tuning_steps
+from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
+from tilegym_db.verification.verifier import CANNOT_VERIFY, Failure, cannot_verify
 from tilegym_db.verification.worker_handle import SCREEN
 
 DEFAULT_BUDGET_S = 60.0
@@ -249,3 +268,356 @@ def _excluded(definition: Definition, solution: SolutionFiles, workload: Workloa
     axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
     target = machine.sm if machine.is_gpu else None
     return solution.record.unsupported(axes, dtypes, workload.layout_classes(definition), target=target)
+
+
+# ---- one Solution ---------------------------------------------------------------------------------
+# Tuning of the Solutions of one Definition: a search per Workload, then one screen of all leading configs.
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The result of tuning one Solution on one Workload.
+
+    ``config`` won and passed the screen; it is empty for the source's own defaults, and None if no config passed. ``tried``
+    counts the configs of this run, ``left`` those that a larger budget would try. ``gain`` is the time of the defaults over
+    that of the winner, both from the screen of this run; None if they were not screened together.
+    """
+
+    solution: str
+    workload_uuid: str
+    axes: Mapping[str, int]
+    dtypes: Mapping[str, str]
+    config: Config | None
+    reason: str
+    tried: int = 0
+    left: int = 0
+    gain: float | None = None
+
+
+@dataclass
+class Tuner:
+    """Tuner of the Solutions of one Definition. Each Solution has one worker for all its searches."""
+
+    item: DefinitionPlan
+    executor: LocalExecutor
+    known: KnownResults
+    traces: list[Trace]
+    """All traces of the run so far."""
+    remember: Callable[[TuningStep], None]
+    budget: SearchBudget
+    budget_s: float
+
+    @property
+    def context(self) -> RunContext:
+        """The context of the run."""
+        return self.executor.context
+
+    @property
+    def definition(self) -> Definition:
+        """The operator that the Solutions implement."""
+        return self.item.definition
+
+    def run(self, pairs: Sequence[tuple[Workload, SolutionFiles]], finish: Callable[[TuneResult], None]) -> None:
+        """Search for each pair in turn, then screen all leading configs together; search again if a leader fails.
+
+        Compilers work one pair ahead. Workers end with this method.
+        """
+        runners: dict[str, Runner] = {}
+        cache = ExpectedCache(self.definition, self.context.machine.device, roots=self.item.roots)
+        with ExitStack() as stack:
+            for solution in {solution.name: solution for _, solution in pairs}.values():
+                runners[solution.name] = self.executor.make_runner(self.definition, solution, {})
+                stack.callback(runners[solution.name].handle.close)
+            races = [
+                PairSearch(self, workload, solution, runners[solution.name], cache) for workload, solution in pairs
+            ]
+            waiting = races
+            while waiting:
+                for race, following in itertools.zip_longest(waiting, waiting[1:]):
+                    race.compile_ahead(stack)
+                    if following is not None:
+                        following.compile_ahead(stack)
+                    race.search()
+                    if following is not None and following.workload.uuid != race.workload.uuid:
+                        cache.clear()
+                self._screen([race for race in waiting if race.wants_screen])
+                for race in waiting:
+                    if race.result is not None:
+                        finish(race.result)
+                waiting = [race for race in races if race.result is None or self._has_failed(race)]
+
+    def _screen(self, races: Sequence[PairSearch]) -> None:
+        """Screen the leading configs together with the defaults and stock code, each in a fresh process."""
+        if not races:
+            return
+        stock = [solution for solution in self.item.timed if solution.record.spec.provides == "stock"]
+        solutions = {race.solution.name: race.solution for race in races}
+        timed = [*stock, *solutions.values()]
+        plan = DefinitionPlan(self.definition, self.item.workloads, timed, roots=self.item.roots)
+        for race in races:
+            pair = (race.solution.name, race.workload.uuid)
+            plan.pairs.add(pair)
+            if race.leader:
+                plan.tuned[pair] = race.leader
+        before = len(self.traces)
+        self.executor.run([plan])
+        traces = {
+            (trace.solution_digest, trace.workload_uuid, config_id(trace.config)): trace
+            for trace in self.traces[before:]
+        }
+        for race in races:
+            own = (race.solution.digest, race.workload.uuid)
+            race.take_verdict(traces[*own, config_id(race.leader or {})], traces[*own, config_id({})])
+
+    def _has_failed(self, race: PairSearch) -> bool:
+        """Return True if the winner of a pair later failed on another Workload."""
+        config = race.result.config if race.result is not None else None
+        return config is not None and config_id(config) in self.known.history(race.key).settled
+
+
+@dataclass
+class PairSearch:
+    """Search for one Solution on one Workload. It ends with a ``result``, or with a ``leader`` to be screened."""
+
+    tuner: Tuner
+    workload: Workload
+    solution: SolutionFiles
+    runner: Runner
+    cache: ExpectedCache
+    leader: Config | None = None
+    result: TuneResult | None = None
+    tried: int = 0
+    left: int = 0
+    searched_s: float = 0.0
+    _ahead: CompileAhead | None = None
+
+    @property
+    def key(self) -> PairKey:
+        """The digests of Solution and Definition, and the Workload's uuid."""
+        return self.solution.digest, self.tuner.definition.digest, self.workload.uuid
+
+    @property
+    def wants_screen(self) -> bool:
+        """True if the search found a config that is not screened yet."""
+        return self.result is None and self.leader is not None
+
+    def compile_ahead(self, stack: ExitStack) -> None:
+        """Start to compile the next candidates in other processes, which end with ``stack`` or earlier."""
+        if self._ahead is not None or self.runner.handle.broken is not None:
+            return
+        candidates = self._candidates(self.tuner.known.history(self.key))
+        if candidates:
+            machine = self.tuner.context.machine
+            self._ahead = CompileAhead(self.tuner.definition, self.solution, self.workload, machine.sm)
+            stack.enter_context(self._ahead)
+            self._ahead.start(candidates)
+
+    def search(self) -> None:
+        """Try the remaining candidates within the budget."""
+        known, runner = self.tuner.known, self.runner
+        self.leader = self.result = None
+        if runner.handle.broken is not None:
+            self.result = self._result(None, f"{runner.handle.broken.status}: {runner.handle.broken.reason}")
+            return
+        history = known.history(self.key)
+        candidates = self._candidates(history)
+        leader = history.leader
+        if candidates:
+            found = self._search(candidates, leader)
+            if isinstance(found, Failure):
+                self.result = self._result(None, f"{found.status}: {found.reason}")
+                return
+            leader = known.history(self.key).leader
+        if leader is None:
+            self.result = self._result(None, "no config passes on this workload")
+        elif (*self.key, config_id(leader)) in known.screened:
+            self.result = self._result(leader, self._why(leader))
+        else:
+            self.leader = known.leaders[self.key] = leader
+
+    def take_verdict(self, verdict: Trace, defaults: Trace) -> None:
+        """Record the screen of the leader. If it did not pass, store a failed step; there is no result yet."""
+        config = self.leader
+        assert config is not None
+        known = self.tuner.known
+        del known.leaders[self.key]
+        if verdict.status != "PASSED":
+            reason = f"its screen says {verdict.status}: {verdict.reason}"
+            self._step(Step(config, "failed", reason, status=verdict.status))
+            return
+        known.screened.add((*self.key, config_id(config)))
+        gain = None
+        if config:
+            known.winners[self.key] = config
+            if defaults.performance is not None and verdict.performance is not None:
+                gain = round(defaults.performance.latency_us / verdict.performance.latency_us, 4)
+        self.result = self._result(config, self._why(config), gain)
+
+    def _candidates(self, history: SearchHistory) -> list[ConfigCandidate]:
+        definition, known = self.tuner.definition, self.tuner.known
+        won = {**known.winners, **known.leaders}
+        winners = {uuid: won[key] for key in won if key[:2] == self.key[:2] for uuid in key[2:]}
+        near = nearest_winners(definition, self.workload, self.tuner.item.workloads, winners)
+        return candidate_order(self.solution.record, near, history, f"{self.solution.digest} {self.workload.uuid}")
+
+    def _search(self, candidates: Sequence[ConfigCandidate], leader: Config | None) -> Failure | None:
+        tuner, runner, begun = self.tuner, self.runner, time.monotonic()
+        machine = tuner.context.machine
+        axes = " ".join(f"{name}={size}" for name, size in self.workload.axes.items())
+        tuner.executor.starting(f"{self.solution.name} {axes}")
+        failure = runner.handle.load()
+        if failure is not None:
+            return failure
+        try:
+            contents = WorkloadContents.draw(tuner.definition, self.workload, tuner.context.seed, self.cache)
+            if not contents.sets:
+                return Failure("UNSUPPORTED", "the reference itself passes no content set at this shape")
+            pool = BufferPool(tuner.definition, contents.sets, machine.device, runner.handle.limits.buffer_bytes)
+        except CANNOT_VERIFY as error:
+            return cannot_verify(error)
+        try:
+            assert self._ahead is not None
+            with self._ahead as ahead:
+                search = Search(
+                    runner, contents, pool, machine, tuner.budget, tuner.context.seed, leader, self._step, self._failed
+                )
+                self.left = search.run(candidates, ahead, begun + tuner.budget_s - self.searched_s)
+        finally:
+            pool.close()
+        self._ahead = None
+        self.searched_s += time.monotonic() - begun
+        self.tried += len(candidates) - self.left
+        return None
+
+    def _why(self, config: Config) -> str:
+        steps = self.tuner.known.steps.get(self.key, [])
+        return next((s.reason for s in reversed(steps) if s.outcome == "leads" and s.config == config), "it leads")
+
+    def _step(self, step: Step) -> None:
+        context = self.tuner.context
+        self.tuner.remember(
+            TuningStep(
+                run_id=context.run_id,
+                timestamp=datetime.now(UTC),
+                gpu=context.machine.gpu,
+                solution=self.solution.name,
+                solution_digest=self.solution.digest,
+                definition_digest=self.tuner.definition.digest,
+                workload_uuid=self.workload.uuid,
+                **vars(step),
+            )
+        )
+
+    def _failed(self, config: Config, failure: Failure) -> None:
+        """Emit a failed trace: it revokes earlier passes of the config."""
+        executor, level = self.tuner.executor, self.runner.handle.sandbox_level
+        definition, tier = self.tuner.definition, SCREEN.tier
+        executor.emit(executor.context.failed(definition, self.solution, self.workload, tier, failure, config, level))
+
+    def _result(self, config: Config | None, reason: str, gain: float | None = None) -> TuneResult:
+        definition = self.tuner.definition
+        return TuneResult(
+            self.solution.name,
+            self.workload.uuid,
+            definition.bind_axes(self.workload.axes),
+            definition.bind_dtypes(self.workload.dtypes),
+            config,
+            reason,
+            self.tried,
+            self.left,
+            gain,
+        )
+
+
+# ---- known results --------------------------------------------------------------------------------
+# Results of earlier searches on this GPU and of this search so far.
+
+
+@dataclass
+class KnownResults:
+    """Results of earlier runs on this GPU: steps, status of failed configs by config id, passed screens, winners."""
+
+    steps: dict[PairKey, list[TuningStep]] = field(default_factory=dict)
+    failed: dict[PairKey, dict[str, str]] = field(default_factory=dict)
+    screened: set[DoneKey] = field(default_factory=set)
+    winners: dict[PairKey, Config] = field(default_factory=dict)
+    leaders: dict[PairKey, Config] = field(default_factory=dict)
+    """Leading configs of this run that are not screened yet. They are not winners, but good first candidates for a
+    neighbour.
+    """
+
+    @classmethod
+    def read(cls, setup: RunSetup, *, force: bool) -> KnownResults:
+        """Read the results of earlier runs. With ``again``, read only the winners: a new search still starts with them."""
+        gpu = setup.machine.gpu
+        with setup.store() as store:
+            known = cls(winners=tuned_configs(store, gpu))
+            if force:
+                return known
+            failed = failed_screen(store, gpu)
+            known.screened = done_keys(store, gpu, SCREEN.tier) - set(failed)
+        for (*pair, config), status in failed.items():
+            known.failed.setdefault((pair[0], pair[1], pair[2]), {})[config] = status
+        for step in read_tuning_steps(setup.home, gpu, setup.catalog):
+            known.steps.setdefault(step.pair, []).append(step)
+        return known
+
+    def about(self, definitions: Collection[str]) -> KnownResults:
+        """Return the results of some Definitions, given by digest."""
+        return KnownResults(
+            {pair: steps for pair, steps in self.steps.items() if pair[1] in definitions},
+            {pair: failed for pair, failed in self.failed.items() if pair[1] in definitions},
+            {key for key in self.screened if key[1] in definitions},
+            {pair: config for pair, config in self.winners.items() if pair[1] in definitions},
+        )
+
+    def history(self, pair: PairKey) -> SearchHistory:
+        """Return the history of one pair.
+
+        A config that fails on one Workload is not tried on others of the same Definition.
+        """
+        failed = dict(self.failed.get(pair, {}))
+        for other in {*self.failed, *self.steps}:
+            if other != pair and other[:2] == pair[:2]:
+                steps = self.steps.get(other, [])
+                said = {config_id(step.config): step.status for step in steps if step.status is not None}
+                found = {**self.failed.get(other, {}), **said}
+                failed |= {config: status for config, status in found.items() if is_faulty(status)}
+        return history_of(self.steps.get(pair, []), failed)
+
+
+# ---- task -----------------------------------------------------------------------------------------
+# A piece of tuning work, and its execution on one device.
+
+
+@dataclass(frozen=True)
+class TuneTask:
+    """The pairs to tune, by Definition, and the budgets.
+
+    ``attempts`` are those of the run so far, as in RunContext: if a piece is repeated, its traces get new ids.
+    """
+
+    pieces: tuple[tuple[DefinitionPlan, Sequence[tuple[Workload, SolutionFiles]]], ...]
+    known: KnownResults
+    budget: SearchBudget
+    budget_s: float
+    attempts: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+
+
+def search(task: TuneTask, executor: LocalExecutor, report: Callable[[TuningStep | TuneResult], None]) -> None:
+    """Tune all pairs of a task. Each step and result is passed to ``report`` at once; traces go to the executor's ``emit``."""
+    traces: list[Trace] = []
+    emit = executor.emit
+
+    def keep(trace: Trace) -> None:
+        traces.append(trace)
+        emit(trace)
+
+    def remember(step: TuningStep) -> None:
+        task.known.steps.setdefault(step.pair, []).append(step)
+        report(step)
+
+    executor.emit = keep
+    for plan, pairs in task.pieces:
+        tuner = Tuner(plan, executor, task.known, traces, remember, task.budget, task.budget_s)
+        tuner.run(pairs, report)

@@ -21,16 +21,22 @@ import torch
 from tilegym_db.errors import ToolchainError, UsageError
 from tilegym_db.measurement.machine import Machine, timing_lock
 from tilegym_db.measurement.timing import ClockWatch, Interval, median_interval, paired_ratio
-from tilegym_db.models.bench.generation import Generate, Generation, dynamic_cache, prefill, static_cache
-from tilegym_db.models.bench.library_process import LIBRARIES, Job, LibraryProcess
-from tilegym_db.models.capture import ModelInputs, typical_inputs
+from tilegym_db.models.bench.generation import (
+    LIBRARIES,
+    Generate,
+    Generation,
+    Job,
+    LibraryProcess,
+    dynamic_cache,
+    prefill,
+    static_cache,
+)
+from tilegym_db.models.capture import ModelInputs, text_configs, typical_inputs
 from tilegym_db.models.gpu_time import GpuTime
 from tilegym_db.models.handle import Handle
-from tilegym_db.models.layer_kinds import text_configs
-from tilegym_db.models.patch import patched
+from tilegym_db.models.patch import model_tag, patched
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
-from tilegym_db.models.verify_model import model_tag
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
 from tilegym_db.records.trace import new_run_id
@@ -59,7 +65,7 @@ class ModelBenchOptions:
     with_compiled_prefill: bool = False
     """Add the forward of stock and patched under torch.compile, if ``new`` is 0."""
     beside: Collection[str] = ()
-    """Add these libraries, names of :data:`~tilegym_db.models.bench.library_process.LIBRARIES`."""
+    """Add these libraries, names of :data:`~tilegym_db.models.bench.generation.LIBRARIES`."""
     experts: Collection[str] = ()
     """Add stock with these implementations of its experts, names of :data:`~tilegym_db.models.upstream_code.KNOWN`."""
     profile: bool = False
@@ -91,7 +97,6 @@ def model_bench(
 
     Args:
         path: config file, or folder with a ``config.json``.
-        machine: the machine to run on.
         options: the generation and the execution modes.
         observer: called after every round.
 

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from tilegym_db.records.serving import ANY_CODE
+from tilegym_db.records.definition_parts import ANY_CODE
 
 __all__ = ["PARTS", "listed", "part"]
 

@@ -39,7 +39,7 @@ from tilegym_db.models.parts import norm as norm_part
 from tilegym_db.models.probe import Draw, Probe, device_of
 from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
 from tilegym_db.models.upstream_code import decorated_alike, without_checkpointing
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("norm",)
 """A layer is found by the norms in it."""

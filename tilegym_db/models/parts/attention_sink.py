@@ -42,6 +42,7 @@ from tilegym_db.models.parts.attention import (
     Sites,
     answer,
     attention_modules,
+    drawn_mask,
     eager_function,
     has_mask,
     has_sinks,
@@ -52,7 +53,6 @@ from tilegym_db.models.parts.attention import (
     whole_mask,
 )
 from tilegym_db.models.probe import Probe, device_of, drawn_inputs
-from tilegym_db.models.sdpa_code import drawn_mask
 from tilegym_db.models.upstream_code import undecorated
 
 AFTER = ("rope",)

@@ -57,7 +57,7 @@ from tilegym_db.models.probe import (
 )
 from tilegym_db.models.upstream_code import EAGER, fingerprint, implementations, of_models, way_of, wrapper_of
 from tilegym_db.records import Definition
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 ROUTED, ALL = "routed", "all"
 GATE, DOWN = "_apply_gate", "down_proj"
@@ -374,7 +374,6 @@ def experts_forward(
 
     Args:
         stock: the forward of the class, including the wrapper.
-        site: the call site.
         own: the probed code.
         match: the Definition, with the attributes of the inputs that the module keeps.
         weights: the attributes that are tensors.

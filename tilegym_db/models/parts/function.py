@@ -15,7 +15,7 @@ import torch
 
 from tilegym_db.models.any_code import Signature, ask, probed
 from tilegym_db.models.call_site import CallSite
-from tilegym_db.models.called_functions import OWN, callee, replacements, unwrapped_function
+from tilegym_db.models.called_functions import OWN, callee, functions_called, replacements, unwrapped_function
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -29,7 +29,6 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.probe import Probe, device_of
-from tilegym_db.models.seams import functions_called
 from tilegym_db.models.upstream_code import undecorated
 
 KIND = "function"

@@ -150,7 +150,6 @@ def connection_forward(
 
     Args:
         stock: the forward of the class.
-        site: the call site.
         kept: (attribute, constant in its place) of each input after the streams, in order.
         children: the classes of the probed submodules, which must still be the same and have no hooks.
     """

@@ -31,12 +31,20 @@ from tilegym_db.models.found import (
     methods,
     of_class,
 )
-from tilegym_db.models.gate_product import CALL, GateProduct, activations_of, gate_product, multiplies, with_call
-from tilegym_db.models.gated_code import GatedCode, gated_code
+from tilegym_db.models.gate_product import (
+    CALL,
+    GatedCode,
+    GateProduct,
+    activations_of,
+    gate_product,
+    gated_code,
+    multiplies,
+    with_call,
+)
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs, stock_function
 from tilegym_db.models.products import forwards, gated_products
 from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("experts",)
 """Experts have a ``down_proj`` too."""
@@ -229,7 +237,6 @@ def gate_function(
     """Return ``gate(module, left, right)``, which runs a kernel, or the model's own product.
 
     Args:
-        site: the call site.
         own: ``own(module, gate, other)``, the model's own product.
         product: the activation, and the side that it is on.
         probed: the activation at the time of the probe; see :func:`probed_activation`.
@@ -276,8 +283,6 @@ def mlp_forward(
 
     Args:
         stock: the forward of the class.
-        site: the call site.
-        definition: the name of its Definition.
         projections: the attributes whose results are the Definition's inputs, in order.
         output: the attribute of the last projection.
         activation: the attribute of the activation; None if the activation is part of the code.

@@ -30,11 +30,10 @@ from tilegym_db.models.found import (
     names_in_code,
     of_class,
 )
-from tilegym_db.models.plain_code import why_not_plain
 from tilegym_db.models.probe import ROWS, SIZE, Draw, Probe, device_of
-from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models
+from tilegym_db.models.upstream_code import NO_FINGERPRINT, fingerprint, of_models, why_not_plain
 from tilegym_db.records import Definition
-from tilegym_db.records.serving import ModelCode
+from tilegym_db.records.definition_parts import ModelCode
 
 NORM_CALLS = (torch.rsqrt.__name__, torch.nn.functional.rms_norm.__name__, torch.nn.functional.layer_norm.__name__)
 MEAN_CALL, POWER_CALL = torch.mean.__name__, torch.pow.__name__

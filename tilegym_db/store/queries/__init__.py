@@ -11,27 +11,25 @@ from typing import TYPE_CHECKING
 from tilegym_db.lazy import loader
 
 if TYPE_CHECKING:
-    from tilegym_db.store.queries.fastest import (
-        best_rows,
-        count_unverified,
-        leaderboard_rows,
-        measured_gpus,
-        size_rows,
-        traced_gpus,
-    )
     from tilegym_db.store.queries.measured import (
         Promotable,
+        best_rows,
         count_traces,
         count_traces_of,
+        count_unverified,
         definition_by_digest,
         done_keys,
         failed_screen,
         find_traces,
+        leaderboard_rows,
         likely_fastest_of,
+        measured_gpus,
         promotable,
         read_peaks,
         read_traces,
+        size_rows,
         solutions_of_run,
+        traced_gpus,
         traces_of,
         tuned_configs,
     )
@@ -99,6 +97,12 @@ _SUBJECTS = {
         "find_traces",
         "read_traces",
         "traces_of",
+        "best_rows",
+        "count_unverified",
+        "leaderboard_rows",
+        "measured_gpus",
+        "size_rows",
+        "traced_gpus",
     ),
     "publishing": (
         "disagreements",
@@ -113,7 +117,6 @@ _SUBJECTS = {
         "unconfined_definitions",
         "verified_rows",
     ),
-    "fastest": ("best_rows", "count_unverified", "leaderboard_rows", "measured_gpus", "size_rows", "traced_gpus"),
 }
 __getattr__ = loader(
     __name__, {name: f"{__name__}.{subject}" for subject, names in _SUBJECTS.items() for name in names}

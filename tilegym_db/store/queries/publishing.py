@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegym_db.published.checked import source_key
-from tilegym_db.published.entries import Candidate
-from tilegym_db.published.servable import Audience, Refusal, why_not_trusted
+from tilegym_db.published.entries import Audience, Candidate, Refusal, why_not_trusted
 from tilegym_db.records.model_run import ModelRun
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL
 from tilegym_db.store.database import parsed
@@ -28,7 +27,7 @@ _BY_POINT = "ORDER BY definition, dtypes_key, axes_key, scalars_key, layouts_key
 
 VERIFIED = f"SELECT {_POINT} FROM best_per_solution WHERE gpu = $gpu {_BY_POINT}"
 
-# The newest verified passes. Which of them may serve is decided by published/servable.py.
+# The newest verified passes. Which of them may serve is decided by published/entries.py.
 PROMOTED = f"""
     SELECT {_POINT}, blobs_key FROM verified WHERE gpu = $gpu AND tier = 'promotion' {_BY_POINT}
 """
@@ -133,10 +132,9 @@ def promoted_rows(
     """Return the promoted passes of a GPU that may serve an audience, and the number of those that may not, by code.
 
     Of each solution and shape only the fastest pass is returned, as :func:`verified_rows` does. The codes are those of
-    :func:`~tilegym_db.published.servable.why_not_trusted`.
+    :func:`~tilegym_db.published.entries.why_not_trusted`.
 
     Args:
-        store: the store.
         gpu: a slug.
         shipped: keys of sources that the package ships (:func:`~tilegym_db.published.checked.source_key`).
         audience: ``others`` for results that leave this machine.
