@@ -110,7 +110,7 @@ def test_what_cannot_be_run_is_wrong_usage_and_says_what_can(arguments, cause, f
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])
-def test_unwritable_times_are_refused_before_anything_is_measured(command, cli, row_scale, tmp_path):
+def test_unwritable_times_are_refused_at_once(command, cli, row_scale, tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file" / "times.json", "/proc/times.json"):
         refused = cli(command, "--gpu", "cpu", "--times", str(place))
