@@ -34,7 +34,7 @@ import torch
 
 from tilegym_db.measurement.machine import select_machine
 from tilegym_db.models import patch
-from tilegym_db.models.bench.library_process import LIBRARIES
+from tilegym_db.models.bench.generation import LIBRARIES
 from tilegym_db.models.capture import random_prompt
 from tilegym_db.models.random_model import load_config, unchecked_model
 
