@@ -181,11 +181,6 @@ def _unit(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch
     return 1 + 0.1 * _normal(generator, shape, dtype)
 
 
-def _zeros(generator: torch.Generator, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros: a weight or bias as it is initialised, before any training."""
-    return torch.zeros(shape, device=generator.device)
-
-
 def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, ...]) -> torch.Tensor:
     """Put one of each special value of the operator at a random place, and set one row to -inf.
 
@@ -232,7 +227,7 @@ RANGES: dict[str, Draw] = {
 """Contents that expose wrong assumptions about the range of inputs; the second call of a shape uses one of these."""
 
 CONTENTS: dict[str, Draw] = {**DISTRIBUTIONS, **RANGES, STEPS: _code_steps}
-STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit, "zeros": _zeros}
+STYLES: dict[str, Draw] = {**CONTENTS, "unit": _unit}
 """Draws for one floating-point tensor: the contents of the case, or values like those of weights."""
 
 
@@ -527,7 +522,7 @@ ScalarRange = tuple[float, float]
 DECADES_DOWN, DECADES_UP = 3.0, 2.0
 """Decades by which a continuous scalar is varied around the Workload's value."""
 KEEPS_ITS_SCALARS = 0.2
-_WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted", "zeros")
+_WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
 
