@@ -442,10 +442,10 @@ def _check_keywords(context: Context, node: ast.Call) -> None:
 
 def _are_listed_passes(context: Context, node: ast.expr) -> bool:
     """Return True for a dict with listed keys, or a name that is bound once to one and used for nothing else than reading."""
-    bindings = context.names.bindings(node, context.scope)
-    made = bindings[0].value if len(bindings) == 1 else node
     if _is_none(node):
         return True
+    bindings = context.names.bindings(node, context.scope)
+    made = bindings[0].value if len(bindings) == 1 else node
     if not isinstance(made, ast.Dict):
         return False
     return all(key is not None and _names_a_pass(context, key) for key in made.keys)
