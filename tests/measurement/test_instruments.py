@@ -175,8 +175,8 @@ def test_names_cover_solutions_definitions_folders_or_all(catalog: Catalog):
     every = choose_solutions(catalog, [], H200, "triton")
     assert {item.files.record.spec.role for item in every} == {"kernel"}
     assert len(every) > len(choose_solutions(catalog, ["softmax"], H200, "triton"))
-    (draft,) = choose_solutions(catalog, [str(HERE / "planted" / "shared_race")], H200)
-    assert (draft.files.name, draft.in_catalog) == ("silu_and_mul_shared_race", False)
+    (draft,) = choose_solutions(catalog, [str(HERE / "planted" / "out_of_bounds")], H200)
+    assert (draft.files.name, draft.in_catalog) == ("silu_and_mul_out_of_bounds", False)
     with raises(NotFoundError, "name_unknown", "'softmax_triton'"):
         choose_solutions(catalog, ["softmax_trton"], H200)
 
@@ -284,11 +284,21 @@ def test_side_data_lies_by_gpu_source_and_workload(catalog: Catalog, tmp_path: P
     assert json.loads(json.dumps(found.to_dict()))["kernels"][0]["stalls"] == {"long_scoreboard": 17.5, "barrier": 4.25}
 
 
+def planted(name: str, catalog: Catalog, cases: int) -> Chosen:
+    files = SolutionFiles.read(HERE / "planted" / name)
+    chosen = Chosen(files, catalog.definition(files.record.definition), in_catalog=False)
+    return with_cases(chosen, catalog.workloads_for(chosen.definition.name), cases, seed=1)
+
+
 @pytest.mark.parametrize("name", ["out_of_bounds", "shared_race"])
-def test_a_planted_kernel_is_valid_and_passes_the_scan(name: str, catalog: Catalog):
-    (chosen,) = choose_solutions(catalog, [str(HERE / "planted" / name)], H200)
-    assert with_cases(chosen, catalog.workloads_for("silu_and_mul"), 12, seed=1).cases
-    assert SolutionFiles.read(HERE / "planted" / name).record.spec.role == "kernel"
+def test_a_planted_kernel_is_valid_and_has_cases(name: str, catalog: Catalog):
+    chosen = planted(name, catalog, 12)
+    assert (chosen.files.record.spec.role, len(chosen.cases) > 0) == ("kernel", True)
+
+
+def test_a_kernel_that_turns_a_check_off_is_not_run_by_name(catalog: Catalog):
+    with raises(SolutionError, "scan_refused"):
+        choose_solutions(catalog, [str(HERE / "planted" / "shared_race")], H200)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -301,8 +311,9 @@ def test_a_planted_kernel_is_valid_and_passes_the_scan(name: str, catalog: Catal
     ("name", "tool", "what"),
     [("out_of_bounds", "memcheck", "Invalid __global__ write"), ("shared_race", "racecheck", "Race")],
 )
-def test_a_planted_mistake_is_found(name: str, tool: str, what: str):
-    (result,) = sanitize([str(HERE / "planted" / name)], tools=[tool], cases=4)
+def test_a_planted_mistake_is_found(name: str, tool: str, what: str, catalog: Catalog, tmp_path: Path):
+    run = Run(tool, "cuda:0", output_of, find_program("compute-sanitizer"))
+    (result,) = run.over([planted(name, catalog, 4)], tmp_path)
     assert any(finding.what.startswith(what) for finding in result.errors), result
 
 

@@ -430,6 +430,11 @@ DISGUISED = {
         "import tilelang\nO = {tilelang.PassConfigKey.TL_CONFIG_INDEX_BITWIDTH: 32}\n"
         "@tilelang.jit(pass_configs=O)\ndef f(): pass",
     ),
+    "passes changed later": (
+        "compiler-flags",
+        "import tilelang\nO = {'tl.enable_lower_ldgstg': True}\nO['tl.disable_thread_storage_sync'] = True\n"
+        "@tilelang.jit(pass_configs=O)\ndef f(): pass",
+    ),
     "passes from elsewhere": (
         "compiler-flags",
         "import tilelang\ndef make(passes): return tilelang.compile(1, pass_configs={**passes})",

@@ -16,6 +16,7 @@ import tilelang.language as T
 import torch
 from shipped_records import CATALOG
 from tvm.target import Target
+from tvm.ir.transform import PassContext
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
@@ -124,13 +125,20 @@ KERNELS = {
     ),
 }
 """Every kernel with a pipeline: the Solution, the factory and its arguments at a size of production."""
+UNDIVIDED = {
+    "a few rows of a linear layer": ("gemm_qkv_tilelang", "linear_rows_kernel", (4096, "bfloat16", 64, 128, 3)),
+    "a few rows of q, k and v": ("gemm_qkv_tilelang", "qkv_rows_kernel", (4096, "bfloat16", 64, 128, 3)),
+    "a few rows of swiglu": ("gemm_swiglu_tilelang", "swiglu_rows_kernel", (4096, "bfloat16", 32, 128, 3)),
+}
+"""Kernels with a pipeline in which every thread fetches its own share, so that no warp waits for another one's."""
 TILELANG = [files for files in CATALOG.solutions.values() if files.record.spec.language == "tilelang"]
 
 
 def generated(factory: Any, arguments: tuple[Any, ...]) -> str:
     """The CUDA source that TileLang makes of a kernel for an H100."""
-    function, target = factory.__wrapped__.get_tir(*arguments), Target({"kind": "cuda", "arch": "sm_90"})
-    with target:
+    jit = factory.__wrapped__
+    function, target = jit.get_tir(*arguments), Target({"kind": "cuda", "arch": "sm_90"})
+    with PassContext(opt_level=3, config=jit.pass_configs or {}), target:
         return str(tilelang.lower(function, target=target, enable_device_compile=False).kernel_source)
 
 
@@ -166,17 +174,40 @@ def test_one_warp_waits_for_room_and_fetches(form: str) -> None:
     assert set(fetchers(generated(module[factory], arguments))) == {32}
 
 
+@pytest.mark.parametrize("form", UNDIVIDED)
+def test_no_warp_waits_where_every_thread_fetches(form: str) -> None:
+    solution, factory, arguments = UNDIVIDED[form]
+    module = load_entry(Catalog.default().solution(solution)).__globals__
+    source = generated(module[factory], arguments)
+    assert ("mbarrier" in source, "cp_async" in source) == (False, True)
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """The names and attributes that a part of a source uses."""
+    nodes = list(ast.walk(tree))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
 def test_every_pipeline_has_a_schedule_and_is_tried_above() -> None:
     """A loop of ``T.Pipelined`` that TileLang divides among warps by itself has the fault that the next test shows."""
     tried = {factory for _, factory, _ in KERNELS.values()}
+    undivided = {factory for _, factory, _ in UNDIVIDED.values()}
     for files in TILELANG:
         for path, source in files.sources.items():
-            for function in ast.parse(source).body:
-                called = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-                if "Pipelined" in called:
-                    assert "annotate_ws_schedule" in called, f"{files.name}: {path} has a pipeline without a schedule"
-                    assert isinstance(function, ast.FunctionDef)
-                    assert function.name in tried, f"{files.name}: add {function.name} to KERNELS"
+            functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+            used = {function.name: names_in(function) for function in functions}
+            macros = {
+                function.name
+                for function in functions
+                if "macro" in set().union(*map(names_in, function.decorator_list), ())
+            }
+            assert "Pipelined" not in names_in(ast.parse(source)) - set().union(*used.values(), ())
+            for name, uses in used.items():
+                pipelined = {macro for macro in macros & uses if "Pipelined" in used[macro]}
+                if name in macros or not ("Pipelined" in uses or pipelined) or name in undivided:
+                    continue
+                assert "annotate_ws_schedule" in uses, f"{files.name}: {path}: {name} has a pipeline without a schedule"
+                assert name in tried, f"{files.name}: add {name} to KERNELS"
 
 
 def test_tilelang_without_a_schedule_lets_four_warps_wait() -> None:

@@ -441,14 +441,25 @@ def _check_keywords(context: Context, node: ast.Call) -> None:
 
 
 def _are_listed_passes(context: Context, node: ast.expr) -> bool:
-    """Return True for a dict with listed keys, or a name that is bound once to one and used for nothing else than reading."""
+    """Return True for a dict with listed keys, or a name that is bound once to one and only ever given as ``pass_configs``."""
     if _is_none(node):
         return True
     bindings = context.names.bindings(node, context.scope)
-    made = bindings[0].value if len(bindings) == 1 else node
+    made = bindings[0].value if len(bindings) == 1 and _is_only_given_as_passes(context, node) else node
     if not isinstance(made, ast.Dict):
         return False
     return all(key is not None and _names_a_pass(context, key) for key in made.keys)
+
+
+def _is_only_given_as_passes(context: Context, name: ast.expr) -> bool:
+    """Return False for a name that is read elsewhere, where the dict could be changed before a kernel is compiled."""
+    nodes = list(ast.walk(context.module.tree))
+    given = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "pass_configs"}
+    return isinstance(name, ast.Name) and all(
+        id(node) in given
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Load)
+    )
 
 
 def _names_a_pass(context: Context, key: ast.expr) -> bool:
