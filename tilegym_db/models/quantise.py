@@ -187,7 +187,7 @@ def refuse(model: Module, way: str) -> None:
             )
         if reason and way == FP8:
             raise UsageError(
-                f"quantise={way!r} is refused: {reason}. {FP8_REFERENCE!r} computes the same slowly anywhere.",
+                f"quantise={way!r} is refused: {reason}. {FP8_REFERENCE!r} computes the same on any device, slowly.",
                 code="fp8_unsupported",
             )
 

@@ -202,7 +202,7 @@ def _empty_like(value: torch.Tensor, far: int) -> torch.Tensor:
 
 
 def _outside_inference() -> contextlib.AbstractContextManager[object]:
-    """Return the mode in which a model makes its weights, whatever mode calls them later."""
+    """Return a context outside inference mode. Models make their weights there, even if they are called in it."""
     return torch.inference_mode(False)
 
 

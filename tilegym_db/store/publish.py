@@ -253,7 +253,7 @@ def _kept(folder: Path, home: Path, contents: Mapping[Path, bytes]) -> dict[str,
 
 
 def _is_locked(folder: Path, home: Path, files: Mapping[str, str]) -> bool:
-    """Return True if a lock that this installation wrote, or may write, already states the same."""
+    """Return True if the folder's lock states these files already, and is no lock of another installation."""
     if not (folder / LOCK_NAME).is_file():
         return False
     try:

@@ -461,7 +461,7 @@ def read_own_traces(home: Path, uri: str) -> dict[tuple[str, int], list[str]]:
 
 
 def remember_own_traces(home: Path, uri: str, found: OwnTraces, files: Iterable[DataFile]) -> None:
-    """Write the findings for the files that the data set still has.
+    """Write which traces of each file are our own, for the files that the data set still has.
 
     Raises:
         StoreError: it cannot be written.

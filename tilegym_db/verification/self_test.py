@@ -226,7 +226,7 @@ def _accepted(definition: Definition, case: Case, expected: OracleCase, outputs:
 
 
 def _without_last_row(value: torch.Tensor, left: int) -> torch.Tensor:
-    """Return the output without its last row. Draws use -1 as the unwritten value, because 0 is a valid index."""
+    """Return the output with ``left`` in its last row, as if nothing had written there: -1 for drawn indices, else 0."""
     rows = value.clone().reshape(-1, value.shape[-1] if value.dim() else 1)
     flat = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     flat[-1] = left

@@ -1,8 +1,8 @@
 """Norms over the last axis: a module with at most a weight and a bias, called with the activation alone.
 
 The first input of a Definition is the activation [M, N]. Every other input is an attribute of the module, of the same name
-unless ``serving.code`` states another. Code of another text is described by what it holds: its weights, and the one number that
-it reads. A norm without a weight computes a Definition whose ``serving.code`` states the weight as a constant.
+unless ``serving.code`` states another. A norm whose source is unknown is tried by its weights and the one number that it reads. A
+norm without a weight computes a Definition whose ``serving.code`` states the weight as a constant.
 """
 
 from __future__ import annotations
