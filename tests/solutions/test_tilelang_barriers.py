@@ -15,8 +15,8 @@ import tilelang
 import tilelang.language as T
 import torch
 from shipped_records import CATALOG
-from tvm.target import Target
 from tvm.ir.transform import PassContext
+from tvm.target import Target
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shipped_records import CATALOG
@@ -15,6 +16,8 @@ from tilegym_db.records.layouts import layout_class
 from tilegym_db.verification.cases import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
 from tilegym_db.verification.distributions import DISTRIBUTIONS, PLANTED, STEPS, may_overflow, parts_of
 from tilegym_db.verification.expected import make_oracle_case
+from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.oracle import as_written, oracle
 
 ANCHORS = ({"M": 1000, "N": 4096}, {"M": 48, "N": 1536})
 PADDED = {"x": "row_contiguous", "out": "row_contiguous"}
@@ -229,10 +232,27 @@ def test_shipped_solution_gets_a_full_set_of_cases_quickly(name):
             )
 
 
+def ends_in_roundings(definition: Definition, case: Case) -> bool:
+    """Whether an output is mostly subnormal in its dtype, or what remains when inputs of its size cancel in float32."""
+    inputs = draw_inputs(definition, case, "cpu")
+    largest = max(float(value.abs().max()) for value in inputs.values() if is_drawn_number(value))
+    written = as_written(definition, inputs)
+    return any(
+        float(value.abs().median()) < torch.finfo(written[name].dtype).smallest_normal
+        or float(value.abs().max()) < 4 * torch.finfo(torch.float32).eps * largest
+        for name, value in oracle(definition, inputs).items()
+        if is_drawn_number(value)
+    )
+
+
+def is_drawn_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
+
+
 @pytest.mark.records("name")
 @pytest.mark.parametrize("name", sorted(CATALOG.definitions))
 def test_most_cases_of_a_shipped_operator_prove_something(name):
-    """Its reference survives them, the empty one too; it may not survive the extremes of its dtype."""
+    """Its reference survives them, the empty one too; it may not survive the extremes of a dtype, in or out."""
     definition = CATALOG.definition(name)
     workloads = CATALOG.workloads_for(name)
     dtypes = {variable: choices[-1] for variable, choices in definition.dtypes.items()}
@@ -240,5 +260,6 @@ def test_most_cases_of_a_shipped_operator_prove_something(name):
     cases = fuzz_cases(definition, solution(), anchors, dtypes, workloads[0].scalars(), count=12, seed=5)
     survived = [case for case in cases if make_oracle_case(definition, case, "cpu") is not None]
     assert len(survived) >= 9
-    lost = [case.distribution for case in cases if case not in survived]
-    assert all(may_overflow(distribution) or "subnormals" in str(distribution) for distribution in lost)
+    for case in cases:
+        if case not in survived and not may_overflow(case.distribution) and "subnormals" not in str(case.distribution):
+            assert ends_in_roundings(definition, case), case
