@@ -233,16 +233,21 @@ def test_shipped_solution_gets_a_full_set_of_cases_quickly(name):
 
 
 def ends_in_roundings(definition: Definition, case: Case) -> bool:
-    """Whether an output is mostly subnormal in its dtype, or what remains when inputs of its size cancel in float32."""
+    """Whether an output is mostly subnormal in its dtype, or a row of it is what little remains when inputs cancel.
+
+    Beside inputs 250 times as large, one rounding of these to float32 is more than the row may be off (3e-5 of itself).
+    """
     inputs = draw_inputs(definition, case, "cpu")
     largest = max(float(value.abs().max()) for value in inputs.values() if is_drawn_number(value))
     written = as_written(definition, inputs)
-    return any(
-        float(value.abs().median()) < torch.finfo(written[name].dtype).smallest_normal
-        or float(value.abs().max()) < 4 * torch.finfo(torch.float32).eps * largest
-        for name, value in oracle(definition, inputs).items()
-        if is_drawn_number(value)
-    )
+    for name, value in oracle(definition, inputs).items():
+        if is_drawn_number(value):
+            rows = value.abs().reshape(-1, value.shape[-1] if value.dim() else 1).amax(1)
+            if float(value.abs().median()) < torch.finfo(written[name].dtype).smallest_normal:
+                return True
+            if bool(((rows > 0) & (rows < largest / 250)).any()):
+                return True
+    return False
 
 
 def is_drawn_number(value: Any) -> bool:
