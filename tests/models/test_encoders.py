@@ -41,12 +41,12 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         {**SMALL, "image_size": 16, "patch_size": 8},
         {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2, "attention_bidirectional": 2},
     ),
-    # Its patches are transposed, and so is the residual stream: sums stay, and layer norms copy as stock code does.
+    # Its patches are transposed, and so is the residual stream up to the first sum: until then, norms copy as stock code does.
     "siglip": (
         "SiglipVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"gelu_tanh": 3, "layer_norm": 6, "attention_bidirectional": 2},
+        {"gelu_tanh": 3, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
     ),
     "siglip_text": (
         "SiglipText",

@@ -169,6 +169,9 @@ def add_norm_function(
 
     def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         matrices = rows(residual), rows(hidden)
+        if matrices[0] is None and is_cast and residual.dim() > 2 and residual.numel():
+            # The patches of an image, transposed: stock code copies every sum of them, and here the sum has rows from now on.
+            matrices = residual.reshape(-1, residual.shape[-1]), matrices[1]
         if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
             site.bypass(NOT_ROWS)
             return None
