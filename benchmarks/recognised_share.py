@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from roofline_meter import FusedAttention, Meter, Row, attention, experts
 
-from tilegym_db.catalog import Catalog
+from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.models.call_site import CallSite, unpatched_class
 from tilegym_db.models.found import ModuleGroup, undescribed
 from tilegym_db.models.handle import Handle
@@ -37,6 +37,7 @@ from tilegym_db.models.patch import discover
 from tilegym_db.models.random_model import model_class
 from tilegym_db.models.upstream_code import wrapper_of
 from tilegym_db.records import Definition
+from tilegym_db.resolver.loader import load_verified
 from tilegym_db.verification.oracle import load_function
 
 POPULARITY = Path(__file__).with_name("popularity.json")
@@ -63,10 +64,14 @@ class Counted(CallSite):
         return False
 
 
-def serving(meter: Meter, definition: Definition, site: CallSite) -> Callable[..., Any]:
+def serving(meter: Meter, definition: Definition, site: CallSite, catalog: Catalog) -> Callable[..., Any]:
     """Return ``serve(*inputs) -> outputs``, which counts the Definition's stock code as a recognised part."""
     part = definition.serving.part if definition.serving else ""
     reference = load_function(definition.reference, definition.name)
+    stock = stock_of(catalog.solutions_for(definition.name))
+    own: Callable[..., Any] | None = None
+    if stock is not None and not stock.record.spec.destination_passing_style:
+        own = load_verified(stock, stock.digest)
 
     def serve(*inputs: Any) -> Any:
         with meter.recognised(definition.name):
@@ -77,6 +82,8 @@ def serving(meter: Meter, definition: Definition, site: CallSite) -> Callable[..
                     return attention(meter, query, key, value, mask)
             if site.stock is not None:
                 return site.stock(*inputs)
+            if own is not None:
+                return own(*inputs)  # also if it overwrites an input, which the reference does not
             outputs = reference(*inputs)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             written = outputs[: len(definition.written_outputs)]
@@ -114,7 +121,7 @@ def install(model: Module, catalog: Catalog, meter: Meter) -> set[str]:
         tensors[name] = tensor
     for name, site in handle.sites:
         site.__class__ = Counted
-        site.serve = serving(meter, catalog.definition(name), site)
+        site.serve = serving(meter, catalog.definition(name), site, catalog)
     fuse_experts(model, found, meter)
     return {group.module_class.__name__ for group in found} | {one.module_class for one in others}
 

@@ -113,11 +113,15 @@ class Meter(TorchDispatchMode):
 
 
 def attention(meter: Meter, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Count scaled dot product attention [B, H, L, D] as one operation."""
+    """Count scaled dot product attention [B, H, L, D] as one operation.
+
+    Its output has positions before heads in memory, as that of the fused kernels of PyTorch.
+    """
     (length, width), keys = query.shape[-2:], key.shape[-2]
     pairs = length * keys / (2 if mask is None and length == keys else 1)
     flops = 2 * pairs * (width + value.shape[-1]) * query.shape[:-2].numel()
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    *batch, heads, _, _ = query.shape
+    out = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-3, -2)
     masks = [mask] if isinstance(mask, torch.Tensor) else []
     meter.add(seconds(flops, sum(map(bytes_of, (query, key, value, out, *masks))), query.dtype))
     return out

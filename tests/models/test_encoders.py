@@ -20,6 +20,7 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+_HALF = {"attention_heads": 4, "ffn_dim": 96}
 # name -> (prefix of the classes in transformers, class, config, Definitions of its sites with the calls of one forward)
 ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
     "bert": (
@@ -40,12 +41,12 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         {**SMALL, "image_size": 16, "patch_size": 8},
         {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu": 2, "attention_bidirectional": 2},
     ),
-    # Its patches are transposed, and so is the residual stream: sums stay, and layer norms copy as stock code does.
+    # Its patches are transposed, and so is the residual stream up to the first sum: until then, norms copy as stock code does.
     "siglip": (
         "SiglipVision",
         "Model",
         {**SMALL, "image_size": 16, "patch_size": 8},
-        {"gelu_tanh": 3, "layer_norm": 6, "attention_bidirectional": 2},
+        {"gelu_tanh": 3, "layer_norm": 4, "fused_add_layer_norm": 2, "attention_bidirectional": 2},
     ),
     "siglip_text": (
         "SiglipText",
@@ -69,7 +70,23 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
         "GPT2",
         "LMHeadModel",
         {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4},
-        {"layer_norm": 5, "gelu_new": 2},
+        {"layer_norm": 3, "fused_add_layer_norm": 2, "gelu_new": 2},
+    ),
+    # Three sums of a layer of the decoder, and an "if" between them.
+    "bart": (
+        "Bart",
+        "Model",
+        {
+            **{
+                "vocab_size": 96,
+                "d_model": 64,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "max_position_embeddings": 64,
+            },
+            **{f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in _HALF.items()},
+        },
+        {"layer_norm": 2, "fused_add_layer_norm": 10, "gelu": 4},
     ),
     "phi": ("Phi", "ForCausalLM", SMALL, {"layer_norm": 3, "gelu_new": 2}),
     "nemotron": ("Nemotron", "ForCausalLM", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}, {"relu_squared": 2}),

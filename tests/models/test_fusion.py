@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from tilegym_db import Catalog, patched
 from tilegym_db.models import rewrite
 from tilegym_db.models.call_site import HAS_HOOKS, HELD
-from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.models.rewrite import called_for, fused_norms, is_owned, plain_forward, rewritten
 
 FUSED = "fused_add_rms_norm"
 
@@ -151,7 +151,7 @@ def test_the_shape_is_found_in_layers_that_norm_their_sum() -> None:
         "LlamaDecoderLayer": ("post_attention_layernorm",),
         "Qwen3DecoderLayer": ("post_attention_layernorm",),
         "Gemma3DecoderLayer": ("pre_feedforward_layernorm",),
-        "Phi3DecoderLayer": (),  # a dropout stands between
+        "Phi3DecoderLayer": ("post_attention_layernorm",),  # a dropout stands between
         "Olmo2DecoderLayer": ("mlp",),  # norms what it adds, not the sum: no norm is called with it
     }
 
@@ -231,6 +231,79 @@ class NormsBoth(Layer):
         return y, stream
 
 
+class ScalesTheSum(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream + y * 0.5
+        stream = y
+        y = self.norm(y)
+        return y, stream
+
+
+class DropsTheSum(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream + y
+        y = self.norm(y)
+        return y, stream
+
+
+class NormsInside(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        part = self.mixer(stream)
+        stream = stream + part
+        stream = stream + self.mixer(self.norm(stream))
+        return (stream,)
+
+
+class ReadsThePart(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        part = self.mixer(stream)
+        total = stream + part
+        y = self.norm(total)
+        return y, total, part, stream
+
+
+class NormsLater(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        part = self.mixer(stream)
+        stream = stream + part
+        y = self.mixer(stream).relu_() + self.norm(stream)
+        return y, stream
+
+
+class Branches(Layer):
+    """Two sums and norms with a condition between them, in which the second sum is computed anew."""
+
+    def __init__(self, is_long: bool = True) -> None:
+        super().__init__()
+        self.last, self.is_long = LlamaRMSNorm(64), is_long
+        torch.nn.init.normal_(self.last.weight, 1.0, 0.3)
+
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream + y
+        if self.is_long is not False:
+            stream = y
+            y = self.norm(y)
+            y = self.mixer(y)
+            y = stream + y
+        stream = y
+        y = self.last(y)
+        return y, stream
+
+
+class ReadsTheSum(Layer):
+    def forward(self, stream: torch.Tensor) -> Any:
+        y = self.mixer(stream)
+        y = stream + y
+        if y.dim() > 3:
+            y = y[0]
+        stream = y
+        y = self.norm(y)
+        return y, stream
+
+
 def decorated(forward: Any) -> Any:
     @functools.wraps(forward)
     def doubled(self: Any, stream: torch.Tensor) -> Any:
@@ -254,10 +327,18 @@ class Decorated(Fits):
         (Doubles, None),
         (Subtracts, None),
         (NormsBoth, None),
+        (ScalesTheSum, 1),
+        (DropsTheSum, 1),
+        (NormsInside, 1),
+        (ReadsThePart, None),
+        (NormsLater, None),
+        (Branches, 2),
+        (functools.partial(Branches, is_long=False), 1),
+        (ReadsTheSum, None),
         (Decorated, None),
     ],
 )
-def test_only_the_very_shape_is_fused_in_whatever_class(cls: type, calls: int | None, kernels: Catalog) -> None:
+def test_only_the_very_shape_is_fused_in_whatever_class(cls: Any, calls: int | None, kernels: Catalog) -> None:
     torch.manual_seed(0)
     layer, stream = cls().eval(), torch.randn(2, 3, 64)
     with torch.no_grad():
@@ -268,13 +349,25 @@ def test_only_the_very_shape_is_fused_in_whatever_class(cls: type, calls: int | 
     assert handle.report().hits().get(FUSED) == calls
 
 
+def test_norms_of_one_layer_are_fused_one_by_one(kernels: Catalog) -> None:
+    layer, stream = Branches().eval(), torch.randn(2, 3, 64)
+    layer.last.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        stock = layer(stream)
+        with patched(layer, catalog=kernels) as handle:
+            found = layer(stream)
+    assert all(torch.equal(want, got) for want, got in zip(stock, found, strict=True))
+    assert handle.report().hits()[FUSED] == 1
+    assert [set(site.bypassed) for site in handle.report().sites if site.kind == "add_norm"] == [set(), {HAS_HOOKS}]
+
+
 def test_the_copy_has_the_defaults_and_the_lines_of_the_original() -> None:
     forward = plain_forward(Fits)
     assert forward is not None
     copied = rewritten(forward, "norm")
     assert (copied.__kwdefaults__, copied.__qualname__) == ({"scale": 0.5}, "Fits.forward")
-    assert ADD_NORM in copied.__code__.co_names
-    with pytest.raises(NameError) as raised:  # its globals know no ADD_NORM yet
+    assert called_for("norm") in copied.__code__.co_names
+    with pytest.raises(NameError) as raised:  # its globals do not know that function yet
         copied(Fits(), torch.randn(2, 64))
     (line,) = [frame.lineno for frame in traceback.extract_tb(raised.value.__traceback__) if frame.name == "forward"]
     assert line == forward.__code__.co_firstlineno + 2

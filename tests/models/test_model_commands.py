@@ -165,6 +165,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         **{"max_source_positions": 12, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         **{"decoder_start_token_id": 1},
     },
+    "clip": {
+        "text_config": {**SMALL, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        "vision_config": {**SMALL, "image_size": 16, "patch_size": 8},
+    },
+    "siglip": {
+        "text_config": {**SMALL, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        "vision_config": {**SMALL, "image_size": 16, "patch_size": 8},
+    },
     "qwen3_5": {"text_config": {**TINY, "model_type": "qwen3_5_text", "num_hidden_layers": 8}},
 }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tilegym_db import Catalog
 from tilegym_db.paths import shipped_root
 
 
@@ -76,3 +77,27 @@ def test_operations_take_the_longest_of_three_times(recognised_share: ModuleType
     assert meter.taken == {
         roofline.Row("", library=True): pytest.approx(2 * 8192**3 / roofline.FLOPS_PER_S[torch.bfloat16])
     }
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "fused_add_layer_norm"])
+def test_a_part_takes_the_time_of_stock_operations(recognised_share: ModuleType, name: str) -> None:
+    import roofline_meter as roofline
+
+    meter, catalog = roofline.Meter(), Catalog.default()
+    definition = catalog.definition(name)
+    rows = torch.empty(8, 64, dtype=torch.bfloat16, device="meta")
+    given = [rows if spec.shape and len(spec.shape) == 2 else rows[0] for spec in definition.inputs.values()][:-1]
+    serve = recognised_share.serving(meter, definition, SimpleNamespace(stock=None), catalog)
+    with meter:
+        assert serve(*given, 1e-5).shape == rows.shape
+    # One kernel for the norm and one for the sum, not those of the reference.
+    assert meter.taken == {roofline.Row("", name): pytest.approx(len(given[:-2]) * roofline.LAUNCH_S)}
+
+
+def test_attention_puts_positions_before_heads_in_memory() -> None:
+    import roofline_meter as roofline
+
+    q, k, v = (torch.empty(2, 4, 8, width, dtype=torch.bfloat16, device="meta") for width in (32, 32, 16))
+    out = roofline.attention(roofline.Meter(), q, k, v, None)
+    assert out.shape == (2, 4, 8, 16)
+    assert out.transpose(1, 2).is_contiguous()

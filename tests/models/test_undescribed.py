@@ -89,3 +89,13 @@ def test_modules_count_by_what_they_compute(name: str) -> None:
     found = undescribed(Chain(), [])
     assert sorted(one.module_class for one in found) == ["LayerNorm", "Linear", "Mixer"]
     assert {one.module_class: one.modules for one in found}[name] == 1
+
+
+class Router(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(super().forward(x), -1)
+
+
+def test_a_router_that_is_a_linear_layer_is_no_library_call() -> None:
+    found = {one.module_class: one.reason for one in undescribed(nn.Sequential(Router(4, 4), nn.Linear(4, 4)), [])}
+    assert found == {"Router": NO_DEFINITION, "Linear": LIBRARY}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,21 +122,31 @@ def random_inputs(model: Any, batch: int, tokens: int) -> dict[str, Any]:
         UsageError: the config states no sizes of the main input.
     """
     main = getattr(model, "main_input_name", "input_ids")
-    sizes = INPUT_SIZES.get(main)
-    if sizes is None:
+    if main not in INPUT_SIZES:
         return {"input_ids": random_prompt(model, batch, tokens)}
+    return {main: _drawn(model, main, batch)}
+
+
+def _drawn(model: Any, name: str, batch: int) -> torch.Tensor:
+    """Draw pixels, or features or samples of audio, of the sizes that the config states."""
     config = getattr(model.config, "vision_config", model.config)
-    found: list[Any] = [size if isinstance(size, int) else getattr(config, size, None) for size in sizes]
+    found: list[Any] = [size if isinstance(size, int) else getattr(config, size, None) for size in INPUT_SIZES[name]]
     if not all(isinstance(size, int) for size in found):
         raise UsageError(
-            f"{type(model).__name__} states no sizes of its {main}; pass inputs= with the arguments of its forward.",
+            f"{type(model).__name__} states no sizes of its {name}; pass inputs= with the arguments of its forward.",
             code="input_sizes_unknown",
         )
-    if main == "input_features":
+    if name == "input_features":
         found[-1] *= 2  # two convolutions halve the frames
     first = next(model.parameters())
     drawn = torch.randn((batch, *found), generator=torch.Generator().manual_seed(SEED))
-    return {main: drawn.to(first.device, first.dtype)}
+    return drawn.to(first.device, first.dtype)
+
+
+def _encodes_both(model: Any) -> bool:
+    """Return True if a forward takes tokens and pixels in any call, as those of CLIP and SigLIP do."""
+    has_both = all(hasattr(model, name) for name in ("get_text_features", "get_image_features"))
+    return has_both and PIXELS in inspect.signature(model.forward).parameters
 
 
 def typical_inputs(model: Any, batch: int, tokens: int) -> ModelInputs:
@@ -148,8 +159,9 @@ def typical_inputs(model: Any, batch: int, tokens: int) -> ModelInputs:
     return drawn["input_ids"] if drawn.keys() == {"input_ids"} else drawn
 
 
+PIXELS = "pixel_values"
 INPUT_SIZES: dict[str, tuple[str | int, ...]] = {
-    "pixel_values": ("num_channels", "image_size", "image_size"),
+    PIXELS: ("num_channels", "image_size", "image_size"),
     "input_features": ("num_mel_bins", "max_source_positions"),
     "input_values": (16_000,),
 }
@@ -157,8 +169,14 @@ INPUT_SIZES: dict[str, tuple[str | int, ...]] = {
 
 
 def forward_arguments(model: Any, given: ModelInputs) -> dict[str, Any]:
-    """Return the arguments of one forward; an encoder-decoder also gets the first token of its decoder."""
+    """Return the arguments of one forward.
+
+    An encoder-decoder also gets the first token of its decoder, and a model with an encoder of images beside one of tokens
+    gets pixels.
+    """
     arguments = {"input_ids": given} if isinstance(given, torch.Tensor) else dict(given)
+    if "input_ids" in arguments and PIXELS not in arguments and _encodes_both(model):
+        arguments[PIXELS] = _drawn(model, PIXELS, arguments["input_ids"].shape[0])
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in arguments:
         batch = next(value.shape[0] for value in arguments.values() if isinstance(value, torch.Tensor))
         device = next(model.parameters()).device

@@ -369,7 +369,7 @@ def _reason(module: torch.nn.Module) -> str:
     """Return the reason why a module that computes has no call site; empty if it computes nothing."""
     if isinstance(module, IDLE):
         return ""
-    if isinstance(module, PRODUCTS):
+    if isinstance(module, PRODUCTS) and _is_of_library(type(module)):
         return LIBRARY
     has_weights = any(value is not None for value in module._parameters.values())
     cls: Any = type(module)
@@ -377,6 +377,12 @@ def _reason(module: torch.nn.Module) -> str:
     if has_weights or not module._modules or not COMPUTES.isdisjoint(names):
         return NO_DEFINITION
     return GLUE if combines or not COMBINES.isdisjoint(names) else ""
+
+
+def _is_of_library(cls: type[Module]) -> bool:
+    """Return True if the forward of a class is one of torch.nn, and not that of a router that is also a linear layer."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return owner.__module__.startswith(torch.nn.__name__)
 
 
 @functools.cache

@@ -1,15 +1,17 @@
 """Residual add and norm of two modules as one call: only the layer's forward is rewritten.
 
-It looks for two shapes of code in any class, with the operands of the sum in either order: ``x = r + x``, ``r = x``,
-``x = self.norm(x)`` of a pre-norm layer, and ``x = self.norm(x + r)`` of a post-norm one. The statements become one call of a
+It looks for a sum of two variables, or of a variable and an expression, whose result is what the next statement norms. The sum is
+kept, as ``x = r + x``, ``r = x``, ``x = self.norm(x)`` of a pre-norm layer does, or dropped, as in ``x = self.norm(x + r)`` of a
+post-norm one. If an ``if`` stands between, the sum or the norm moves into its branches. The statements become one call of a
 function. That function asks for a kernel, and otherwise runs the same operations in the same order. A kernel
-overwrites the operand that the first statement drops, but only if no other code holds its memory (:func:`is_owned`). So memory
+overwrites the operand that no later statement reads, but only if no other code holds its memory (:func:`is_owned`). So memory
 of hooks, caches or callers never changes.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import sys
 import textwrap
@@ -27,7 +29,10 @@ _callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 _is_compiling = torch.compiler.is_compiling
 
 ADD_NORM = "_tilegym_db_add_norm"
-"""The function that the rewritten forward calls: ``normed, total = ADD_NORM(self, norm, residual, (hidden,))``."""
+"""Beginning of the function that the rewritten forward calls; the attribute of the norm follows:
+``normed, total = ADD_NORM_norm(self, self.norm, residual, (hidden,))``."""
+PART, NORMED = "_tilegym_db_part", "_tilegym_db_normed"
+"""Variables of a rewritten forward for an operand that has no name, and for a norm in the middle of an expression."""
 
 
 def plain_forward(cls: type[torch.nn.Module]) -> FunctionType | None:
@@ -47,19 +52,24 @@ def fused_norms(forward: FunctionType) -> tuple[str, ...]:
     function = parsed(forward)
     if function is None:
         return ()
-    matches = (_match(function.body[index:]) for index in range(len(function.body)))
-    return tuple(match.norm for match in matches if match is not None)
+    _, norms = _Fusing(function).block(function.body, [])
+    return tuple(dict.fromkeys(norms))
 
 
-def rewritten(forward: FunctionType, norm: str) -> FunctionType:
-    """Return the same function with a residual add and one of its :func:`fused_norms` as a call of :data:`ADD_NORM`.
+def rewritten(forward: FunctionType, *norms: str) -> FunctionType:
+    """Return the same function with residual adds and some of its :func:`fused_norms` as calls of :func:`called_for`.
 
     Its globals are those of ``forward``.
     """
     function = parsed(forward)
     assert function is not None, "ask fused_norms first"
-    function.body = _fused(function.body, norm)
+    function.body, _ = _Fusing(function, frozenset(norms)).block(function.body, [])
     return recompiled(forward, function)
+
+
+def called_for(norm: str) -> str:
+    """Return the name of the function that a rewritten forward calls in place of a sum and that norm."""
+    return f"{ADD_NORM}_{norm}"
 
 
 def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType:
@@ -112,64 +122,231 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
 
 
-class _NormOfSum(NamedTuple):
-    """Statements that norm a sum: the operand that stays or becomes the sum, the operand that is dropped, and the norm."""
+class _Sum(NamedTuple):
+    """``target = residual + hidden``: ``hidden`` is the operand that no later statement reads; ``before`` computes it."""
 
+    target: str
     residual: str
     hidden: str
+    before: tuple[ast.stmt, ...] = ()
+
+
+class _Norm(NamedTuple):
+    """The statements that norm a variable, and the variable that keeps it; ``call`` stands in the last of them."""
+
     norm: str
+    keeper: str
+    call: ast.Call
     statements: int
-    keeps_sum: bool
 
 
-def _fused(body: list[ast.stmt], norm: str) -> list[ast.stmt]:
-    statements: list[ast.stmt] = []
-    index = 0
-    while index < len(body):
-        match = _match(body[index:])
-        if match is None or match.norm != norm:
-            statements.append(body[index])
-            index += 1
-            continue
-        call = f"{ADD_NORM}(self, self.{norm}, {match.residual}, ({match.hidden},))"
-        kept = f"{match.hidden}, {match.residual} = {call}" if match.keeps_sum else f"{match.hidden} = {call}[0]"
-        (statement,) = ast.parse(kept).body
+class _Fusing:
+    """The rewriting of one function: which variables are assigned where, and which norms become calls."""
+
+    def __init__(self, function: ast.FunctionDef, norms: frozenset[str] | None = None) -> None:
+        """Look at a function; None for ``norms`` means each of them."""
+        self._norms = norms
+        self._stores = [
+            (node.id, node.lineno)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ]
+
+    def block(self, body: Sequence[ast.stmt], later: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
+        """Return the statements of a block with calls in place of sums and norms, and the norms of those calls.
+
+        ``later`` are the statements that may run after the block.
+        """
+        statements, norms = list[ast.stmt](), list[str]()
+        rest = list(body)
+        while rest:
+            made = self._fused(rest, later) or self._branched(rest, later)
+            if made is None:
+                statements.append(rest.pop(0))
+                continue
+            replaced, found, length = made
+            statements += replaced
+            norms += found
+            rest = rest[length:]
+        return statements, norms
+
+    def _fused(
+        self, rest: Sequence[ast.stmt], later: Sequence[ast.stmt]
+    ) -> tuple[list[ast.stmt], list[str], int] | None:
+        """Return the call of the first statements, if they are a sum and its norm, and how many statements it replaces."""
+        inner = _norm_of_sum(rest[0])
+        if inner is not None:
+            norm, total, residual = inner
+            return (*self._call(rest[0], norm, f"{total} = {{}}[0]", residual, total), 1) if self._wants(norm) else None
+        total_of = self._sum(rest[0], [*rest[1:], *later])
+        normed = None if total_of is None else _norm(rest[1:], total_of.target)
+        if total_of is None or normed is None or not self._wants(normed.norm):
+            return None
+        last, total = rest[normed.statements], total_of.target
+        assert isinstance(last, ast.Assign), "a norm is assigned"
+        assigned = _assigned(last)
+        is_whole = assigned is not None and assigned[1] is normed.call
+        name = assigned[0] if assigned is not None and is_whole else NORMED
+        if name != total:
+            text = f"{name}, {total} = {{}}"
+        else:
+            text = f"{name}, {normed.keeper} = {{}}" if normed.keeper else f"{name} = {{}}[0]"
+        made, norms = self._call(rest[0], normed.norm, text, total_of.residual, total_of.hidden)
+        if normed.keeper and name != total:
+            made += _statements(f"{normed.keeper} = {total}", rest[0])
+        if not is_whole:
+            made += [_Replaced(normed.call, NORMED).visit(last), *_statements(f"{NORMED} = None", last)]
+        return [*total_of.before, *made], norms, 1 + normed.statements
+
+    def _wants(self, norm: str) -> bool:
+        return self._norms is None or norm in self._norms
+
+    @staticmethod
+    def _call(place: ast.stmt, norm: str, text: str, residual: str, hidden: str) -> tuple[list[ast.stmt], list[str]]:
+        call = f"{called_for(norm)}(self, self.{norm}, {residual}, ({hidden},))"
+        return _statements(text.format(call), place), [norm]
+
+    def _branched(
+        self, rest: Sequence[ast.stmt], later: Sequence[ast.stmt]
+    ) -> tuple[list[ast.stmt], list[str], int] | None:
+        """Return an ``if`` whose branches have calls; a sum before it and a norm after it may move into both branches."""
+        summed = self._sum(rest[0], [*rest[1:], *later]) if len(rest) > 1 else None
+        place = 1 if summed is not None and isinstance(rest[1], ast.If) else 0
+        branch = rest[place]
+        if not isinstance(branch, ast.If):
+            return None
+        before = list(rest[:place])
+        if summed is not None and place and not _is_independent(branch.test, summed.target):
+            return None
+        ends = {self._end(block, before) for block in (branch.body, branch.orelse)} - {""}
+        after = [one for one in (_norm(rest[place + 1 :], end) for end in sorted(ends)) if one is not None]
+        for length in dict.fromkeys((after[0].statements if after else 0, 0)):
+            moved = rest[place + 1 : place + 1 + length]
+            follow = [*rest[place + 1 + length :], *later]
+            if place == 0 and length == 0:
+                blocks = [self.block(block, follow) for block in (branch.body, branch.orelse)]
+            else:
+                parts = [[*before, *block, *moved] for block in (branch.body, branch.orelse)]
+                blocks = [self.block(copy.deepcopy(part), follow) for part in parts]
+            norms = [norm for _, found in blocks for norm in found]
+            if norms:
+                changed = ast.If(branch.test, *(statements for statements, _ in blocks))
+                return [ast.copy_location(changed, branch)], norms, place + 1 + length
+        return None
+
+    def _end(self, block: Sequence[ast.stmt], before: Sequence[ast.stmt]) -> str:
+        """Return the variable that the last statement of a block assigns a sum to; empty if it assigns something else."""
+        last = next(iter([*before, *block][::-1]), None)
+        found = None if last is None else self._sum(last, [])
+        return "" if found is None else found.target
+
+    def _sum(self, statement: ast.stmt, rest: Sequence[ast.stmt]) -> _Sum | None:
+        """Match ``total = left + right``; one of the operands may be an expression. ``rest`` are the later statements."""
+        assigned = _assigned(statement)
+        if assigned is None or not isinstance(assigned[1], ast.BinOp) or not isinstance(assigned[1].op, ast.Add):
+            return None
+        target, sides = assigned[0], (assigned[1].left, assigned[1].right)
+        names = [side.id if isinstance(side, ast.Name) else "" for side in sides]
+        if names[0] == names[1]:
+            return None  # twice the same, or no variable
+        if "" in names:
+            residual, part = next(filter(None, names)), sides[names.index("")]
+            hidden = PART if residual == target else target
+            if any(isinstance(node, ast.NamedExpr) for node in ast.walk(part)):
+                return None  # it may assign the other operand
+            (before,) = _statements(f"{hidden} = None", statement)
+            assert isinstance(before, ast.Assign), "the text above is an assignment"
+            before.value = part
+            return _Sum(target, residual, hidden, (before,))
+        read = {node.id for one in rest for node in ast.walk(one) if isinstance(node, ast.Name) and _is_load(node)}
+        free = [name for name in names if name == target or name not in read]
+        if not free:
+            return None
+        hidden = max(free, key=lambda name: (self._last_store(name, statement.lineno), name == target))
+        (residual,) = set(names) - {hidden}
+        return _Sum(target, residual, hidden)
+
+    def _last_store(self, name: str, before: int) -> int:
+        """Return the line on which a variable is assigned last before another line; 0 if it is an argument."""
+        return max((line for stored, line in self._stores if stored == name and line < before), default=0)
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _is_independent(test: ast.expr, name: str) -> bool:
+    """Return True if a condition does not read a variable, and neither calls nor assigns anything."""
+    return not any(isinstance(node, ast.Call | ast.NamedExpr) or is_name(node, name) for node in ast.walk(test))
+
+
+def _statements(source: str, place: ast.stmt) -> list[ast.stmt]:
+    """Return parsed statements at the place of another one."""
+    made = ast.parse(source).body
+    for statement in made:
         for node in ast.walk(statement):
-            ast.copy_location(node, body[index])
-        statements.append(statement)
-        index += match.statements
-    return statements
+            ast.copy_location(node, place)
+    return made
 
 
-def _match(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
-    """Return the first statements if they are the code of a pre-norm or of a post-norm layer."""
-    return _pre_norm(statements[:3]) or _post_norm(statements[:1])
+class _Replaced(ast.NodeTransformer):
+    """A transformer that puts a variable in the place of one call."""
+
+    def __init__(self, call: ast.Call, name: str) -> None:
+        self._call, self._name = call, name
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if node is self._call:
+            return ast.copy_location(ast.Name(self._name, ctx=ast.Load()), node)
+        return self.generic_visit(node)
 
 
-def _pre_norm(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
-    """Match ``hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)``."""
-    if len(statements) < 3:
-        return None
-    first, second, third = map(_assigned, statements)
-    operands = None if first is None else _sum(first[1])
-    if first is None or second is None or third is None or operands is None:
-        return None
-    hidden, residual, called = first[0], second[0], _called_with(third[1])
-    is_kept = {*operands} == {hidden, residual} and hidden != residual and is_name(second[1], hidden)
-    if not is_kept or called is None or third[0] != hidden or not is_name(called[1], hidden):
-        return None
-    return _NormOfSum(residual, hidden, called[0], 3, keeps_sum=True)
-
-
-def _post_norm(statements: Sequence[ast.stmt]) -> _NormOfSum | None:
-    """Match ``hidden = self.norm(hidden + residual)``."""
+def _norm(statements: Sequence[ast.stmt], total: str) -> _Norm | None:
+    """Match ``x = self.norm(total)``, also inside of an expression and after ``kept = total``."""
+    keeper = ""
+    first = _assigned(statements[0]) if statements else None
+    if first is not None and is_name(first[1], total) and first[0] != total:
+        keeper, statements = first[0], statements[1:]
     assigned = _assigned(statements[0]) if statements else None
+    if assigned is None:
+        return None
+    calls = [(node, called) for node in ast.walk(assigned[1]) if (called := _called_with(node)) is not None]
+    found = [(node, called[0]) for node, called in calls if is_name(called[1], total)]
+    if len(found) != 1 or [name for _, (name, _) in calls].count(found[0][1]) != 1:
+        return None
+    call, norm = found[0]
+    assert isinstance(call, ast.Call), "only calls match"
+    return _Norm(norm, keeper, call, 2 if keeper else 1) if _runs_first(assigned[1], call) else None
+
+
+def _runs_first(value: ast.expr, call: ast.Call) -> bool:
+    """Return True if an expression does nothing but read variables and attributes before a call in it."""
+    if value is call:
+        return True
+    match value:
+        case ast.Call(func=function, args=arguments, keywords=[]):
+            parts = [function, *arguments]
+        case ast.BinOp(left=left, right=right):
+            parts = [left, right]
+        case _:
+            return False
+    for part in parts:
+        if any(node is call for node in ast.walk(part)):
+            return _runs_first(part, call)
+        if not all(isinstance(node, ast.Name | ast.Attribute | ast.Load | ast.Constant) for node in ast.walk(part)):
+            return False
+    return False
+
+
+def _norm_of_sum(statement: ast.stmt) -> tuple[str, str, str] | None:
+    """Match ``hidden = self.norm(hidden + residual)``; return the norm, ``hidden`` and ``residual``."""
+    assigned = _assigned(statement)
     called = None if assigned is None else _called_with(assigned[1])
     operands = None if called is None else _sum(called[1])
     if assigned is None or called is None or operands is None or len({*operands}) != 2 or assigned[0] not in operands:
         return None
     residual = operands[1] if operands[0] == assigned[0] else operands[0]
-    return _NormOfSum(residual, assigned[0], called[0], 1, keeps_sum=False)
+    return called[0], assigned[0], residual
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -188,7 +365,7 @@ def _sum(value: ast.expr) -> tuple[str, str] | None:
     return None
 
 
-def _called_with(value: ast.expr) -> tuple[str, ast.expr] | None:
+def _called_with(value: ast.AST) -> tuple[str, ast.expr] | None:
     """Return (attribute, argument) of ``self.attribute(argument)``."""
     match value:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute), args=[given], keywords=[]):

@@ -37,7 +37,7 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.parts import norm as norm_part
 from tilegym_db.models.probe import Draw, Probe, device_of
-from tilegym_db.models.rewrite import ADD_NORM, fused_norms, is_owned, plain_forward, rewritten
+from tilegym_db.models.rewrite import called_for, fused_norms, is_owned, plain_forward, rewritten
 from tilegym_db.models.upstream_code import decorated_alike, without_checkpointing
 from tilegym_db.records.definition_parts import ModelCode
 
@@ -63,9 +63,9 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
     for module in model.modules():
         if not any(id(child) in norms for child in module._modules.values()):
             continue
-        name = next((name for name in called(module) if id(module._modules.get(name)) in norms), None)
-        if name is not None:
-            modules.append(ModuleOfPart(module, name, norms[id(module._modules[name])]))
+        names = [name for name in called(module) if id(module._modules.get(name)) in norms]
+        key = tuple((name, norms[id(module._modules[name])]) for name in names)
+        modules += [ModuleOfPart(module, name, key) for name in names]
     return [
         replace(found, norm=others[norms[id(getattr(found.modules[0], found.function))]])
         for found in grouped("add_norm", modules)
@@ -113,29 +113,36 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 
 
 def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
-    """Return a layer's forward with the sum and its norm as one call, or ``stock`` itself."""
-    ((found, site),) = calls
-    plain = plain_forward(found.module_class)
+    """Return a layer's forward with each sum and its norm as one call."""
+    plain = plain_forward(calls[0].found.module_class)
     assert plain is not None, "the group was found by its source"
+    functions = {called_for(found.function): _function_of(found, site) for found, site in calls}
+    rewrote, forget = shadow_function(rewritten(plain, *(found.function for found, _ in calls)), functions)
+    sites = [site for _, site in calls]
+    sites[0].shadows.append(forget)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), sites)
+
+
+def _function_of(found: ModuleGroup, site: CallSite) -> Callable[..., Any]:
     assert found.match is not None, "only confirmed groups are patched"
     norm = getattr(found.modules[0], found.function)
-    attributes = norm_part.attributes_of(found.match, OPERANDS)
     names = list(found.match.definition.inputs)[OPERANDS:]
     weights = [names.index(name) for name in found.match.definition.tensor_inputs[OPERANDS:]]
-    fused = add_norm_function(site, attributes, unpatched_class(norm), weights)
-    rewrote, forget = shadow_function(rewritten(plain, found.function), {ADD_NORM: fused})
-    site.shadows.append(forget)
-    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
+    return add_norm_function(site, norm_part.attributes_of(found.match, OPERANDS), unpatched_class(norm), weights)
 
 
-def layer_forward(stock: Callable[..., Any], fused: Callable[..., Any], site: CallSite) -> Callable[..., Any]:
+def layer_forward(
+    stock: Callable[..., Any], fused: Callable[..., Any], sites: Sequence[CallSite]
+) -> Callable[..., Any]:
     """Return the forward of a layer: ``fused`` in eager inference, else ``stock``."""
+    every = tuple(sites)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or self.training or not site.is_open:
+        if _is_compiling() or self.training or not any([site.is_open for site in every]):
             if not _is_compiling():
-                site.bypass(IN_TRAINING if self.training else site.closed)
+                for site in every:
+                    site.bypass(IN_TRAINING if self.training else site.closed)
             return stock(self, *args, **kwargs)
         return fused(self, *args, **kwargs)
 
@@ -162,6 +169,9 @@ def add_norm_function(
 
     def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         matrices = rows(residual), rows(hidden)
+        if matrices[0] is None and is_cast and residual.dim() > 2 and residual.numel():
+            # The patches of an image, transposed: stock code copies every sum of them, and here the sum has rows from now on.
+            matrices = residual.reshape(-1, residual.shape[-1]), matrices[1]
         if matrices[0] is None or matrices[1] is None or residual.shape != hidden.shape:
             site.bypass(NOT_ROWS)
             return None

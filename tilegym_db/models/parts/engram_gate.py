@@ -236,7 +236,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     served = gate_function(site, match, own_gate(own, match), classes)
     rewrote, forget = shadow_function(rewritten(own, match), {GATE: served})
     site.shadows.append(forget)
-    return layer_forward(stock, decorated_alike(stock, rewrote), site)
+    return layer_forward(stock, decorated_alike(stock, rewrote), [site])
 
 
 def gate_function(

@@ -196,7 +196,7 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> Callable[..., Any]:
     own, _ = own_step(plain, match)
     rewrote, forget = shadow_function(rewritten(plain, match), {POST: post_function(site, match, own)})
     site.shadows.append(forget)
-    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), site)
+    return layer_forward(stock, decorated_alike(without_checkpointing(stock), rewrote), [site])
 
 
 def rewritten(forward: FunctionType, match: DefinitionMatch) -> FunctionType:
