@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 WIDTH_OF_A_FILE = 80
-"""Width of a table in a pipe or a file, unless COLUMNS is set."""
+"""Width of a table in a pipe or a file, unless COLUMNS is set. It decides which columns are shown; their cells are not cut."""
+MAX_CELL_OF_A_FILE = 120
 MAX_CELL = 2000
 NAMES_IN_A_NOTE = 6
 
@@ -31,9 +32,14 @@ def print_line(text: str) -> None:
     print(printable_lines(text))
 
 
+def has_width() -> bool:
+    """Return True if the reader's lines have a width: a terminal, or ``COLUMNS`` is set."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
+
+
 def table_width() -> int:
     """Return the characters per line: the terminal's, ``COLUMNS``, or 80."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+    if has_width():
         return max(20, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
     return WIDTH_OF_A_FILE
 
@@ -66,6 +72,7 @@ def print_table(
         least=least,
         most=most,
         prose=prose,
+        cuts=has_width(),
     )
     for line in layout.lines:
         print_line(line)
@@ -195,6 +202,7 @@ def lay_out(
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
+    cuts: bool = True,
 ) -> Layout:
     """Lay out a table of one-line cells.
 
@@ -206,6 +214,8 @@ def lay_out(
         least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
         most: columns to drop last.
         prose: columns of sentences, which are wrapped below their row if there is a width.
+        cuts: cut texts to the width. Without it ``width`` only chooses the columns, and cells end at 120 characters: a
+            program that reads a pipe looks for whole names.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
@@ -228,7 +238,8 @@ def lay_out(
         others.sort(key=lambda index: columns[index] in most)
         shown = _kept(shown, readable, width, order)
         shown = _kept(shown, narrow, width, [*order, *same, *others])
-        sizes = _shared({index: natural[index] for index in shown}, narrow, width)
+        whole = {index: min(natural[index], MAX_CELL_OF_A_FILE) for index in shown}
+        sizes = _shared({index: natural[index] for index in shown}, narrow, width) if cuts else whole
     else:
         sizes = natural
     lines = [_line([columns[index] for index in shown], shown, sizes, numeric, columns)]
