@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import typer
 
 WIDTH_OF_A_FILE = 80
-"""Width of a table in a pipe or a file, unless COLUMNS is set. It decides which columns are shown; their cells are not cut."""
-MAX_CELL_OF_A_FILE = 120
+"""Width of a table in a pipe or a file, unless COLUMNS is set."""
 MAX_CELL = 2000
 NAMES_IN_A_NOTE = 6
 
@@ -72,7 +71,7 @@ def print_table(
         least=least,
         most=most,
         prose=prose,
-        cuts=has_width(),
+        cuts_names=has_width(),
     )
     for line in layout.lines:
         print_line(line)
@@ -208,7 +207,7 @@ def lay_out(
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
-    cuts: bool = True,
+    cuts_names: bool = True,
 ) -> Layout:
     """Lay out a table of one-line cells.
 
@@ -220,8 +219,8 @@ def lay_out(
         least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
         most: columns to drop last.
         prose: columns of sentences, which are wrapped below their row if there is a width.
-        cuts: cut texts to the width. Without it ``width`` only chooses the columns, and cells end at 120 characters: a
-            program that reads a pipe looks for whole names.
+        cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them: a
+            program that reads a pipe looks for whole names, and two that are cut may look alike.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
@@ -237,6 +236,10 @@ def lay_out(
         for shortest in (READABLE_TEXT, MIN_TEXT)
     )
     same: list[int] = []
+    if width is not None and not cuts_names:
+        names = [index for index in shown if index == shown[0] or columns[index] in most]
+        for sizes in (readable, narrow):
+            sizes |= {index: min(natural[index], width) for index in names}
     if width is not None:
         order = [columns.index(name) for name in least if name in columns]
         others = [index for index in reversed(shown) if index not in order]
@@ -244,8 +247,7 @@ def lay_out(
         others.sort(key=lambda index: columns[index] in most)
         shown = _kept(shown, readable, width, order)
         shown = _kept(shown, narrow, width, [*order, *same, *others])
-        whole = {index: min(natural[index], MAX_CELL_OF_A_FILE) for index in shown}
-        sizes = _shared({index: natural[index] for index in shown}, narrow, width) if cuts else whole
+        sizes = _shared({index: natural[index] for index in shown}, narrow, width)
     else:
         sizes = natural
     lines = [_line([columns[index] for index in shown], shown, sizes, numeric, columns)]
