@@ -124,6 +124,20 @@ def test_ingest_names_each_line_that_is_no_trace(cli, journal_traces, home):
     assert cli("sql", "SELECT count(*) AS n FROM traces", "--csv").out == "n\n1\n"
 
 
+@pytest.mark.parametrize("rebuild", [[], ["--rebuild"]])
+def test_ingest_takes_a_torn_line_of_a_journal_for_no_finding(rebuild, cli, journal_traces, home):
+    journal_traces(1.0)
+    assert cli("data", "ingest").code == 0
+    journal = home / "runs" / "run-1.jsonl"
+    whole = journal.read_text()
+    journal.write_text(f'{whole}{{"trace_id": "a\n{whole}')
+    result = cli("data", "ingest", *rebuild, "--json")
+    assert (result.code, result.json()["added"], result.json()["rejected"]) == (0, len(rebuild), [])
+    assert result.json()["cut_off"] == [f"{journal}:2: cut off in mid write."]
+    assert f"{journal}:2: cut off" in result.err
+    assert cli("data", "ingest", journal).code == 1  # a file that was given is incomplete
+
+
 def test_ingest_takes_files_or_rebuilds(cli, journal_traces, home):
     journal_traces(1.0)
     assert cli("data", "ingest", home / "runs" / "run-1.jsonl", "--rebuild").code == 2

@@ -159,3 +159,10 @@ def test_sql_at_a_terminal_is_a_prompt_with_a_history(row_scale, home):
     assert b"answer" in shown
     assert b"42" in shown
     assert "SELECT 41 + 1 AS answer;" in (home / "sql-history").read_text()
+
+
+def test_meaning_of_a_column_is_whole_at_45_columns(cli, row_scale, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "45")
+    shown = " ".join(cli("sql", "DESCRIBE best").out.split())
+    assert "id of the run that measured it" in shown
+    assert max(map(len, cli("sql", "--schema", "best").out.splitlines())) <= 45

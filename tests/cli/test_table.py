@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilegym_db.cli.kit.output import cut, lay_out, text_width
+from tilegym_db.cli.kit.output import cut, lay_out, print_table, text_width
 
 COLUMNS = ("definition", "language", "solution", "us")
 ROWS = [("fused_add_rms_norm", "triton", "fused_add_rms_norm_triton_row_fast_for_hopper", "12.5")]
@@ -40,6 +40,16 @@ def test_without_a_width_nothing_is_cut_or_dropped():
     layout = lay_out(COLUMNS, ROWS, width=None, prose=["solution"])
     assert layout.dropped == ()
     assert ROWS[0][2] in layout.lines[2]
+
+
+def test_name_is_whole_in_a_pipe_and_other_columns_go_for_it(capsys, monkeypatch):
+    """A program that reads the pipe searches for names; two that are cut may look alike."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    names = [f"attention_{kind}_masked_decode_backward_smoothed" for kind in ("latent", "linear")]
+    print_table(("definition", "solution", "about"), [(name, f"{name}_triton", "x" * 50) for name in names])
+    shown = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in shown] == names
+    assert max(map(len, shown)) <= 80
 
 
 def test_a_sentence_is_wrapped_below_its_row():

@@ -37,6 +37,14 @@ def test_axes_and_dtypes_resolve_to_the_same(shop: Any, publish_kernel: Callable
     assert resolved.solution.name == "scale_rows_kernel"
 
 
+def test_dtypes_of_torch_are_taken_and_short_names_explained(shop: Any, publish_kernel: Callable[..., None]) -> None:
+    publish_kernel()
+    asked = {"axes": {"M": 4, "N": 8}, "gpu": "cpu", "catalog": shop.catalog}
+    assert resolve("scale_rows", dtypes={"T": torch.float32}, **asked).solution.name == "scale_rows_kernel"
+    with raises(UsageError, "dtype_not_allowed", "Did you mean 'float32'"):
+        resolve("scale_rows", dtypes={"T": "fp32"}, **asked)
+
+
 def test_where_nothing_is_verified_the_stock_solution_runs(shop: Any, stock: Any) -> None:
     x, weight, out = torch.ones(4, 8), torch.ones(8), torch.zeros(4, 8)
     resolved = resolve("scale_rows", like=(x, weight, 0.5), catalog=shop.catalog)

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,6 +189,29 @@ def test_reader_waits_with_a_word_while_a_command_writes(opened, home, root, cap
         with open_store(home, read_only=True, catalog=Catalog((root,))) as store:
             assert count_traces(store) == 0
     assert [record.message for record in caplog.records if f"PID {writer.pid}" in record.message]
+
+
+@pytest.mark.parametrize("read_only", [True, False, None])
+def test_all_wait_for_the_process_that_creates_the_store(home, root, monkeypatch, read_only):
+    """Under load creation takes longer than any other use of the lock; None stands for a rebuild."""
+    home.mkdir()
+    monkeypatch.setattr("tilegym_db.store.connection.LOCK_TIMEOUT_S", 0.1)
+    held = threading.Event()
+
+    def create() -> None:
+        with database.writer_lock(home / "tilegym.duckdb", 1.0):
+            held.set()
+            time.sleep(0.5)
+
+    creator = threading.Thread(target=create)
+    creator.start()
+    held.wait(10)
+    catalog = Catalog((root,))
+    if read_only is None:
+        rebuild(home, catalog=catalog, lock_timeout_s=0.1)
+    else:
+        open_store(home, read_only=read_only, catalog=catalog, lock_timeout_s=0.1).close()
+    creator.join()
 
 
 def test_a_writer_waits_its_turn_and_says_for_whom(opened):

@@ -321,7 +321,10 @@ def print_report(report: TuneReport) -> None:
         skipped[item.reason] = skipped.get(item.reason, 0) + 1
     for reason, count in skipped.items():
         note(f"{count} not tuned: {reason}")
-    spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "nothing new"
+    if not report.results and not report.interrupted:
+        note("nothing was tuned.")
+        return
+    spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "none"
     after = (
         "The same command continues" if report.interrupted else f"Next: tilegym-db verify --gpu {report.machine.gpu}"
     )

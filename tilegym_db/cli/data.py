@@ -514,10 +514,12 @@ def ingest_command(
 ) -> None:
     """Add journals to the database. Known traces are skipped, so you can run it at any time.
 
-    Exit status 1 if a line is not a valid trace; the others are still ingested.
+    Exit status 1 if a line is not a valid trace; the others are still ingested. A line that a killed writer left unfinished in
+    a journal of the store is only named: its trace was never acknowledged.
     """
     from tilegym_db.store import connection
     from tilegym_db.store.connection import open_store
+    from tilegym_db.store.journal import CUT_OFF
 
     if rebuild and files:
         raise UsageError("--rebuild reads every journal of the store; give no files with it.", code="options_clash")
@@ -530,12 +532,15 @@ def ingest_command(
     else:
         with open_store() as store:
             report = connection.ingest(store, files, trust=trust)
-    rejected = [str(line) for line in report.rejected]
+    # A cut-off line in a file that was given means that the file is incomplete.
+    torn = [] if files else [line for line in report.rejected if line.reason.startswith(CUT_OFF)]
+    rejected = [str(line) for line in report.rejected if line not in torn]
     if as_json:
-        print_json({"files": report.files, "added": report.added, "known": report.known, "rejected": rejected})
+        counts = {"files": report.files, "added": report.added, "known": report.known}
+        print_json({**counts, "rejected": rejected, "cut_off": [str(line) for line in torn]})
     else:
         typer.echo(f"{report.added} traces added, {report.known} known already, from {report.files} files")
-    for line in (*rejected, *report.notes):
+    for line in (*rejected, *(f"{line} Nothing to do: its writer was killed." for line in torn), *report.notes):
         note(line)
     if rejected:
         raise typer.Exit(1)

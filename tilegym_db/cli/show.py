@@ -11,6 +11,7 @@ from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_
 from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
+    explain_command,
     note,
     print_by_size,
     print_line,
@@ -91,15 +92,16 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.best import print_leaderboard
     from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.list import solution_rows
+    from tilegym_db.records import axes_key
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
     with open_reader() as store:
         ranks = leaderboard_rows(store, definition=definition.name)
         sized = size_rows(store, definition.name) if form.is_table and spark_wanted(spark) else []
-    workloads = len(catalog.workloads_for(definition.name))
+    workloads = catalog.workloads_for(definition.name)
     if form.kind == "json":
-        content = {**definition.to_dict(), "digest": definition.digest, "workloads": workloads}
+        content = {**definition.to_dict(), "digest": definition.digest, "workloads": len(workloads)}
         write_json(form, {"definition": content, "solutions": solutions, "leaderboard": ranks})
         return
     if not form.is_table:
@@ -116,7 +118,14 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
         print_table(("solution", "language", "role"), cells, wide=form.wide)
     if ranks:
         print_leaderboard(ranks, sized, wide=form.wide)
-    note(f"{workloads} workloads. What the resolver would pick: tilegym-db explain {definition.name}")
+    if not workloads:
+        note(f"no workloads. Next: tilegym-db new workload {definition.name} --from-config FILE")
+        return
+    first = workloads[0]
+    dtypes = ",".join(f"{name}={dtype}" for name, dtype in first.dtypes.items())
+    gpu = ranks[0]["gpu"] if ranks else ""
+    command = explain_command(definition.name, axes_key(first.axes), dtypes, gpu)
+    note(f"{len(workloads)} workloads. What the resolver would pick: {command}")
 
 
 def definition_facts(definition: Definition) -> dict[str, str]:

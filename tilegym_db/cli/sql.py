@@ -12,7 +12,7 @@ import typer
 
 from tilegym_db.cli.kit.formats import TABLE, Form, with_form
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
-from tilegym_db.cli.kit.output import note, print_table
+from tilegym_db.cli.kit.output import note, print_table, table_width
 from tilegym_db.errors import QueryError, TilegymDBError, UsageError
 from tilegym_db.paths import home
 from tilegym_db.store.asking import public_views
@@ -92,10 +92,18 @@ def print_answer(result: QueryResult, form: Form) -> None:
     if form.kind in ("parquet", "arrow"):
         write_arrow(form, lambda: result.table)
     elif form.is_table:
-        print_table(result.columns, result.rows, wide=form.wide)
+        print_table(result.columns, result.rows, wide=form.wide, prose=_sentences(result))
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)
+
+
+def _sentences(result: QueryResult) -> tuple[str, ...]:
+    """Return the column with the meaning of columns, if it would be cut."""
+    if "comment" not in result.columns or not result.rows:
+        return ()
+    widths = [max(len(str(cell)) for cell in cells) for cells in zip(result.columns, *result.rows, strict=True)]
+    return ("comment",) if sum(widths) + 2 * (len(widths) - 1) > table_width() else ()
 
 
 command.__doc__ = f"""{command.__doc__}

@@ -544,9 +544,11 @@ def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: s
     fitting = [row for row in awards if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
+        spelled = ",".join(f"{name}={dtype}" for name, dtype in call.dtypes.items())
         reason = (
             f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
-            f"the kernel that serves it: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} --gpu {gpu}"
+            f"the kernel that serves it: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} "
+            f"--dtype {spelled} --gpu {gpu}"
         )
         return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))

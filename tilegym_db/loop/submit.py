@@ -132,7 +132,8 @@ def submit(
     catalog, home = Catalog.default(), home or default_home()
     if gpu is not None and gpu != "auto" and not same_gpu(parse_gpu(gpu), task.gpu):
         raise HardwareError(
-            f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: tilegym-db task create",
+            f"--gpu {gpu}: task {task.id} is for {task.gpu}. Make one for {gpu}: "
+            f"tilegym-db task create {task.definition} --gpu {gpu}",
             code="gpu_of_task_differs",
         )
     definition = catalog.definition(task.definition)

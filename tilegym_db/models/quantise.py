@@ -81,8 +81,8 @@ def _check_served(handle: Handle, way: str) -> None:
         why = "; ".join(dict.fromkeys(reasons)) or "no definition describes them"
         raise UsageError(
             f"quantise={way!r} is refused: no kernel would serve the products, and PyTorch operations are slower than the model "
-            f"as it is ({why}). Try: tilegym-db fit, which measures and publishes for this GPU; or {FP8_REFERENCE!r}, to see "
-            "the numbers alone.",
+            f"as it is ({why}). Try: tilegym-db fit CONFIG, which measures and publishes for this GPU; or {FP8_REFERENCE!r}, "
+            "to see the numbers alone.",
             code="quantise_unserved",
         )
 
@@ -106,7 +106,7 @@ def _check_left(proofs: Sequence[LayerProof], way: str, handle: Handle) -> None:
         if unserved:
             reasons += _why_stock(handle)
             step = (
-                " Try: inputs= with as many tokens as your calls have; tilegym-db fit; or "
+                " Try: inputs= with as many tokens as your calls have; tilegym-db fit CONFIG; or "
                 f"{FP8_REFERENCE!r}, to see the numbers alone."
             )
         why = "; ".join(dict.fromkeys(reasons))

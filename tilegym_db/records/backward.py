@@ -39,7 +39,7 @@ def forward_of(backward: Definition) -> Definition:
     if backward._forward is None:
         raise RecordError(
             f"{backward.name}: saved: '{backward.saved[0]}' is computed by '{backward.backward_of}', which is in no catalog "
-            "that was read. Add it first (tilegym-db add-definition).",
+            "that was read. Add it first (tilegym-db add-definition FILE).",
             code="forward_unknown",
         )
     return backward._forward

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from tilegym_db.errors import RecordError
+from tilegym_db.errors import RecordError, did_you_mean
 from tilegym_db.records.base import MAX_AXIS, NAME_PATTERN, Line, Prose, Record, canonical_json, problems_of, shown
 from tilegym_db.records.base import length_prefixed_digest as digest_of
 from tilegym_db.records.definition_parts import (
@@ -51,7 +51,7 @@ from tilegym_db.records.definition_rules import (
     check_tensors,
     check_tolerance,
 )
-from tilegym_db.records.dtypes import DTYPE_BYTES, DType
+from tilegym_db.records.dtypes import DTYPE_BYTES, SHORT_NAMES, DType
 from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.python_source import check_function, has_product
@@ -319,8 +319,9 @@ class Definition(Record):
                     f"{self.name} needs a dtype for '{name}': one of {', '.join(choices)}.", code="dtype_missing"
                 )
             if value not in choices:
+                hint = did_you_mean(SHORT_NAMES.get(value, value), choices)
                 raise RecordError(
-                    f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.",
+                    f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.{hint}",
                     code="dtype_not_allowed",
                 )
             bound[name] = value

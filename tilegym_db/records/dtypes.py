@@ -29,6 +29,11 @@ DTYPE_BYTES: dict[str, float] = {
     "uint32": 4,
     "bool": 1,
 }
+SHORT_NAMES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+}  # fmt: skip
+"""What people write for a dtype, for messages that suggest its name."""
 STORED_BYTES: dict[str, int] = {name: max(1, int(size)) for name, size in DTYPE_BYTES.items()}
 """Stored bytes per element. An element of a packed tensor is one byte, and its shape counts bytes."""
 CODE_DTYPES = frozenset(("float8_e4m3fn", "float8_e5m2", "float4_e2m1"))

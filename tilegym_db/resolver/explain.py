@@ -126,7 +126,7 @@ def explain(
     definition: str | Definition,
     *,
     axes: Mapping[str, int] | None = None,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
     layouts: Mapping[str, str] | None = None,
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,

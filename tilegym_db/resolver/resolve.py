@@ -87,7 +87,7 @@ def resolve(
     definition: str | Definition,
     *,
     axes: Mapping[str, int] | None = None,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
     layouts: Mapping[str, str] | None = None,
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,
@@ -102,7 +102,7 @@ def resolve(
     Args:
         definition: name or record of the operator.
         axes: size per axis; const axes may be left out.
-        dtypes: dtype per dtype variable; a variable with one choice may be left out.
+        dtypes: dtype per dtype variable, as ``"bfloat16"`` or ``torch.bfloat16``; a variable with one choice may be left out.
         layouts: layout class per tensor that is not contiguous.
         scalars: scalar inputs; those that select code are required.
         gpu: a GPU slug or family such as ``h200``; None or ``auto`` means this machine's device.
@@ -146,7 +146,7 @@ def ask(
     catalog: Catalog,
     *,
     axes: Mapping[str, int] | None = None,
-    dtypes: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
     layouts: Mapping[str, str] | None = None,
     scalars: Mapping[str, Scalar] | None = None,
     gpu: str | None = None,
@@ -171,7 +171,9 @@ def _call(record: Definition, like: Sequence[Any] | None, **given: Mapping[str, 
     if like is None:
         for name, values in given.items():
             check_kind(values or {}, Mapping, f"{name} is a mapping of names to values")
-        return Call(record.name, **{name: dict(values or {}) for name, values in given.items()})
+        parts: dict[str, dict[str, Any]] = {name: dict(values or {}) for name, values in given.items()}
+        parts["dtypes"] = {name: str(value).removeprefix("torch.") for name, value in parts["dtypes"].items()}
+        return Call(record.name, **parts)
     if any(given.values()):
         raise UsageError(
             "give either like=(real arguments) or axes, dtypes, layouts and scalars, not both.", code="options_clash"

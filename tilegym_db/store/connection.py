@@ -148,19 +148,22 @@ def open_store(
 
 def _create_missing(path: Path, catalog: Catalog, lock_timeout_s: float) -> bool:
     """Create the database unless another process did so first; return True if this one created it."""
-
-    # The holder of the lock is probably creating the database, which takes far longer than other uses.
-    with writer_lock(path, lock_timeout_s if lock_timeout_s < LOCK_TIMEOUT_S else CREATION_TIMEOUT_S):
+    with writer_lock(path, _lock_patience_s(path, lock_timeout_s)):
         if path.exists():
             return False
         create_database(path, catalog)
         return True
 
 
-def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
+def _lock_patience_s(path: Path, lock_timeout_s: float) -> float:
+    """Return the seconds to wait for the writers' lock, which are more if its holder is creating the database."""
+    is_default = lock_timeout_s >= LOCK_TIMEOUT_S
+    return CREATION_TIMEOUT_S if is_default and not path.exists() else lock_timeout_s
 
+
+def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
     with ExitStack() as resources:
-        resources.enter_context(writer_lock(path, lock_timeout_s))
+        resources.enter_context(writer_lock(path, _lock_patience_s(path, lock_timeout_s)))
         if not path.exists():
             create_database(path, catalog)
         store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
@@ -399,7 +402,7 @@ def rebuild(
     """
     path = database_path(path)
     require_regular(path)
-    with writer_lock(path, lock_timeout_s):
+    with writer_lock(path, _lock_patience_s(path, lock_timeout_s)):
         history, notes = _history(path, lock_timeout_s)
         catalog = catalog or Catalog.default()
         try:

@@ -31,9 +31,14 @@ def print_line(text: str) -> None:
     print(printable_lines(text))
 
 
+def has_width() -> bool:
+    """Return True if the reader's lines have a width: a terminal, or ``COLUMNS`` is set."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
+
+
 def table_width() -> int:
     """Return the characters per line: the terminal's, ``COLUMNS``, or 80."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+    if has_width():
         return max(20, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
     return WIDTH_OF_A_FILE
 
@@ -66,6 +71,7 @@ def print_table(
         least=least,
         most=most,
         prose=prose,
+        cuts_names=has_width(),
     )
     for line in layout.lines:
         print_line(line)
@@ -123,6 +129,12 @@ def spelled_call(row: Mapping[str, Any]) -> str:
     """Format a call as ``M=4096,N=4096``; inputs from a file show the start of its sha256: ``ids@0dcd504eaad7``."""
     files = (entry.partition("=") for entry in row["blobs_key"].split(",") if entry)
     return " ".join([row["axes_key"], *(f"{name}@{sha256[:12]}" for name, _, sha256 in files)])
+
+
+def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
+    """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
+    options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
+    return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])
 
 
 def print_json(value: Any) -> None:
@@ -195,6 +207,7 @@ def lay_out(
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
+    cuts_names: bool = True,
 ) -> Layout:
     """Lay out a table of one-line cells.
 
@@ -206,6 +219,8 @@ def lay_out(
         least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
         most: columns to drop last.
         prose: columns of sentences, which are wrapped below their row if there is a width.
+        cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them: a
+            program that reads a pipe looks for whole names, and two that are cut may look alike.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
@@ -221,6 +236,10 @@ def lay_out(
         for shortest in (READABLE_TEXT, MIN_TEXT)
     )
     same: list[int] = []
+    if width is not None and not cuts_names:
+        names = [index for index in shown if index == shown[0] or columns[index] in most]
+        for sizes in (readable, narrow):
+            sizes |= {index: min(natural[index], width) for index in names}
     if width is not None:
         order = [columns.index(name) for name in least if name in columns]
         others = [index for index in reversed(shown) if index not in order]
