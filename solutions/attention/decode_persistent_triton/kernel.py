@@ -106,9 +106,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["heads", "Hq", "splits", "D", "out_b", "out_h"])
-def _join_parts(
-    parts_ptr, out_ptr, out_b, out_h, heads, Hq, splits, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _join_parts(parts_ptr, out_ptr, out_b, out_h, heads, Hq, splits, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add the parts of a head, each at the scale of the largest score among them."""
     number = tl.program_id(0).to(tl.int64)
     spans = tl.arange(0, BLOCK_S)

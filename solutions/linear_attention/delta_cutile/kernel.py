@@ -98,6 +98,7 @@ def run_recurrent(
 CHUNK = 64
 Square = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3))]
 Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
+Between = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
 Flag = ct.Constant[bool]
 MINUS_INFINITY = float("-inf")
 
@@ -255,10 +256,10 @@ def _behind(state, delta, keys, factors, part, SPLIT: Flag):
 
 @ct.kernel
 def _scan_ahead(
-    k: Heads, v: Heads, initial: States, inverse: Square, factors: Rows, states: States, moves: States,
+    k: Heads, v: Heads, initial: States, inverse: Square, factors: Rows, states: Between, moves: Between,
     segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
 ):  # fmt: skip
-    """Make states [pairs, segments, V, K] of what segments make of nothing, and moves [pairs, segments, K, K]."""
+    """Make states [pairs * segments, V, K] of what segments make of nothing, and moves [pairs * segments, K, K]."""
     heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
     of_values = ct.cdiv(v.shape[3], TILE_V)
     blocks = of_values + ct.cdiv(k.shape[3], TILE_V)
@@ -287,27 +288,29 @@ def _scan_ahead(
             delta = _written(state, keys, values, inverse, factors, part, SPLIT)
             state = _behind(state, delta, keys, factors, part, SPLIT)
         if unit:
-            ct.store(moves, (pair, segment, block - of_values, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+            ct.store(moves, (pair * segments + segment, block - of_values, 0), state.reshape((1, TILE_V, TILE_K)))
         else:
-            ct.store(states, (pair, segment + 1, block, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+            ct.store(states, (pair * segments + segment + 1, block, 0), state.reshape((1, TILE_V, TILE_K)))
 
 
 @ct.kernel(num_worker_warps=4)
-def _join_segments(states: States, moves: States, segments: int, TILE_K: Int, TILE_V: Int):
+def _join_segments(states: Between, moves: Between, segments: int, TILE_K: Int, TILE_V: Int):
     """Turn what each segment makes of nothing into the state before each segment but the first."""
     pair, block = ct.bid(0), ct.bid(1)
-    shape = (1, 1, TILE_V, TILE_K)
-    state = ct.load(states, (pair, 1, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+    shape = (1, TILE_V, TILE_K)
+    state = ct.load(states, (pair * segments + 1, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
     for segment in range(2, segments):
-        move = ct.load(moves, (pair, segment - 1, 0, 0), (1, 1, TILE_K, TILE_K), padding_mode=ZERO)
-        made = ct.load(states, (pair, segment, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+        move = ct.load(moves, (pair * segments + segment - 1, 0, 0), (1, TILE_K, TILE_K), padding_mode=ZERO)
+        made = ct.load(states, (pair * segments + segment, block, 0), shape, padding_mode=ZERO).reshape(
+            (TILE_V, TILE_K)
+        )
         state = _add_product(state, move.reshape((TILE_K, TILE_K)), made, True, False)
-        ct.store(states, (pair, segment, block, 0), state.reshape(shape))
+        ct.store(states, (pair * segments + segment, block, 0), state.reshape(shape))
 
 
 @ct.kernel
 def _scan_chunks(
-    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, states: States,
+    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, states: Between,
     out: Heads, final: States, segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
 ):  # fmt: skip
     heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
@@ -320,7 +323,7 @@ def _scan_chunks(
         first = ct.load(initial, (batch, head, 0, block), (1, 1, TILE_K, TILE_V), padding_mode=ZERO)
         state = ct.transpose(first.reshape((TILE_K, TILE_V)))
     else:
-        first = ct.load(states, (pair, segment, block, 0), (1, 1, TILE_V, TILE_K), padding_mode=ZERO)
+        first = ct.load(states, (pair * segments + segment, block, 0), (1, TILE_V, TILE_K), padding_mode=ZERO)
         state = first.reshape((TILE_V, TILE_K))
     nothing = ct.zeros((TILE_V, CHUNK), dtype=ct.float32)
     square = (1, 1, CHUNK, CHUNK)
@@ -369,6 +372,109 @@ def _scan_shape(heads, V, chunks):
     return (128 if V > 64 and heads > 66 else 64), 1
 
 
+def _rounded(count):
+    """Round a number of rows up, so that workspaces of all sizes are divisible alike: cuTile compiles for what divides a size."""
+    return -(-count // 16) * 16
+
+
+def _chunks(q, k, v, g, beta, initial_state, out, final_state, scale, tile_v, segments, count):
+    """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place."""
+    (_, T, Hv, V), B, K = v.shape, count, k.shape[3]
+    chunks = -(-T // CHUNK)
+    parts = B * Hv * chunks
+    best_tile, best_segments = _scan_shape(B * Hv, V, chunks)
+    tile_v = tile_v or best_tile
+    segments = min(segments or best_segments, chunks)
+    segment_chunks = -(-chunks // segments)
+    segments = -(-chunks // segment_chunks)
+    split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
+    inverse = torch.empty((_rounded(parts), 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty((_rounded(parts), 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    factors = torch.empty((_rounded(parts), 4, CHUNK), dtype=torch.float32, device=q.device)
+    between = _rounded(B * Hv * segments if segments > 1 else 1)
+    states = torch.empty((between, V, K), dtype=torch.float32, device=q.device)
+    moves = torch.empty((between, K, K), dtype=torch.float32, device=q.device)
+    args = (q, k, g, beta, inverse, attention, factors, Hv, scale, split, K)
+    ct.launch(stream, (parts, 1, 1), _prepare_chunk, args)
+    if segments > 1:
+        args = (k, v, initial_state, inverse, factors, states, moves, segments, segment_chunks, split, K, tile_v)
+        grid = B * Hv * (segments - 1) * (blocks + -(-K // tile_v))
+        ct.launch(stream, (grid, 1, 1), _AHEAD[tile_v // 16], args)
+        if segments > 2:
+            args = (states, moves, segments, K, 16)
+            ct.launch(stream, (B * Hv, -(-V // 16), 1), _join_segments, args)
+    args = (
+        q, k, v, initial_state, inverse, attention, factors, states, out, final_state, segments, segment_chunks,
+        split, K, tile_v,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hv * segments * blocks, 1, 1), _SCAN[tile_v // 16], args)
+
+
+# ---- other sizes and layouts ----------------------------------------------------------------------
+# cuTile compiles a kernel for each set of divisible sizes, strides and addresses, and one of chunks takes seconds. They know the
+# heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks and of 128 numbers, of one head
+# and 128 of its values each. Zeros behind keys, values and tokens change nothing.
+
+Memory = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]
+Long = ct.ScalarInt64[int]
+WIDE = 128
+MOVED_AT_ONCE = 1 << 27
+"""Numbers of the largest tensor that is moved at once."""
+TILE_T, TILE_C = 32, 64
+
+
+@ct.kernel(num_worker_warps=4)
+def _move(
+    given: Memory, rows: Memory, given_b: Long, given_t: Long, given_h: Long, given_block: Long, first: Long, Hv: Long,
+    share: Long, blocks: Long, tokens: Long, width: Long, rows_t: Long, columns: Long, INTO: Flag,
+):  # fmt: skip
+    """Copy between [B, tokens, heads, width] of any strides and rows [.., rows_t, columns], both as numbers of 16 bits.
+
+    A row is of one sequence, one of Hv heads and one of ``blocks`` blocks of columns; ``share`` heads in a row have the same head
+    of ``given``. INTO: into the rows, with zeros behind tokens and width, else out of them.
+    """
+    tiles_t, tiles_c = ct.cdiv(rows_t, TILE_T), ct.cdiv(columns, TILE_C)
+    place = ct.bid(0).astype(ct.int64)
+    row, tile_t, tile_c = place // tiles_c // tiles_t, place // tiles_c % tiles_t, place % tiles_c
+    number = first + row
+    block, head, batch = number % blocks, number // blocks % Hv, number // blocks // Hv
+    t = tile_t * TILE_T + ct.arange(TILE_T, dtype=ct.int64)[:, None]
+    c = tile_c * TILE_C + ct.arange(TILE_C, dtype=ct.int64)[None, :]
+    there = (t < rows_t) & (c < columns)
+    here = there & (t < tokens) & (block * given_block + c < width)
+    of_rows = (row * rows_t + t) * columns + c
+    of_given = batch * given_b + t * given_t + head // share * given_h + block * given_block + c
+    if INTO:
+        ct.scatter(
+            rows, of_rows, ct.gather(given, of_given, mask=here, check_bounds=False), mask=there, check_bounds=False
+        )
+    else:
+        ct.scatter(
+            given, of_given, ct.gather(rows, of_rows, mask=here, check_bounds=False), mask=here, check_bounds=False
+        )
+
+
+def _move_rows(x, rows, count, first, Hv, blocks, into):
+    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows``, which have C or blocks of it."""
+    unit = x.element_size() // 2
+    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    given = x.as_strided((reach,), (1,), x.storage_offset()).view(torch.int16)
+    columns = rows.shape[-1] * unit
+    args = (
+        given, rows.view(-1).view(torch.int16), *(step * unit for step in x.stride()[:3]),
+        columns if blocks > 1 and x.shape[3] > WIDE else 0, first, Hv, Hv // x.shape[2], blocks, x.shape[1],
+        x.shape[3] * unit, rows.shape[1], columns, into,
+    )  # fmt: skip
+    tiles = -(-rows.shape[1] // TILE_T) * -(-columns // TILE_C)
+    ct.launch(torch.cuda.current_stream(), (count * tiles, 1, 1), _move, args)
+
+
+def _is_aligned(x):
+    """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
+
+
 def run_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -389,38 +495,34 @@ def run_chunk(
     Mapping: one block a chunk of 64 tokens and head inverts the system of the chunk. Then a block owns TILE_V columns of a head's
     state and goes through the chunks.
     TILE_V and segments = None: by the number of heads, so that the blocks fill an H200.
+    Tensors of bfloat16 with K and V of 64 or 128 and aligned rows are read in place; others are moved first, some heads at once.
     """
     B, T, Hv, V = v.shape
     K = k.shape[3]
     if final_state.numel() == 0:
         return
-    chunks = -(-T // CHUNK)
-    parts = B * Hv * chunks
-    tile_k = max(16, 1 << (K - 1).bit_length())
-    best_tile, best_segments = _scan_shape(B * Hv, V, chunks)
-    tile_v = TILE_V or best_tile
-    segments = min(segments or best_segments, chunks)
-    segment_chunks = -(-chunks // segments)
-    segments = -(-chunks // segment_chunks)
-    split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
-    inverse = torch.empty((parts, 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    attention = torch.empty((parts, 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    factors = torch.empty((parts, 4, CHUNK), dtype=torch.float32, device=q.device)
-    pairs = B * Hv if segments > 1 else 1
-    states = torch.empty((pairs, segments, V, K), dtype=torch.float32, device=q.device)
-    moves = torch.empty((pairs, segments, K, K), dtype=torch.float32, device=q.device)
-    args = (q, k, g, beta, inverse, attention, factors, Hv, K**-0.5, split, tile_k)
-    ct.launch(stream, (parts, 1, 1), _prepare_chunk, args)
-    if segments > 1:
-        args = (
-            k, v, initial_state, inverse, factors, states, moves, segments, segment_chunks, split, tile_k, tile_v,
+    is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
+    if is_usual and all(map(_is_aligned, (q, k, v, g, beta, initial_state, out, final_state))):
+        _chunks(q, k, v, g, beta, initial_state, out, final_state, K**-0.5, TILE_V, segments, B)
+        return
+    blocks, tokens = -(-V // WIDE), -(-T // CHUNK) * CHUNK
+    every = B * Hv * blocks
+    at_once = max(1, MOVED_AT_ONCE // (max(tokens, WIDE) * WIDE))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = _rounded(count)
+        queries = torch.empty((room, tokens, 1, WIDE), dtype=q.dtype, device=q.device)
+        keys, values, found = torch.empty_like(queries), torch.empty_like(queries), torch.empty_like(queries)
+        logs = torch.empty((room, tokens, 1), dtype=torch.float32, device=q.device)
+        rates = torch.empty((room, tokens, 1), dtype=beta.dtype, device=q.device)
+        before = torch.empty((room, 1, WIDE, WIDE), dtype=torch.float32, device=q.device)
+        behind = torch.empty_like(before)
+        moved = (
+            (q, queries), (k, keys), (v, values), (g[..., None], logs), (beta[..., None], rates),
+            (initial_state.transpose(1, 2), before[:, 0]),
         )  # fmt: skip
-        grid = B * Hv * (segments - 1) * (blocks + -(-K // tile_v))
-        ct.launch(stream, (grid, 1, 1), _AHEAD[tile_v // 16], args)
-        args = (states, moves, segments, tile_k, 16)
-        ct.launch(stream, (B * Hv, -(-V // 16), 1), _join_segments, args)
-    args = (
-        q, k, v, initial_state, inverse, attention, factors, states, out, final_state, segments, segment_chunks,
-        split, tile_k, tile_v,
-    )  # fmt: skip
-    ct.launch(stream, (B * Hv * segments * blocks, 1, 1), _SCAN[tile_v // 16], args)
+        for x, rows in moved:
+            _move_rows(x, rows, count, first, Hv, blocks, True)
+        _chunks(queries, keys, values, logs, rates, before, found, behind, K**-0.5, TILE_V, segments, count)
+        _move_rows(out, found, count, first, Hv, blocks, False)
+        _move_rows(final_state.transpose(1, 2), behind[:, 0], count, first, Hv, blocks, False)

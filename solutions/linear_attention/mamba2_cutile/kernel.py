@@ -217,7 +217,7 @@ def _scan_chunks(
     pair, block, segment = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1)
     batch, head = pair // heads, pair % heads
     group = head // (heads // B.shape[2])
-    skip = ct.load(D, (head,), (1,)).astype(ct.float32)
+    skip = ct.load(D, (pair % D.shape[0],), (1,)).astype(ct.float32)  # of each head, or of each row
     rows, cols = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
     nothing = ct.zeros((TILE_P, CHUNK), dtype=ct.float32)
     # 1. The state before the segment. It has a row for each value, and so has all that is made of it.
@@ -261,6 +261,105 @@ _SCAN = {warps: _scan_chunks.replace_hints(num_worker_warps=warps) for warps in 
 _WRITE = {warps: _write_segments.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
+def _rounded(count):
+    """Round a number of rows up, so that workspaces of all sizes are divisible alike: cuTile compiles for what divides a size."""
+    return -(-count // 16) * 16
+
+
+def _chunks(x, dt, A, Bmat, Cmat, D, bias, initial, dt_min, out, final, tokens, count, wanted, warps):
+    """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place.
+
+    dt is [sequences, T, H], or [1, T, sequences * H] with A and bias of as many. The tokens behind ``tokens`` do nothing.
+    """
+    (room, _, H, P), N = x.shape, Bmat.shape[3]
+    chunks = -(-tokens // CHUNK)
+    tile_p = 64
+    rows = count * H * (P // tile_p)
+    each = -(-chunks // max(1, min(-(-wanted // rows), MOST_SEGMENTS, chunks // 2)))
+    segments = -(-chunks // each)
+    warps = warps or (8 if N > 128 else 4)
+    split, stream = x.dtype != torch.bfloat16, torch.cuda.current_stream()
+    steps = torch.empty((dt.shape[0], dt.shape[2], chunks * CHUNK), dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(steps)
+    parts = _rounded(max(1, count * H * (segments - 1)))
+    states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
+    left = torch.empty((parts,), dtype=torch.float32, device=x.device)
+    args = (dt, A, bias, steps, sums, tokens, dt_min)
+    ct.launch(stream, (dt.shape[0] * chunks, -(-dt.shape[2] // TILE_H), 1), _steps, args)
+    steps, sums = steps.view(room, H, -1), sums.view(room, H, -1)
+    if segments > 1:
+        args = (x, Bmat, steps, sums, states, left, each, segments, split, tile_p, N)
+        ct.launch(stream, (rows, segments - 1, 1), _WRITE[warps], args)
+    args = (x, Bmat, Cmat, D, steps, sums, initial, states, left, out, final, each, segments, split, tile_p, N)
+    ct.launch(stream, (rows, segments, 1), _SCAN[warps], args)
+
+
+# ---- other sizes and layouts ----------------------------------------------------------------------
+# cuTile compiles a kernel for each set of divisible sizes, strides and addresses, and one of chunks takes seconds. They know the
+# heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks, each of one head and 64 of its
+# values. Zeros behind values and directions change nothing.
+
+Memory = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]
+Long = ct.ScalarInt64[int]
+HIGH = 64
+MOVED_AT_ONCE = 1 << 27
+"""Numbers of the largest tensor that is moved at once."""
+TILE_T, TILE_C = 32, 64
+
+
+@ct.kernel(num_worker_warps=4)
+def _move(
+    given: Memory, rows: Memory, given_b: Long, given_t: Long, given_h: Long, first: Long, H: Long, share: Long, blocks: Long,
+    skip_t: Long, skip_c: Long, tokens: Long, width: Long, rows_r: Long, rows_t: Long, tall: Long, columns: Long, INTO: Flag,
+):  # fmt: skip
+    """Copy between [B, tokens, heads, width] of any strides and rows [.., tall, columns], both as numbers of 16 bits.
+
+    A row is of one sequence, one of H heads and one of ``blocks`` blocks, each ``skip_t`` and ``skip_c`` further in ``given``;
+    ``share`` heads in a row have the same head of ``given``. INTO: into the rows, with zeros behind tokens and width, else out.
+    """
+    tiles_t, tiles_c = ct.cdiv(tall, TILE_T), ct.cdiv(columns, TILE_C)
+    place = ct.bid(0).astype(ct.int64)
+    row, tile_t, tile_c = place // tiles_c // tiles_t, place // tiles_c % tiles_t, place % tiles_c
+    number = first + row
+    block, head, batch = number % blocks, number // blocks % H, number // blocks // H
+    t = tile_t * TILE_T + ct.arange(TILE_T, dtype=ct.int64)[:, None]
+    c = tile_c * TILE_C + ct.arange(TILE_C, dtype=ct.int64)[None, :]
+    there = (t < tall) & (c < columns)
+    here = there & (block * skip_t + t < tokens) & (block * skip_c + c < width)
+    of_rows = row * rows_r + t * rows_t + c
+    of_given = batch * given_b + (block * skip_t + t) * given_t + head // share * given_h + block * skip_c + c
+    if INTO:
+        ct.scatter(
+            rows, of_rows, ct.gather(given, of_given, mask=here, check_bounds=False), mask=there, check_bounds=False
+        )
+    else:
+        ct.scatter(
+            given, of_given, ct.gather(rows, of_rows, mask=here, check_bounds=False), mask=here, check_bounds=False
+        )
+
+
+def _move_rows(x, rows, count, first, H, blocks, skip_t=0, skip_c=0, into=True):
+    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows`` [.., T, C], whose last stride is 1."""
+    unit = x.element_size() // 2
+    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    given = x.as_strided((reach,), (1,), x.storage_offset()).view(torch.int16)
+    whole = rows.as_strided((rows.numel(),), (1,), rows.storage_offset()).view(torch.int16)
+    _, tall, wide = rows.shape
+    columns = wide * unit
+    args = (
+        given, whole, *(step * unit for step in x.stride()[:3]), first, H, H // x.shape[2], blocks,
+        skip_t, skip_c * unit, x.shape[1], x.shape[3] * unit, rows.stride(0) * unit, rows.stride(1) * unit, tall, columns, into,
+    )  # fmt: skip
+    tiles = -(-tall // TILE_T) * -(-columns // TILE_C)
+    ct.launch(torch.cuda.current_stream(), (count * tiles, 1, 1), _move, args)
+
+
+def _is_aligned(x):
+    """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
+
+
 def run_chunk(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -283,31 +382,42 @@ def run_chunk(
     strides. Sums, decays and the state are in float32.
     Mapping: steps and sums of their decays first. Then a block owns 64 rows of a head's state and goes through the chunks of a
     segment. Segments are as many as give BLOCKS blocks, and at most eight. WARPS = None: 4, or 8 if N > 128.
+    Tensors of bfloat16 with P of 64 or 128, N of 64, 128 or 256 and aligned rows are read in place; others are moved first, some
+    heads at once.
     """
     B, T, H, P = x.shape
     N = Bmat.shape[3]
     if final_state.numel() == 0:
         return
-    chunks = -(-T // CHUNK)
-    tile_n = max(16, 1 << (N - 1).bit_length())
-    tile_p = min(64, max(16, 1 << (P - 1).bit_length()))
-    rows = B * H * -(-P // tile_p)
-    each = -(-chunks // max(1, min(-(-BLOCKS // rows), MOST_SEGMENTS, chunks // 2)))
-    segments = -(-chunks // each)
-    warps = WARPS or (8 if tile_n > 128 else 4)
-    split, stream = x.dtype != torch.bfloat16, torch.cuda.current_stream()
-    steps = torch.empty((B, H, chunks * CHUNK), dtype=torch.float32, device=x.device)
-    sums = torch.empty((B, H, chunks * CHUNK), dtype=torch.float32, device=x.device)
-    parts = max(1, B * H * (segments - 1))
-    states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
-    left = torch.empty((parts,), dtype=torch.float32, device=x.device)
-    args = (dt, A, dt_bias, steps, sums, T, dt_min)
-    ct.launch(stream, (B * chunks, -(-H // TILE_H), 1), _steps, args)
-    if segments > 1:
-        args = (x, Bmat, steps, sums, states, left, each, segments, split, tile_p, tile_n)
-        ct.launch(stream, (rows, segments - 1, 1), _WRITE[warps], args)
-    args = (
-        x, Bmat, Cmat, D, steps, sums, initial_state, states, left, out, final_state,
-        each, segments, split, tile_p, tile_n,
-    )  # fmt: skip
-    ct.launch(stream, (rows, segments, 1), _SCAN[warps], args)
+    is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
+    if is_usual and all(map(_is_aligned, (x, Bmat, Cmat, initial_state, out, final_state))):
+        _chunks(x, dt, A, Bmat, Cmat, D, dt_bias, initial_state, dt_min, out, final_state, T, B, BLOCKS, WARPS)
+        return
+    blocks, tokens, deep = -(-P // HIGH), -(-T // CHUNK) * CHUNK, 128 if N <= 128 else -(-N // 256) * 256
+    every = B * H * blocks
+    at_once = max(1, MOVED_AT_ONCE // (max(tokens, HIGH) * deep))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = _rounded(count)
+        like = {"dtype": x.dtype, "device": x.device}
+        exact = {"dtype": torch.float32, "device": x.device}
+        values = torch.empty((room, tokens, HIGH), **like)
+        found = torch.empty((room, tokens, HIGH), dtype=out.dtype, device=x.device)
+        writes, reads = torch.empty((2, room, tokens, deep), **like)
+        before, behind = torch.empty((2, room, HIGH, deep), **exact)
+        raw, rates = torch.empty((tokens, room), **like), torch.empty(room, **exact)
+        skips, biases = torch.empty((2, room), **like)
+        place = count, first, H, blocks
+        _move_rows(x, values, *place, skip_c=HIGH)
+        _move_rows(Bmat, writes, *place)
+        _move_rows(Cmat, reads, *place)
+        _move_rows(initial_state.transpose(1, 2), before, *place, skip_t=HIGH)
+        _move_rows(dt[..., None], raw.t()[..., None], *place)
+        for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
+            _move_rows(of_heads.expand(B, 1, H)[..., None], of_rows[:, None, None], *place)
+        _chunks(
+            values[:, :, None], raw[None], rates, writes[:, :, None], reads[:, :, None], skips, biases, before[:, None], dt_min,
+            found[:, :, None], behind[:, None], T, count, BLOCKS, WARPS,
+        )  # fmt: skip
+        _move_rows(out, found, *place, skip_c=HIGH, into=False)
+        _move_rows(final_state.transpose(1, 2), behind, *place, skip_t=HIGH, into=False)
