@@ -55,37 +55,6 @@ def _one_token(
 _ONE_TOKEN = {warps: _one_token.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def run_recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    final_state: torch.Tensor,
-    *,
-    TILE_V=None,
-    WARPS=4,
-):
-    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
-
-    Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
-    Mapping: a block owns TILE_V columns of the state of one head, which it reads and writes once.
-    TILE_V = None: 32, or 16 if there would be fewer blocks than an H200 has places for.
-    """
-    B, _, Hv, V = v.shape
-    K = k.shape[3]
-    if final_state.numel() == 0:
-        return
-    tile_v = TILE_V or (16 if B * Hv * V <= 132 * 64 else 32)
-    args = (
-        q, k, v, g, beta, initial_state, out, final_state,
-        K**-0.5, 1 << (K - 1).bit_length(), tile_v,
-    )  # fmt: skip
-    ct.launch(torch.cuda.current_stream(), (B * Hv, -(-V // tile_v), 1), _ONE_TOKEN[WARPS], args)
-
-
 # ---- chunks of tokens -----------------------------------------------------------------------------
 # Of a chunk, A = tril(beta_i e^(G_i - G_j) k_i k_j, -1), with G the sums of g within it and k normalised. What the tokens write
 # is W = (I + A)^-1 diag(beta) (V - e^G K S), of the state S before the chunk. Then out = e^G Q S + P W, where
@@ -454,15 +423,15 @@ def _move(
         )
 
 
-def _move_rows(x, rows, count, first, Hv, blocks, into):
-    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows``, which have C or blocks of it."""
+def _move_rows(x, rows, count, first, Hv, blocks, skip=0, into=True):
+    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows``, of blocks ``skip`` columns apart."""
     unit = x.element_size() // 2
     reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     given = x.as_strided((reach,), (1,), x.storage_offset()).view(torch.int16)
     columns = rows.shape[-1] * unit
     args = (
         given, rows.view(-1).view(torch.int16), *(step * unit for step in x.stride()[:3]),
-        columns if blocks > 1 and x.shape[3] > WIDE else 0, first, Hv, Hv // x.shape[2], blocks, x.shape[1],
+        skip * unit, first, Hv, Hv // x.shape[2], blocks, x.shape[1],
         x.shape[3] * unit, rows.shape[1], columns, into,
     )  # fmt: skip
     tiles = -(-rows.shape[1] // TILE_T) * -(-columns // TILE_C)
@@ -473,6 +442,73 @@ def _is_aligned(x):
     """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
     unit = 16 // x.element_size()
     return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
+
+
+def _in_rows(tensors, tokens, wide, compute):
+    """Call ``compute`` with tensors like those given but of one head a sequence, ``wide`` columns of keys and WIDE of values."""
+    q, k, v, g, beta, initial_state, out, final_state = tensors
+    B, _, Hv, V = v.shape
+    blocks = -(-V // WIDE)
+    every = B * Hv * blocks
+    at_once = max(1, MOVED_AT_ONCE // (max(tokens, WIDE) * wide))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = _rounded(count)
+        queries = torch.empty((room, tokens, 1, wide), dtype=q.dtype, device=q.device)
+        keys = torch.empty_like(queries)
+        values = torch.empty((room, tokens, 1, WIDE), dtype=q.dtype, device=q.device)
+        found = torch.empty_like(values)
+        logs = torch.empty((room, tokens, 1), dtype=torch.float32, device=q.device)
+        rates = torch.empty((room, tokens, 1), dtype=beta.dtype, device=q.device)
+        before = torch.empty((room, 1, wide, WIDE), dtype=torch.float32, device=q.device)
+        behind = torch.empty_like(before)
+        place = count, first, Hv, blocks
+        for x, rows in ((q, queries), (k, keys), (g[..., None], logs), (beta[..., None], rates)):
+            _move_rows(x, rows, *place)
+        _move_rows(v, values, *place, WIDE)
+        _move_rows(initial_state.transpose(1, 2), before[:, 0], *place, WIDE)
+        compute((queries, keys, values, logs, rates, before, found, behind), count)
+        _move_rows(out, found, *place, WIDE, into=False)
+        _move_rows(final_state.transpose(1, 2), behind[:, 0], *place, WIDE, into=False)
+
+
+def run_recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    final_state: torch.Tensor,
+    *,
+    TILE_V=None,
+    WARPS=4,
+):
+    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
+
+    Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
+    Mapping: a block owns TILE_V columns of the state of one head, which it reads and writes once.
+    TILE_V = None: 32, or 16 if there would be fewer blocks than an H200 has places for.
+    Tensors of bfloat16 with K and V of 64 or 128 and aligned rows are read in place; others are moved first, some heads at once.
+    """
+    B, _, Hv, V = v.shape
+    K = k.shape[3]
+    if final_state.numel() == 0:
+        return
+    tile_v = TILE_V or (16 if B * Hv * V <= 132 * 64 else 32)
+
+    def compute(tensors, count):
+        _, _, heads, width = tensors[2].shape
+        args = (*tensors, K**-0.5, tensors[1].shape[3], tile_v)
+        ct.launch(torch.cuda.current_stream(), (count * heads, width // tile_v, 1), _ONE_TOKEN[WARPS], args)
+
+    tensors = q, k, v, g, beta, initial_state, out, final_state
+    is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
+    if is_usual and all(map(_is_aligned, (q, k, v, initial_state, out, final_state))):
+        compute(tensors, B)
+    else:
+        _in_rows(tensors, 1, 128 if K <= 128 else 256, compute)
 
 
 def run_chunk(
@@ -497,32 +533,16 @@ def run_chunk(
     TILE_V and segments = None: by the number of heads, so that the blocks fill an H200.
     Tensors of bfloat16 with K and V of 64 or 128 and aligned rows are read in place; others are moved first, some heads at once.
     """
-    B, T, Hv, V = v.shape
-    K = k.shape[3]
+    (B, T, _, V), K = v.shape, k.shape[3]
     if final_state.numel() == 0:
         return
     is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
-    if is_usual and all(map(_is_aligned, (q, k, v, g, beta, initial_state, out, final_state))):
+    if is_usual and all(map(_is_aligned, (q, k, v, initial_state, out, final_state))):
         _chunks(q, k, v, g, beta, initial_state, out, final_state, K**-0.5, TILE_V, segments, B)
         return
-    blocks, tokens = -(-V // WIDE), -(-T // CHUNK) * CHUNK
-    every = B * Hv * blocks
-    at_once = max(1, MOVED_AT_ONCE // (max(tokens, WIDE) * WIDE))
-    for first in range(0, every, at_once):
-        count = min(at_once, every - first)
-        room = _rounded(count)
-        queries = torch.empty((room, tokens, 1, WIDE), dtype=q.dtype, device=q.device)
-        keys, values, found = torch.empty_like(queries), torch.empty_like(queries), torch.empty_like(queries)
-        logs = torch.empty((room, tokens, 1), dtype=torch.float32, device=q.device)
-        rates = torch.empty((room, tokens, 1), dtype=beta.dtype, device=q.device)
-        before = torch.empty((room, 1, WIDE, WIDE), dtype=torch.float32, device=q.device)
-        behind = torch.empty_like(before)
-        moved = (
-            (q, queries), (k, keys), (v, values), (g[..., None], logs), (beta[..., None], rates),
-            (initial_state.transpose(1, 2), before[:, 0]),
-        )  # fmt: skip
-        for x, rows in moved:
-            _move_rows(x, rows, count, first, Hv, blocks, True)
-        _chunks(queries, keys, values, logs, rates, before, found, behind, K**-0.5, TILE_V, segments, count)
-        _move_rows(out, found, count, first, Hv, blocks, False)
-        _move_rows(final_state.transpose(1, 2), behind[:, 0], count, first, Hv, blocks, False)
+    tokens = -(-T // CHUNK) * CHUNK
+
+    def compute(tensors, count):
+        _chunks(*tensors, K**-0.5, TILE_V, segments, count)
+
+    _in_rows((q, k, v, g, beta, initial_state, out, final_state), tokens, WIDE, compute)

@@ -53,13 +53,14 @@ def _one_token(
     heads = x.shape[1]
     batch, head, block = ct.bid(0) // heads, ct.bid(0) % heads, ct.bid(1)
     group = head // (heads // B.shape[1])
+    # A, D and bias are of each head, or of each sequence and head.
     old = ct.load(state, (batch, head, block, 0), (1, 1, TILE_P, TILE_N), padding_mode=ZERO).reshape((TILE_P, TILE_N))
     value = ct.load(x, (batch, head, block), (1, 1, TILE_P), padding_mode=ZERO).reshape((TILE_P, 1))
     write = ct.load(B, (batch, group, 0), (1, 1, TILE_N), padding_mode=ZERO).reshape((1, TILE_N))
     read = ct.load(C, (batch, group, 0), (1, 1, TILE_N), padding_mode=ZERO).reshape((1, TILE_N))
-    step = _step(ct.load(dt, (batch, head), (1, 1)), ct.load(bias, (head,), (1,)).reshape((1, 1)))
-    decay = ct.exp(step.astype(ct.float32) * ct.load(A, (head,), (1,)).reshape((1, 1)))
-    skip = ct.load(D, (head,), (1,)).reshape((1, 1))
+    step = _step(ct.load(dt, (batch, head), (1, 1)), ct.load(bias, (ct.bid(0) % bias.shape[0],), (1,)).reshape((1, 1)))
+    decay = ct.exp(step.astype(ct.float32) * ct.load(A, (ct.bid(0) % A.shape[0],), (1,)).reshape((1, 1)))
+    skip = ct.load(D, (ct.bid(0) % D.shape[0],), (1,)).reshape((1, 1))
     # Products of tiles of T are rounded to T, as in models. Sums are in float32: one in T would be fused with the product.
     written = ((step * write) * value).astype(ct.float32)
     new = old * decay + written
@@ -71,36 +72,6 @@ def _one_token(
 
 
 _ONE_TOKEN = {warps: _one_token.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
-
-
-def run_update(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    Bmat: torch.Tensor,
-    Cmat: torch.Tensor,
-    D: torch.Tensor,
-    dt_bias: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    TILE_P=None,
-    WARPS=4,
-):
-    """Compute state = exp(step A) state + step x Bmat, in place, and out = state Cmat + D x for one token.
-
-    Shapes: state [B, H, P, N], x and out [B, H, P], dt [B, H], Bmat, Cmat [B, G, N], A, D, dt_bias [H]; unit last strides.
-    Mapping: a block owns TILE_P rows of the state of one head, which it reads and writes once.
-    TILE_P = None: 4096 numbers of the state, or 1024 if an H200 would have fewer blocks than places for them.
-    """
-    B, H, P, N = state.shape
-    if state.numel() == 0:
-        return
-    tile_n = 1 << (N - 1).bit_length()
-    numbers = 4096 if state.numel() >= 4096 * 132 * 4 else 1024
-    tile_p = TILE_P or min(1 << (P - 1).bit_length(), max(1, numbers // tile_n))
-    args = (state, x, dt, A, Bmat, Cmat, D, dt_bias, out, tile_p, tile_n)
-    ct.launch(torch.cuda.current_stream(), (B * H, -(-P // tile_p), 1), _ONE_TOKEN[WARPS], args)
 
 
 # ---- chunks of tokens -----------------------------------------------------------------------------
@@ -358,6 +329,71 @@ def _is_aligned(x):
     """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
     unit = 16 // x.element_size()
     return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
+
+
+def run_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    Bmat: torch.Tensor,
+    Cmat: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    TILE_P=None,
+    WARPS=4,
+):
+    """Compute state = exp(step A) state + step x Bmat, in place, and out = state Cmat + D x for one token.
+
+    Shapes: state [B, H, P, N], x and out [B, H, P], dt [B, H], Bmat, Cmat [B, G, N], A, D, dt_bias [H]; unit last strides.
+    Mapping: a block owns TILE_P rows of the state of one head, which it reads and writes once.
+    TILE_P = None: 4096 numbers of the state, or 1024 if an H200 would have fewer blocks than places for them.
+    Tensors of bfloat16 with P of 64 or 128, N of 64, 128 or 256 and aligned rows are read in place; others are moved, some heads
+    at once.
+    """
+    B, H, P, N = state.shape
+    if state.numel() == 0:
+        return
+    numbers = 4096 if state.numel() >= 4096 * 132 * 4 else 1024
+
+    def compute(state, x, dt, A, Bmat, Cmat, D, bias, out, count):
+        _, heads, high, deep = state.shape
+        tile_p = min(TILE_P or max(1, numbers // deep), high)
+        args = (state, x, dt, A, Bmat, Cmat, D, bias, out, tile_p, deep)
+        ct.launch(torch.cuda.current_stream(), (count * heads, high // tile_p, 1), _ONE_TOKEN[WARPS], args)
+
+    is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
+    if is_usual and all(map(_is_aligned, (state, x, Bmat, Cmat, out))):
+        compute(state, x, dt, A, Bmat, Cmat, D, dt_bias, out, B)
+        return
+    blocks, deep = -(-P // HIGH), 128 if N <= 128 else -(-N // 256) * 256
+    every = B * H * blocks
+    at_once = max(1, MOVED_AT_ONCE // (HIGH * deep))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = _rounded(count)
+        like = {"dtype": x.dtype, "device": x.device}
+        states = torch.empty((room, HIGH, deep), dtype=state.dtype, device=x.device)
+        values, found = torch.empty((2, room, 1, HIGH), **like)
+        writes, reads = torch.empty((2, room, 1, deep), **like)
+        raw, skips, biases = torch.empty((3, room, 1, 1), **like)
+        rates = torch.empty((room, 1, 1), dtype=torch.float32, device=x.device)
+        place = count, first, H, blocks
+        _move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH)
+        _move_rows(x[:, None], values, *place, skip_c=HIGH)
+        _move_rows(Bmat[:, None], writes, *place)
+        _move_rows(Cmat[:, None], reads, *place)
+        _move_rows(dt[:, None, :, None], raw, *place)
+        for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
+            _move_rows(of_heads.expand(B, 1, H)[..., None], of_rows, *place)
+        compute(
+            states[:, None], values, raw[..., 0], rates.view(room), writes, reads, skips.view(room), biases.view(room), found,
+            count,
+        )  # fmt: skip
+        _move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH, into=False)
+        _move_rows(out[:, None], found, *place, skip_c=HIGH, into=False)
 
 
 def run_chunk(
