@@ -7,6 +7,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 import torch
+from _lib.cutile.head_rows import is_aligned, move_rows, rounded
 
 # Sizes of keys and values are compile-time constants: tiles that hold whole rows then need no mask.
 Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
@@ -341,11 +342,6 @@ def _scan_shape(heads, V, chunks):
     return (128 if V > 64 and heads > 66 else 64), 1
 
 
-def _rounded(count):
-    """Round a number of rows up, so that workspaces of all sizes are divisible alike: cuTile compiles for what divides a size."""
-    return -(-count // 16) * 16
-
-
 def _chunks(q, k, v, g, beta, initial_state, out, final_state, scale, tile_v, segments, count):
     """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place."""
     (_, T, Hv, V), B, K = v.shape, count, k.shape[3]
@@ -357,10 +353,10 @@ def _chunks(q, k, v, g, beta, initial_state, out, final_state, scale, tile_v, se
     segment_chunks = -(-chunks // segments)
     segments = -(-chunks // segment_chunks)
     split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
-    inverse = torch.empty((_rounded(parts), 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    attention = torch.empty((_rounded(parts), 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    factors = torch.empty((_rounded(parts), 4, CHUNK), dtype=torch.float32, device=q.device)
-    between = _rounded(B * Hv * segments if segments > 1 else 1)
+    inverse = torch.empty((rounded(parts), 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty((rounded(parts), 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    factors = torch.empty((rounded(parts), 4, CHUNK), dtype=torch.float32, device=q.device)
+    between = rounded(B * Hv * segments if segments > 1 else 1)
     states = torch.empty((between, V, K), dtype=torch.float32, device=q.device)
     moves = torch.empty((between, K, K), dtype=torch.float32, device=q.device)
     args = (q, k, g, beta, inverse, attention, factors, Hv, scale, split, K)
@@ -384,64 +380,9 @@ def _chunks(q, k, v, g, beta, initial_state, out, final_state, scale, tile_v, se
 # heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks and of 128 numbers, of one head
 # and 128 of its values each. Zeros behind keys, values and tokens change nothing.
 
-Memory = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]
-Long = ct.ScalarInt64[int]
 WIDE = 128
 MOVED_AT_ONCE = 1 << 27
 """Numbers of the largest tensor that is moved at once."""
-TILE_T, TILE_C = 32, 64
-
-
-@ct.kernel(num_worker_warps=4)
-def _move(
-    given: Memory, rows: Memory, given_b: Long, given_t: Long, given_h: Long, given_block: Long, first: Long, Hv: Long,
-    share: Long, blocks: Long, tokens: Long, width: Long, rows_t: Long, columns: Long, INTO: Flag,
-):  # fmt: skip
-    """Copy between [B, tokens, heads, width] of any strides and rows [.., rows_t, columns], both as numbers of 16 bits.
-
-    A row is of one sequence, one of Hv heads and one of ``blocks`` blocks of columns; ``share`` heads in a row have the same head
-    of ``given``. INTO: into the rows, with zeros behind tokens and width, else out of them.
-    """
-    tiles_t, tiles_c = ct.cdiv(rows_t, TILE_T), ct.cdiv(columns, TILE_C)
-    place = ct.bid(0).astype(ct.int64)
-    row, tile_t, tile_c = place // tiles_c // tiles_t, place // tiles_c % tiles_t, place % tiles_c
-    number = first + row
-    block, head, batch = number % blocks, number // blocks % Hv, number // blocks // Hv
-    t = tile_t * TILE_T + ct.arange(TILE_T, dtype=ct.int64)[:, None]
-    c = tile_c * TILE_C + ct.arange(TILE_C, dtype=ct.int64)[None, :]
-    there = (t < rows_t) & (c < columns)
-    here = there & (t < tokens) & (block * given_block + c < width)
-    of_rows = (row * rows_t + t) * columns + c
-    of_given = batch * given_b + t * given_t + head // share * given_h + block * given_block + c
-    if INTO:
-        ct.scatter(
-            rows, of_rows, ct.gather(given, of_given, mask=here, check_bounds=False), mask=there, check_bounds=False
-        )
-    else:
-        ct.scatter(
-            given, of_given, ct.gather(rows, of_rows, mask=here, check_bounds=False), mask=here, check_bounds=False
-        )
-
-
-def _move_rows(x, rows, count, first, Hv, blocks, skip=0, into=True):
-    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows``, of blocks ``skip`` columns apart."""
-    unit = x.element_size() // 2
-    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    given = x.as_strided((reach,), (1,), x.storage_offset()).view(torch.int16)
-    columns = rows.shape[-1] * unit
-    args = (
-        given, rows.view(-1).view(torch.int16), *(step * unit for step in x.stride()[:3]),
-        skip * unit, first, Hv, Hv // x.shape[2], blocks, x.shape[1],
-        x.shape[3] * unit, rows.shape[1], columns, into,
-    )  # fmt: skip
-    tiles = -(-rows.shape[1] // TILE_T) * -(-columns // TILE_C)
-    ct.launch(torch.cuda.current_stream(), (count * tiles, 1, 1), _move, args)
-
-
-def _is_aligned(x):
-    """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
 
 
 def _in_rows(tensors, tokens, wide, compute):
@@ -453,23 +394,24 @@ def _in_rows(tensors, tokens, wide, compute):
     at_once = max(1, MOVED_AT_ONCE // (max(tokens, WIDE) * wide))
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
-        room = _rounded(count)
-        queries = torch.empty((room, tokens, 1, wide), dtype=q.dtype, device=q.device)
+        room = rounded(count)
+        queries = torch.empty((room, tokens, wide), dtype=q.dtype, device=q.device)
         keys = torch.empty_like(queries)
-        values = torch.empty((room, tokens, 1, WIDE), dtype=q.dtype, device=q.device)
+        values = torch.empty((room, tokens, WIDE), dtype=q.dtype, device=q.device)
         found = torch.empty_like(values)
         logs = torch.empty((room, tokens, 1), dtype=torch.float32, device=q.device)
         rates = torch.empty((room, tokens, 1), dtype=beta.dtype, device=q.device)
-        before = torch.empty((room, 1, wide, WIDE), dtype=torch.float32, device=q.device)
+        before = torch.empty((room, wide, WIDE), dtype=torch.float32, device=q.device)
         behind = torch.empty_like(before)
         place = count, first, Hv, blocks
         for x, rows in ((q, queries), (k, keys), (g[..., None], logs), (beta[..., None], rates)):
-            _move_rows(x, rows, *place)
-        _move_rows(v, values, *place, WIDE)
-        _move_rows(initial_state.transpose(1, 2), before[:, 0], *place, WIDE)
-        compute((queries, keys, values, logs, rates, before, found, behind), count)
-        _move_rows(out, found, *place, WIDE, into=False)
-        _move_rows(final_state.transpose(1, 2), behind[:, 0], *place, WIDE, into=False)
+            move_rows(x, rows, *place)
+        move_rows(v, values, *place, skip_c=WIDE)
+        move_rows(initial_state.transpose(1, 2), before, *place, skip_c=WIDE)
+        one_head = (x[:, :, None] for x in (queries, keys, values))
+        compute((*one_head, logs, rates, before[:, None], found[:, :, None], behind[:, None]), count)
+        move_rows(out, found, *place, skip_c=WIDE, into=False)
+        move_rows(final_state.transpose(1, 2), behind, *place, skip_c=WIDE, into=False)
 
 
 def run_recurrent(
@@ -505,7 +447,7 @@ def run_recurrent(
 
     tensors = q, k, v, g, beta, initial_state, out, final_state
     is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
-    if is_usual and all(map(_is_aligned, (q, k, v, initial_state, out, final_state))):
+    if is_usual and all(map(is_aligned, (q, k, v, initial_state, out, final_state))):
         compute(tensors, B)
     else:
         _in_rows(tensors, 1, 128 if K <= 128 else 256, compute)
@@ -537,7 +479,7 @@ def run_chunk(
     if final_state.numel() == 0:
         return
     is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
-    if is_usual and all(map(_is_aligned, (q, k, v, initial_state, out, final_state))):
+    if is_usual and all(map(is_aligned, (q, k, v, initial_state, out, final_state))):
         _chunks(q, k, v, g, beta, initial_state, out, final_state, K**-0.5, TILE_V, segments, B)
         return
     tokens = -(-T // CHUNK) * CHUNK

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 import torch
+from _lib.cutile.head_rows import is_aligned, move_rows, rounded
 
 # Sizes of heads and states are compile-time constants: tiles that hold whole rows then need no mask.
 Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
@@ -232,11 +233,6 @@ _SCAN = {warps: _scan_chunks.replace_hints(num_worker_warps=warps) for warps in 
 _WRITE = {warps: _write_segments.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def _rounded(count):
-    """Round a number of rows up, so that workspaces of all sizes are divisible alike: cuTile compiles for what divides a size."""
-    return -(-count // 16) * 16
-
-
 def _chunks(x, dt, A, Bmat, Cmat, D, bias, initial, dt_min, out, final, tokens, count, wanted, warps):
     """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place.
 
@@ -252,7 +248,7 @@ def _chunks(x, dt, A, Bmat, Cmat, D, bias, initial, dt_min, out, final, tokens, 
     split, stream = x.dtype != torch.bfloat16, torch.cuda.current_stream()
     steps = torch.empty((dt.shape[0], dt.shape[2], chunks * CHUNK), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(steps)
-    parts = _rounded(max(1, count * H * (segments - 1)))
+    parts = rounded(max(1, count * H * (segments - 1)))
     states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
     left = torch.empty((parts,), dtype=torch.float32, device=x.device)
     args = (dt, A, bias, steps, sums, tokens, dt_min)
@@ -270,65 +266,9 @@ def _chunks(x, dt, A, Bmat, Cmat, D, bias, initial, dt_min, out, final, tokens, 
 # heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks, each of one head and 64 of its
 # values. Zeros behind values and directions change nothing.
 
-Memory = Annotated[ct.Array, ct.ArrayAnnotation(index_dtype=ct.int64)]
-Long = ct.ScalarInt64[int]
 HIGH = 64
 MOVED_AT_ONCE = 1 << 27
 """Numbers of the largest tensor that is moved at once."""
-TILE_T, TILE_C = 32, 64
-
-
-@ct.kernel(num_worker_warps=4)
-def _move(
-    given: Memory, rows: Memory, given_b: Long, given_t: Long, given_h: Long, first: Long, H: Long, share: Long, blocks: Long,
-    skip_t: Long, skip_c: Long, tokens: Long, width: Long, rows_r: Long, rows_t: Long, tall: Long, columns: Long, INTO: Flag,
-):  # fmt: skip
-    """Copy between [B, tokens, heads, width] of any strides and rows [.., tall, columns], both as numbers of 16 bits.
-
-    A row is of one sequence, one of H heads and one of ``blocks`` blocks, each ``skip_t`` and ``skip_c`` further in ``given``;
-    ``share`` heads in a row have the same head of ``given``. INTO: into the rows, with zeros behind tokens and width, else out.
-    """
-    tiles_t, tiles_c = ct.cdiv(tall, TILE_T), ct.cdiv(columns, TILE_C)
-    place = ct.bid(0).astype(ct.int64)
-    row, tile_t, tile_c = place // tiles_c // tiles_t, place // tiles_c % tiles_t, place % tiles_c
-    number = first + row
-    block, head, batch = number % blocks, number // blocks % H, number // blocks // H
-    t = tile_t * TILE_T + ct.arange(TILE_T, dtype=ct.int64)[:, None]
-    c = tile_c * TILE_C + ct.arange(TILE_C, dtype=ct.int64)[None, :]
-    there = (t < tall) & (c < columns)
-    here = there & (block * skip_t + t < tokens) & (block * skip_c + c < width)
-    of_rows = row * rows_r + t * rows_t + c
-    of_given = batch * given_b + (block * skip_t + t) * given_t + head // share * given_h + block * skip_c + c
-    if INTO:
-        ct.scatter(
-            rows, of_rows, ct.gather(given, of_given, mask=here, check_bounds=False), mask=there, check_bounds=False
-        )
-    else:
-        ct.scatter(
-            given, of_given, ct.gather(rows, of_rows, mask=here, check_bounds=False), mask=here, check_bounds=False
-        )
-
-
-def _move_rows(x, rows, count, first, H, blocks, skip_t=0, skip_c=0, into=True):
-    """Copy ``count`` rows from number ``first`` on between x [B, T, H, C] and ``rows`` [.., T, C], whose last stride is 1."""
-    unit = x.element_size() // 2
-    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    given = x.as_strided((reach,), (1,), x.storage_offset()).view(torch.int16)
-    whole = rows.as_strided((rows.numel(),), (1,), rows.storage_offset()).view(torch.int16)
-    _, tall, wide = rows.shape
-    columns = wide * unit
-    args = (
-        given, whole, *(step * unit for step in x.stride()[:3]), first, H, H // x.shape[2], blocks,
-        skip_t, skip_c * unit, x.shape[1], x.shape[3] * unit, rows.stride(0) * unit, rows.stride(1) * unit, tall, columns, into,
-    )  # fmt: skip
-    tiles = -(-tall // TILE_T) * -(-columns // TILE_C)
-    ct.launch(torch.cuda.current_stream(), (count * tiles, 1, 1), _move, args)
-
-
-def _is_aligned(x):
-    """Return True if rows of x are side by side, apart and at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    return x.storage_offset() % unit == 0 and all(step % unit == 0 for step in x.stride()[:-1])
 
 
 def run_update(
@@ -365,7 +305,7 @@ def run_update(
         ct.launch(torch.cuda.current_stream(), (count * heads, high // tile_p, 1), _ONE_TOKEN[WARPS], args)
 
     is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
-    if is_usual and all(map(_is_aligned, (state, x, Bmat, Cmat, out))):
+    if is_usual and all(map(is_aligned, (state, x, Bmat, Cmat, out))):
         compute(state, x, dt, A, Bmat, Cmat, D, dt_bias, out, B)
         return
     blocks, deep = -(-P // HIGH), 128 if N <= 128 else -(-N // 256) * 256
@@ -373,7 +313,7 @@ def run_update(
     at_once = max(1, MOVED_AT_ONCE // (HIGH * deep))
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
-        room = _rounded(count)
+        room = rounded(count)
         like = {"dtype": x.dtype, "device": x.device}
         states = torch.empty((room, HIGH, deep), dtype=state.dtype, device=x.device)
         values, found = torch.empty((2, room, 1, HIGH), **like)
@@ -381,19 +321,19 @@ def run_update(
         raw, skips, biases = torch.empty((3, room, 1, 1), **like)
         rates = torch.empty((room, 1, 1), dtype=torch.float32, device=x.device)
         place = count, first, H, blocks
-        _move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH)
-        _move_rows(x[:, None], values, *place, skip_c=HIGH)
-        _move_rows(Bmat[:, None], writes, *place)
-        _move_rows(Cmat[:, None], reads, *place)
-        _move_rows(dt[:, None, :, None], raw, *place)
+        move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH)
+        move_rows(x[:, None], values, *place, skip_c=HIGH)
+        move_rows(Bmat[:, None], writes, *place)
+        move_rows(Cmat[:, None], reads, *place)
+        move_rows(dt[:, None, :, None], raw, *place)
         for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
-            _move_rows(of_heads.expand(B, 1, H)[..., None], of_rows, *place)
+            move_rows(of_heads.expand(B, 1, H)[..., None], of_rows, *place)
         compute(
             states[:, None], values, raw[..., 0], rates.view(room), writes, reads, skips.view(room), biases.view(room), found,
             count,
         )  # fmt: skip
-        _move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH, into=False)
-        _move_rows(out[:, None], found, *place, skip_c=HIGH, into=False)
+        move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH, into=False)
+        move_rows(out[:, None], found, *place, skip_c=HIGH, into=False)
 
 
 def run_chunk(
@@ -426,7 +366,7 @@ def run_chunk(
     if final_state.numel() == 0:
         return
     is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
-    if is_usual and all(map(_is_aligned, (x, Bmat, Cmat, initial_state, out, final_state))):
+    if is_usual and all(map(is_aligned, (x, Bmat, Cmat, initial_state, out, final_state))):
         _chunks(x, dt, A, Bmat, Cmat, D, dt_bias, initial_state, dt_min, out, final_state, T, B, BLOCKS, WARPS)
         return
     blocks, tokens, deep = -(-P // HIGH), -(-T // CHUNK) * CHUNK, 128 if N <= 128 else -(-N // 256) * 256
@@ -434,7 +374,7 @@ def run_chunk(
     at_once = max(1, MOVED_AT_ONCE // (max(tokens, HIGH) * deep))
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
-        room = _rounded(count)
+        room = rounded(count)
         like = {"dtype": x.dtype, "device": x.device}
         exact = {"dtype": torch.float32, "device": x.device}
         values = torch.empty((room, tokens, HIGH), **like)
@@ -444,16 +384,16 @@ def run_chunk(
         raw, rates = torch.empty((tokens, room), **like), torch.empty(room, **exact)
         skips, biases = torch.empty((2, room), **like)
         place = count, first, H, blocks
-        _move_rows(x, values, *place, skip_c=HIGH)
-        _move_rows(Bmat, writes, *place)
-        _move_rows(Cmat, reads, *place)
-        _move_rows(initial_state.transpose(1, 2), before, *place, skip_t=HIGH)
-        _move_rows(dt[..., None], raw.t()[..., None], *place)
+        move_rows(x, values, *place, skip_c=HIGH)
+        move_rows(Bmat, writes, *place)
+        move_rows(Cmat, reads, *place)
+        move_rows(initial_state.transpose(1, 2), before, *place, skip_t=HIGH)
+        move_rows(dt[..., None], raw.t()[..., None], *place)
         for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
-            _move_rows(of_heads.expand(B, 1, H)[..., None], of_rows[:, None, None], *place)
+            move_rows(of_heads.expand(B, 1, H)[..., None], of_rows[:, None, None], *place)
         _chunks(
             values[:, :, None], raw[None], rates, writes[:, :, None], reads[:, :, None], skips, biases, before[:, None], dt_min,
             found[:, :, None], behind[:, None], T, count, BLOCKS, WARPS,
         )  # fmt: skip
-        _move_rows(out, found, *place, skip_c=HIGH, into=False)
-        _move_rows(final_state.transpose(1, 2), behind, *place, skip_t=HIGH, into=False)
+        move_rows(out, found, *place, skip_c=HIGH, into=False)
+        move_rows(final_state.transpose(1, 2), behind, *place, skip_t=HIGH, into=False)
