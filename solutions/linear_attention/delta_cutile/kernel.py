@@ -7,6 +7,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 import torch
+from _lib.cutile.head_rows import is_aligned, move_rows, rounded
 
 # Sizes of keys and values are compile-time constants: tiles that hold whole rows then need no mask.
 Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
@@ -55,37 +56,6 @@ def _one_token(
 _ONE_TOKEN = {warps: _one_token.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
-def run_recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    final_state: torch.Tensor,
-    *,
-    TILE_V=None,
-    WARPS=4,
-):
-    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
-
-    Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
-    Mapping: a block owns TILE_V columns of the state of one head, which it reads and writes once.
-    TILE_V = None: 32, or 16 if there would be fewer blocks than an H200 has places for.
-    """
-    B, _, Hv, V = v.shape
-    K = k.shape[3]
-    if final_state.numel() == 0:
-        return
-    tile_v = TILE_V or (16 if B * Hv * V <= 132 * 64 else 32)
-    args = (
-        q, k, v, g, beta, initial_state, out, final_state,
-        K**-0.5, 1 << (K - 1).bit_length(), tile_v,
-    )  # fmt: skip
-    ct.launch(torch.cuda.current_stream(), (B * Hv, -(-V // tile_v), 1), _ONE_TOKEN[WARPS], args)
-
-
 # ---- chunks of tokens -----------------------------------------------------------------------------
 # Of a chunk, A = tril(beta_i e^(G_i - G_j) k_i k_j, -1), with G the sums of g within it and k normalised. What the tokens write
 # is W = (I + A)^-1 diag(beta) (V - e^G K S), of the state S before the chunk. Then out = e^G Q S + P W, where
@@ -98,6 +68,7 @@ def run_recurrent(
 CHUNK = 64
 Square = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2, 3))]
 Rows = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
+Between = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(1, 2))]
 Flag = ct.Constant[bool]
 MINUS_INFINITY = float("-inf")
 
@@ -255,10 +226,10 @@ def _behind(state, delta, keys, factors, part, SPLIT: Flag):
 
 @ct.kernel
 def _scan_ahead(
-    k: Heads, v: Heads, initial: States, inverse: Square, factors: Rows, states: States, moves: States,
+    k: Heads, v: Heads, initial: States, inverse: Square, factors: Rows, states: Between, moves: Between,
     segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
 ):  # fmt: skip
-    """Make states [pairs, segments, V, K] of what segments make of nothing, and moves [pairs, segments, K, K]."""
+    """Make states [pairs * segments, V, K] of what segments make of nothing, and moves [pairs * segments, K, K]."""
     heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
     of_values = ct.cdiv(v.shape[3], TILE_V)
     blocks = of_values + ct.cdiv(k.shape[3], TILE_V)
@@ -287,27 +258,29 @@ def _scan_ahead(
             delta = _written(state, keys, values, inverse, factors, part, SPLIT)
             state = _behind(state, delta, keys, factors, part, SPLIT)
         if unit:
-            ct.store(moves, (pair, segment, block - of_values, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+            ct.store(moves, (pair * segments + segment, block - of_values, 0), state.reshape((1, TILE_V, TILE_K)))
         else:
-            ct.store(states, (pair, segment + 1, block, 0), state.reshape((1, 1, TILE_V, TILE_K)))
+            ct.store(states, (pair * segments + segment + 1, block, 0), state.reshape((1, TILE_V, TILE_K)))
 
 
 @ct.kernel(num_worker_warps=4)
-def _join_segments(states: States, moves: States, segments: int, TILE_K: Int, TILE_V: Int):
+def _join_segments(states: Between, moves: Between, segments: int, TILE_K: Int, TILE_V: Int):
     """Turn what each segment makes of nothing into the state before each segment but the first."""
     pair, block = ct.bid(0), ct.bid(1)
-    shape = (1, 1, TILE_V, TILE_K)
-    state = ct.load(states, (pair, 1, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+    shape = (1, TILE_V, TILE_K)
+    state = ct.load(states, (pair * segments + 1, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
     for segment in range(2, segments):
-        move = ct.load(moves, (pair, segment - 1, 0, 0), (1, 1, TILE_K, TILE_K), padding_mode=ZERO)
-        made = ct.load(states, (pair, segment, block, 0), shape, padding_mode=ZERO).reshape((TILE_V, TILE_K))
+        move = ct.load(moves, (pair * segments + segment - 1, 0, 0), (1, TILE_K, TILE_K), padding_mode=ZERO)
+        made = ct.load(states, (pair * segments + segment, block, 0), shape, padding_mode=ZERO).reshape(
+            (TILE_V, TILE_K)
+        )
         state = _add_product(state, move.reshape((TILE_K, TILE_K)), made, True, False)
-        ct.store(states, (pair, segment, block, 0), state.reshape(shape))
+        ct.store(states, (pair * segments + segment, block, 0), state.reshape(shape))
 
 
 @ct.kernel
 def _scan_chunks(
-    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, states: States,
+    q: Heads, k: Heads, v: Heads, initial: States, inverse: Square, attention: Square, factors: Rows, states: Between,
     out: Heads, final: States, segments: int, segment_chunks: int, SPLIT: Flag, TILE_K: Int, TILE_V: Int,
 ):  # fmt: skip
     heads, chunks = v.shape[2], ct.cdiv(v.shape[1], CHUNK)
@@ -320,7 +293,7 @@ def _scan_chunks(
         first = ct.load(initial, (batch, head, 0, block), (1, 1, TILE_K, TILE_V), padding_mode=ZERO)
         state = ct.transpose(first.reshape((TILE_K, TILE_V)))
     else:
-        first = ct.load(states, (pair, segment, block, 0), (1, 1, TILE_V, TILE_K), padding_mode=ZERO)
+        first = ct.load(states, (pair * segments + segment, block, 0), (1, TILE_V, TILE_K), padding_mode=ZERO)
         state = first.reshape((TILE_V, TILE_K))
     nothing = ct.zeros((TILE_V, CHUNK), dtype=ct.float32)
     square = (1, 1, CHUNK, CHUNK)
@@ -369,6 +342,117 @@ def _scan_shape(heads, V, chunks):
     return (128 if V > 64 and heads > 66 else 64), 1
 
 
+def _chunks(q, k, v, g, beta, initial_state, out, final_state, scale, tile_v, segments, count):
+    """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place."""
+    (_, T, Hv, V), B, K = v.shape, count, k.shape[3]
+    chunks = -(-T // CHUNK)
+    parts = B * Hv * chunks
+    best_tile, best_segments = _scan_shape(B * Hv, V, chunks)
+    tile_v = tile_v or best_tile
+    segments = min(segments or best_segments, chunks)
+    segment_chunks = -(-chunks // segments)
+    segments = -(-chunks // segment_chunks)
+    split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
+    inverse = torch.empty((rounded(parts), 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    attention = torch.empty((rounded(parts), 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    factors = torch.empty((rounded(parts), 4, CHUNK), dtype=torch.float32, device=q.device)
+    between = rounded(B * Hv * segments if segments > 1 else 1)
+    states = torch.empty((between, V, K), dtype=torch.float32, device=q.device)
+    moves = torch.empty((between, K, K), dtype=torch.float32, device=q.device)
+    args = (q, k, g, beta, inverse, attention, factors, Hv, scale, split, K)
+    ct.launch(stream, (parts, 1, 1), _prepare_chunk, args)
+    if segments > 1:
+        args = (k, v, initial_state, inverse, factors, states, moves, segments, segment_chunks, split, K, tile_v)
+        grid = B * Hv * (segments - 1) * (blocks + -(-K // tile_v))
+        ct.launch(stream, (grid, 1, 1), _AHEAD[tile_v // 16], args)
+        if segments > 2:
+            args = (states, moves, segments, K, 16)
+            ct.launch(stream, (B * Hv, -(-V // 16), 1), _join_segments, args)
+    args = (
+        q, k, v, initial_state, inverse, attention, factors, states, out, final_state, segments, segment_chunks,
+        split, K, tile_v,
+    )  # fmt: skip
+    ct.launch(stream, (B * Hv * segments * blocks, 1, 1), _SCAN[tile_v // 16], args)
+
+
+# ---- other sizes and layouts ----------------------------------------------------------------------
+# cuTile compiles a kernel for each set of divisible sizes, strides and addresses, and one of chunks takes seconds. They know the
+# heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks and of 128 numbers, of one head
+# and 128 of its values each. Zeros behind keys, values and tokens change nothing.
+
+WIDE = 128
+MOVED_AT_ONCE = 1 << 27
+"""Numbers of the largest tensor that is moved at once."""
+
+
+def _in_rows(tensors, tokens, wide, compute):
+    """Call ``compute`` with tensors like those given but of one head a sequence, ``wide`` columns of keys and WIDE of values."""
+    q, k, v, g, beta, initial_state, out, final_state = tensors
+    B, _, Hv, V = v.shape
+    blocks = -(-V // WIDE)
+    every = B * Hv * blocks
+    at_once = max(1, MOVED_AT_ONCE // (max(tokens, WIDE) * wide))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = rounded(count)
+        queries = torch.empty((room, tokens, wide), dtype=q.dtype, device=q.device)
+        keys = torch.empty_like(queries)
+        values = torch.empty((room, tokens, WIDE), dtype=q.dtype, device=q.device)
+        found = torch.empty_like(values)
+        logs = torch.empty((room, tokens, 1), dtype=torch.float32, device=q.device)
+        rates = torch.empty((room, tokens, 1), dtype=beta.dtype, device=q.device)
+        before = torch.empty((room, wide, WIDE), dtype=torch.float32, device=q.device)
+        behind = torch.empty_like(before)
+        place = count, first, Hv, blocks
+        for x, rows in ((q, queries), (k, keys), (g[..., None], logs), (beta[..., None], rates)):
+            move_rows(x, rows, *place)
+        move_rows(v, values, *place, skip_c=WIDE)
+        move_rows(initial_state.transpose(1, 2), before, *place, skip_c=WIDE)
+        one_head = (x[:, :, None] for x in (queries, keys, values))
+        compute((*one_head, logs, rates, before[:, None], found[:, :, None], behind[:, None]), count)
+        move_rows(out, found, *place, skip_c=WIDE, into=False)
+        move_rows(final_state.transpose(1, 2), behind, *place, skip_c=WIDE, into=False)
+
+
+def run_recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    final_state: torch.Tensor,
+    *,
+    TILE_V=None,
+    WARPS=4,
+):
+    """Compute S = e^g S, delta = beta (v - k S), final_state = S + k^T delta and out = q final_state for one token.
+
+    Shapes: q, k [B, 1, Hk, K], v and out [B, 1, Hv, V], g and beta [B, 1, Hv], states [B, Hv, K, V]; unit last strides.
+    Mapping: a block owns TILE_V columns of the state of one head, which it reads and writes once.
+    TILE_V = None: 32, or 16 if there would be fewer blocks than an H200 has places for.
+    Tensors of bfloat16 with K and V of 64 or 128 and aligned rows are read in place; others are moved first, some heads at once.
+    """
+    B, _, Hv, V = v.shape
+    K = k.shape[3]
+    if final_state.numel() == 0:
+        return
+    tile_v = TILE_V or (16 if B * Hv * V <= 132 * 64 else 32)
+
+    def compute(tensors, count):
+        _, _, heads, width = tensors[2].shape
+        args = (*tensors, K**-0.5, tensors[1].shape[3], tile_v)
+        ct.launch(torch.cuda.current_stream(), (count * heads, width // tile_v, 1), _ONE_TOKEN[WARPS], args)
+
+    tensors = q, k, v, g, beta, initial_state, out, final_state
+    is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
+    if is_usual and all(map(is_aligned, (q, k, v, initial_state, out, final_state))):
+        compute(tensors, B)
+    else:
+        _in_rows(tensors, 1, 128 if K <= 128 else 256, compute)
+
+
 def run_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -389,38 +473,18 @@ def run_chunk(
     Mapping: one block a chunk of 64 tokens and head inverts the system of the chunk. Then a block owns TILE_V columns of a head's
     state and goes through the chunks.
     TILE_V and segments = None: by the number of heads, so that the blocks fill an H200.
+    Tensors of bfloat16 with K and V of 64 or 128 and aligned rows are read in place; others are moved first, some heads at once.
     """
-    B, T, Hv, V = v.shape
-    K = k.shape[3]
+    (B, T, _, V), K = v.shape, k.shape[3]
     if final_state.numel() == 0:
         return
-    chunks = -(-T // CHUNK)
-    parts = B * Hv * chunks
-    tile_k = max(16, 1 << (K - 1).bit_length())
-    best_tile, best_segments = _scan_shape(B * Hv, V, chunks)
-    tile_v = TILE_V or best_tile
-    segments = min(segments or best_segments, chunks)
-    segment_chunks = -(-chunks // segments)
-    segments = -(-chunks // segment_chunks)
-    split, stream, blocks = q.dtype != torch.bfloat16, torch.cuda.current_stream(), -(-V // tile_v)
-    inverse = torch.empty((parts, 3, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    attention = torch.empty((parts, 3 if split else 2, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
-    factors = torch.empty((parts, 4, CHUNK), dtype=torch.float32, device=q.device)
-    pairs = B * Hv if segments > 1 else 1
-    states = torch.empty((pairs, segments, V, K), dtype=torch.float32, device=q.device)
-    moves = torch.empty((pairs, segments, K, K), dtype=torch.float32, device=q.device)
-    args = (q, k, g, beta, inverse, attention, factors, Hv, K**-0.5, split, tile_k)
-    ct.launch(stream, (parts, 1, 1), _prepare_chunk, args)
-    if segments > 1:
-        args = (
-            k, v, initial_state, inverse, factors, states, moves, segments, segment_chunks, split, tile_k, tile_v,
-        )  # fmt: skip
-        grid = B * Hv * (segments - 1) * (blocks + -(-K // tile_v))
-        ct.launch(stream, (grid, 1, 1), _AHEAD[tile_v // 16], args)
-        args = (states, moves, segments, tile_k, 16)
-        ct.launch(stream, (B * Hv, -(-V // 16), 1), _join_segments, args)
-    args = (
-        q, k, v, initial_state, inverse, attention, factors, states, out, final_state, segments, segment_chunks,
-        split, tile_k, tile_v,
-    )  # fmt: skip
-    ct.launch(stream, (B * Hv * segments * blocks, 1, 1), _SCAN[tile_v // 16], args)
+    is_usual = q.dtype == torch.bfloat16 and K in (64, 128) and V in (64, 128)
+    if is_usual and all(map(is_aligned, (q, k, v, initial_state, out, final_state))):
+        _chunks(q, k, v, g, beta, initial_state, out, final_state, K**-0.5, TILE_V, segments, B)
+        return
+    tokens = -(-T // CHUNK) * CHUNK
+
+    def compute(tensors, count):
+        _chunks(*tensors, K**-0.5, TILE_V, segments, count)
+
+    _in_rows((q, k, v, g, beta, initial_state, out, final_state), tokens, WIDE, compute)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import cuda.tile as ct
 import torch
+from _lib.cutile.head_rows import is_aligned, move_rows, rounded
 
 # Sizes of heads and states are compile-time constants: tiles that hold whole rows then need no mask.
 Heads = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
@@ -53,13 +54,14 @@ def _one_token(
     heads = x.shape[1]
     batch, head, block = ct.bid(0) // heads, ct.bid(0) % heads, ct.bid(1)
     group = head // (heads // B.shape[1])
+    # A, D and bias are of each head, or of each sequence and head.
     old = ct.load(state, (batch, head, block, 0), (1, 1, TILE_P, TILE_N), padding_mode=ZERO).reshape((TILE_P, TILE_N))
     value = ct.load(x, (batch, head, block), (1, 1, TILE_P), padding_mode=ZERO).reshape((TILE_P, 1))
     write = ct.load(B, (batch, group, 0), (1, 1, TILE_N), padding_mode=ZERO).reshape((1, TILE_N))
     read = ct.load(C, (batch, group, 0), (1, 1, TILE_N), padding_mode=ZERO).reshape((1, TILE_N))
-    step = _step(ct.load(dt, (batch, head), (1, 1)), ct.load(bias, (head,), (1,)).reshape((1, 1)))
-    decay = ct.exp(step.astype(ct.float32) * ct.load(A, (head,), (1,)).reshape((1, 1)))
-    skip = ct.load(D, (head,), (1,)).reshape((1, 1))
+    step = _step(ct.load(dt, (batch, head), (1, 1)), ct.load(bias, (ct.bid(0) % bias.shape[0],), (1,)).reshape((1, 1)))
+    decay = ct.exp(step.astype(ct.float32) * ct.load(A, (ct.bid(0) % A.shape[0],), (1,)).reshape((1, 1)))
+    skip = ct.load(D, (ct.bid(0) % D.shape[0],), (1,)).reshape((1, 1))
     # Products of tiles of T are rounded to T, as in models. Sums are in float32: one in T would be fused with the product.
     written = ((step * write) * value).astype(ct.float32)
     new = old * decay + written
@@ -71,36 +73,6 @@ def _one_token(
 
 
 _ONE_TOKEN = {warps: _one_token.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
-
-
-def run_update(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    Bmat: torch.Tensor,
-    Cmat: torch.Tensor,
-    D: torch.Tensor,
-    dt_bias: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    TILE_P=None,
-    WARPS=4,
-):
-    """Compute state = exp(step A) state + step x Bmat, in place, and out = state Cmat + D x for one token.
-
-    Shapes: state [B, H, P, N], x and out [B, H, P], dt [B, H], Bmat, Cmat [B, G, N], A, D, dt_bias [H]; unit last strides.
-    Mapping: a block owns TILE_P rows of the state of one head, which it reads and writes once.
-    TILE_P = None: 4096 numbers of the state, or 1024 if an H200 would have fewer blocks than places for them.
-    """
-    B, H, P, N = state.shape
-    if state.numel() == 0:
-        return
-    tile_n = 1 << (N - 1).bit_length()
-    numbers = 4096 if state.numel() >= 4096 * 132 * 4 else 1024
-    tile_p = TILE_P or min(1 << (P - 1).bit_length(), max(1, numbers // tile_n))
-    args = (state, x, dt, A, Bmat, Cmat, D, dt_bias, out, tile_p, tile_n)
-    ct.launch(torch.cuda.current_stream(), (B * H, -(-P // tile_p), 1), _ONE_TOKEN[WARPS], args)
 
 
 # ---- chunks of tokens -----------------------------------------------------------------------------
@@ -217,7 +189,7 @@ def _scan_chunks(
     pair, block, segment = ct.bid(0) // blocks, ct.bid(0) % blocks, ct.bid(1)
     batch, head = pair // heads, pair % heads
     group = head // (heads // B.shape[2])
-    skip = ct.load(D, (head,), (1,)).astype(ct.float32)
+    skip = ct.load(D, (pair % D.shape[0],), (1,)).astype(ct.float32)  # of each head, or of each row
     rows, cols = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
     nothing = ct.zeros((TILE_P, CHUNK), dtype=ct.float32)
     # 1. The state before the segment. It has a row for each value, and so has all that is made of it.
@@ -261,6 +233,109 @@ _SCAN = {warps: _scan_chunks.replace_hints(num_worker_warps=warps) for warps in 
 _WRITE = {warps: _write_segments.replace_hints(num_worker_warps=warps) for warps in (4, 8)}
 
 
+def _chunks(x, dt, A, Bmat, Cmat, D, bias, initial, dt_min, out, final, tokens, count, wanted, warps):
+    """Compute what run_chunk() does for the first ``count`` sequences, of tensors that the kernels read in place.
+
+    dt is [sequences, T, H], or [1, T, sequences * H] with A and bias of as many. The tokens behind ``tokens`` do nothing.
+    """
+    (room, _, H, P), N = x.shape, Bmat.shape[3]
+    chunks = -(-tokens // CHUNK)
+    tile_p = 64
+    rows = count * H * (P // tile_p)
+    each = -(-chunks // max(1, min(-(-wanted // rows), MOST_SEGMENTS, chunks // 2)))
+    segments = -(-chunks // each)
+    warps = warps or (8 if N > 128 else 4)
+    split, stream = x.dtype != torch.bfloat16, torch.cuda.current_stream()
+    steps = torch.empty((dt.shape[0], dt.shape[2], chunks * CHUNK), dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(steps)
+    parts = rounded(max(1, count * H * (segments - 1)))
+    states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
+    left = torch.empty((parts,), dtype=torch.float32, device=x.device)
+    args = (dt, A, bias, steps, sums, tokens, dt_min)
+    ct.launch(stream, (dt.shape[0] * chunks, -(-dt.shape[2] // TILE_H), 1), _steps, args)
+    steps, sums = steps.view(room, H, -1), sums.view(room, H, -1)
+    if segments > 1:
+        args = (x, Bmat, steps, sums, states, left, each, segments, split, tile_p, N)
+        ct.launch(stream, (rows, segments - 1, 1), _WRITE[warps], args)
+    args = (x, Bmat, Cmat, D, steps, sums, initial, states, left, out, final, each, segments, split, tile_p, N)
+    ct.launch(stream, (rows, segments, 1), _SCAN[warps], args)
+
+
+# ---- other sizes and layouts ----------------------------------------------------------------------
+# cuTile compiles a kernel for each set of divisible sizes, strides and addresses, and one of chunks takes seconds. They know the
+# heads of models in aligned rows of bfloat16. All else is first moved to rows of whole chunks, each of one head and 64 of its
+# values. Zeros behind values and directions change nothing.
+
+HIGH = 64
+MOVED_AT_ONCE = 1 << 27
+"""Numbers of the largest tensor that is moved at once."""
+
+
+def run_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    Bmat: torch.Tensor,
+    Cmat: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    TILE_P=None,
+    WARPS=4,
+):
+    """Compute state = exp(step A) state + step x Bmat, in place, and out = state Cmat + D x for one token.
+
+    Shapes: state [B, H, P, N], x and out [B, H, P], dt [B, H], Bmat, Cmat [B, G, N], A, D, dt_bias [H]; unit last strides.
+    Mapping: a block owns TILE_P rows of the state of one head, which it reads and writes once.
+    TILE_P = None: 4096 numbers of the state, or 1024 if an H200 would have fewer blocks than places for them.
+    Tensors of bfloat16 with P of 64 or 128, N of 64, 128 or 256 and aligned rows are read in place; others are moved, some heads
+    at once.
+    """
+    B, H, P, N = state.shape
+    if state.numel() == 0:
+        return
+    numbers = 4096 if state.numel() >= 4096 * 132 * 4 else 1024
+
+    def compute(state, x, dt, A, Bmat, Cmat, D, bias, out, count):
+        _, heads, high, deep = state.shape
+        tile_p = min(TILE_P or max(1, numbers // deep), high)
+        args = (state, x, dt, A, Bmat, Cmat, D, bias, out, tile_p, deep)
+        ct.launch(torch.cuda.current_stream(), (count * heads, high // tile_p, 1), _ONE_TOKEN[WARPS], args)
+
+    is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
+    if is_usual and all(map(is_aligned, (state, x, Bmat, Cmat, out))):
+        compute(state, x, dt, A, Bmat, Cmat, D, dt_bias, out, B)
+        return
+    blocks, deep = -(-P // HIGH), 128 if N <= 128 else -(-N // 256) * 256
+    every = B * H * blocks
+    at_once = max(1, MOVED_AT_ONCE // (HIGH * deep))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = rounded(count)
+        like = {"dtype": x.dtype, "device": x.device}
+        states = torch.empty((room, HIGH, deep), dtype=state.dtype, device=x.device)
+        values, found = torch.empty((2, room, 1, HIGH), **like)
+        writes, reads = torch.empty((2, room, 1, deep), **like)
+        raw, skips, biases = torch.empty((3, room, 1, 1), **like)
+        rates = torch.empty((room, 1, 1), dtype=torch.float32, device=x.device)
+        place = count, first, H, blocks
+        move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH)
+        move_rows(x[:, None], values, *place, skip_c=HIGH)
+        move_rows(Bmat[:, None], writes, *place)
+        move_rows(Cmat[:, None], reads, *place)
+        move_rows(dt[:, None, :, None], raw, *place)
+        for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
+            move_rows(of_heads.expand(B, 1, H)[..., None], of_rows, *place)
+        compute(
+            states[:, None], values, raw[..., 0], rates.view(room), writes, reads, skips.view(room), biases.view(room), found,
+            count,
+        )  # fmt: skip
+        move_rows(state.transpose(1, 2), states, *place, skip_t=HIGH, into=False)
+        move_rows(out[:, None], found, *place, skip_c=HIGH, into=False)
+
+
 def run_chunk(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -283,31 +358,42 @@ def run_chunk(
     strides. Sums, decays and the state are in float32.
     Mapping: steps and sums of their decays first. Then a block owns 64 rows of a head's state and goes through the chunks of a
     segment. Segments are as many as give BLOCKS blocks, and at most eight. WARPS = None: 4, or 8 if N > 128.
+    Tensors of bfloat16 with P of 64 or 128, N of 64, 128 or 256 and aligned rows are read in place; others are moved first, some
+    heads at once.
     """
     B, T, H, P = x.shape
     N = Bmat.shape[3]
     if final_state.numel() == 0:
         return
-    chunks = -(-T // CHUNK)
-    tile_n = max(16, 1 << (N - 1).bit_length())
-    tile_p = min(64, max(16, 1 << (P - 1).bit_length()))
-    rows = B * H * -(-P // tile_p)
-    each = -(-chunks // max(1, min(-(-BLOCKS // rows), MOST_SEGMENTS, chunks // 2)))
-    segments = -(-chunks // each)
-    warps = WARPS or (8 if tile_n > 128 else 4)
-    split, stream = x.dtype != torch.bfloat16, torch.cuda.current_stream()
-    steps = torch.empty((B, H, chunks * CHUNK), dtype=torch.float32, device=x.device)
-    sums = torch.empty((B, H, chunks * CHUNK), dtype=torch.float32, device=x.device)
-    parts = max(1, B * H * (segments - 1))
-    states = torch.empty((parts, P, N), dtype=torch.float32, device=x.device)
-    left = torch.empty((parts,), dtype=torch.float32, device=x.device)
-    args = (dt, A, dt_bias, steps, sums, T, dt_min)
-    ct.launch(stream, (B * chunks, -(-H // TILE_H), 1), _steps, args)
-    if segments > 1:
-        args = (x, Bmat, steps, sums, states, left, each, segments, split, tile_p, tile_n)
-        ct.launch(stream, (rows, segments - 1, 1), _WRITE[warps], args)
-    args = (
-        x, Bmat, Cmat, D, steps, sums, initial_state, states, left, out, final_state,
-        each, segments, split, tile_p, tile_n,
-    )  # fmt: skip
-    ct.launch(stream, (rows, segments, 1), _SCAN[warps], args)
+    is_usual = x.dtype == torch.bfloat16 and P in (64, 128) and N in (64, 128, 256)
+    if is_usual and all(map(is_aligned, (x, Bmat, Cmat, initial_state, out, final_state))):
+        _chunks(x, dt, A, Bmat, Cmat, D, dt_bias, initial_state, dt_min, out, final_state, T, B, BLOCKS, WARPS)
+        return
+    blocks, tokens, deep = -(-P // HIGH), -(-T // CHUNK) * CHUNK, 128 if N <= 128 else -(-N // 256) * 256
+    every = B * H * blocks
+    at_once = max(1, MOVED_AT_ONCE // (max(tokens, HIGH) * deep))
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        room = rounded(count)
+        like = {"dtype": x.dtype, "device": x.device}
+        exact = {"dtype": torch.float32, "device": x.device}
+        values = torch.empty((room, tokens, HIGH), **like)
+        found = torch.empty((room, tokens, HIGH), dtype=out.dtype, device=x.device)
+        writes, reads = torch.empty((2, room, tokens, deep), **like)
+        before, behind = torch.empty((2, room, HIGH, deep), **exact)
+        raw, rates = torch.empty((tokens, room), **like), torch.empty(room, **exact)
+        skips, biases = torch.empty((2, room), **like)
+        place = count, first, H, blocks
+        move_rows(x, values, *place, skip_c=HIGH)
+        move_rows(Bmat, writes, *place)
+        move_rows(Cmat, reads, *place)
+        move_rows(initial_state.transpose(1, 2), before, *place, skip_t=HIGH)
+        move_rows(dt[..., None], raw.t()[..., None], *place)
+        for of_heads, of_rows in ((A, rates), (D, skips), (dt_bias, biases)):
+            move_rows(of_heads.expand(B, 1, H)[..., None], of_rows[:, None, None], *place)
+        _chunks(
+            values[:, :, None], raw[None], rates, writes[:, :, None], reads[:, :, None], skips, biases, before[:, None], dt_min,
+            found[:, :, None], behind[:, None], T, count, BLOCKS, WARPS,
+        )  # fmt: skip
+        move_rows(out, found, *place, skip_c=HIGH, into=False)
+        move_rows(final_state.transpose(1, 2), behind, *place, skip_t=HIGH, into=False)
