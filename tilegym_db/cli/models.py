@@ -485,7 +485,7 @@ def print_plan(plan: CoveragePlan, *, wide: bool = False) -> None:
         f"{100 * plan.share:.1f}% to {100 * plan.expected_share():.1f}%"
         + (f", and up to {plan.unsure} calls more, of which no GPU has measured any" if plan.unsure else "")
     )
-    if plan.expected_share() < plan.goal < 1:
+    if plan.expected_share() + plan.unsure / max(1, plan.questions) < plan.goal < 1:
         note(f"the goal of {100 * plan.goal:g}% is not reached by measuring: it needs faster or other kernels")
     if plan.slower:
         note(f"{plan.slower} calls are not measured because stock code is expected to be faster there")

@@ -56,8 +56,8 @@ KERNEL = frozenset(("exact", "neighbour"))
 
 MAX_KERNELS = 2
 """Kernels that are measured at a point: the fastest one at the nearest measured point, and the next. Their order may change."""
-TRIED = 3
-"""Candidates with the highest known gain that are evaluated again before one is chosen. A gain falls as points are added."""
+TRIED = 12
+"""Candidates with the highest known gain that are evaluated before one is chosen. A gain falls as points are added."""
 CHUNK_S = 90.0
 """Seconds of work that are measured at a time. Operators of one chunk are verified side by side."""
 
@@ -234,6 +234,7 @@ class _Kind:
     """Calls on more GPUs, which no question of the plan makes, in place of each call without memory."""
     predicted: dict[str, tuple[Entry, str] | None] = field(default_factory=dict)
     chosen: list[_Asked] = field(default_factory=list)
+    prices: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_sure(self) -> bool:
@@ -280,7 +281,11 @@ class _Kind:
 
     def seconds(self, asked: _Asked) -> float:
         """Return the seconds of a point, without the start of its operator."""
-        return self.costs.of_point(self.winners(asked)[1], asked.request.call.cost(self.definition)[0])
+        key = asked.request.call.key()
+        if key not in self.prices:
+            flops = asked.request.call.cost(self.definition)[0]
+            self.prices[key] = self.costs.of_point(self.winners(asked)[1], flops)
+        return self.prices[key]
 
 
 def _is_timed(candidate: Candidate) -> bool:
@@ -455,10 +460,10 @@ def _moved(candidate: Candidate, near: Entry, kind: _Kind, call: Call) -> Candid
     """Return a candidate with its ratios at another call, as the source of today would be measured there."""
     here, there = (one.cost(kind.definition) for one in (call, near.call))
     factor = max(one / other for one, other in zip(here, there, strict=True) if other) if all(there) else 1.0
-    times = {
-        name: None if value is None else value * factor
-        for name, value in ((name, getattr(candidate, name)) for name in ("latency_us", "ci_low_us", "ci_high_us"))
-    }
+
+    def moved(time_us: float | None) -> float | None:
+        return None if time_us is None else time_us * factor
+
     files = kind.solutions.get(candidate.solution)
     ranges = {
         name: (min(low, float(value)), max(high, float(value)))
@@ -466,7 +471,15 @@ def _moved(candidate: Candidate, near: Entry, kind: _Kind, call: Call) -> Candid
         if isinstance(value := call.scalars.get(name), int | float)
     }
     digest = candidate.solution_digest if files is None else files.digest
-    return replace(candidate, **times, solution_digest=digest, scalar_ranges=ranges, verified_sizes={})
+    return replace(
+        candidate,
+        latency_us=moved(candidate.latency_us),
+        ci_low_us=moved(candidate.ci_low_us),
+        ci_high_us=moved(candidate.ci_high_us),
+        solution_digest=digest,
+        scalar_ranges=ranges,
+        verified_sizes={},
+    )
 
 
 class _Step(NamedTuple):
@@ -480,49 +493,54 @@ class _Step(NamedTuple):
 def _steps(kind: _Kind) -> list[_Step]:
     """Return points in the order of what they add, each step with the questions that it answers and its seconds."""
     left = list(kind.open)
-    waiting = [(math.inf, points) for points in _candidates(kind)]
+    waiting = [
+        (promised / sum(map(kind.seconds, points)), number, points)
+        for number, (promised, points) in enumerate(_candidates(kind))
+    ]
     steps: list[_Step] = []
     while left and waiting:
-        # A gain that was found with fewer points is rarely exceeded, so only the best known ones are evaluated again.
-        best: tuple[float, tuple[_Asked, ...], list[_Asked]] | None = None
-        waiting.sort(key=lambda item: -item[0])
-        tried: list[tuple[float, tuple[_Asked, ...]]] = []
-        again = sum(rate == math.inf for rate, _ in waiting) or TRIED
-        for _, points in waiting[:again]:
-            answered = kind.answered([*kind.chosen, *points], left)
-            rate = sum(len(one.questions) for one in answered) / sum(kind.seconds(one) for one in points)
-            tried.append((rate, points))
-            if answered and (best is None or rate > best[0]):
-                best = rate, points, answered
-        waiting = [*tried, *waiting[again:]]
-        if best is None:
-            waiting = waiting[again:]
+        # Most known rates are upper bounds, as a question is answered once. So the few best are evaluated.
+        waiting.sort(reverse=True)
+        answers = [kind.answered([*kind.chosen, *points], left) for _, _, points in waiting[:TRIED]]
+        rates = [
+            _questions(found) / sum(map(kind.seconds, points))
+            for found, (_, _, points) in zip(answers, waiting, strict=False)
+        ]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        tried = [(rate, *item[1:]) for rate, item in zip(rates, waiting, strict=False) if rate]
+        points, waiting = waiting[best][2], [*tried, *waiting[TRIED:]]
+        if not rates[best]:
             continue
-        _, points, answered = best
         kind.chosen += points
-        done = {id(one) for one in answered}
+        steps.append(_Step(points, _questions(answers[best]), sum(map(kind.seconds, points))))
+        done, taken = ({id(one) for one in found} for found in (answers[best], kind.chosen))
         left = [one for one in left if id(one) not in done]
-        waiting = [item for item in waiting if not {id(one) for one in item[1]} <= {id(one) for one in kind.chosen}]
-        seconds = sum(kind.seconds(one) for one in points)
-        steps.append(_Step(points, sum(len(one.questions) for one in answered), seconds))
+        waiting = [item for item in waiting if not {id(one) for one in item[2]} <= taken]
     return steps
 
 
-def _candidates(kind: _Kind) -> list[tuple[_Asked, ...]]:
-    """Return the open calls at which a kernel is expected to be faster: each alone, the least with the most work of equal widths,
-    and the slices of a call without memory.
+def _questions(calls: Iterable[_Asked]) -> int:
+    return sum(len(one.questions) for one in calls)
+
+
+def _candidates(kind: _Kind) -> list[tuple[int, tuple[_Asked, ...]]]:
+    """Return the points at which a kernel is expected to be faster, with the number of questions that each is likely to answer.
+
+    These are the open calls, each alone, the least with the most work of equal widths, and the slices of calls without memory.
     """
     able = [one for one in kind.open if kind.can_measure(one)]
-    groups = []
+    found: list[tuple[int, tuple[_Asked, ...]]] = []
     by_question = {id(one.question): one for one in able}
     for group in same_widths(kind.definition, [(one.question, one.axes) for one in able]):
         members = [by_question[id(question)] for question, _ in group]
         ordered = sorted(members, key=lambda one: one.request.call.cost(kind.definition)[1])
-        if len(ordered) > 1:
-            groups.append((ordered[0], ordered[-1]))
+        promised = _questions(members)
+        found += [(promised, (one,)) for one in members]
+        found += [(promised, (ordered[0], ordered[-1]))] if len(ordered) > 1 else []
     slices = [tuple(one for one in group if kind.can_measure(one)) for group in kind.slices]
     single = {one.request.call.key(): (one,) for group in slices for one in group}
-    return [*((one,) for one in able), *groups, *single.values(), *(group for group in slices if len(group) > 1)]
+    promised = _questions(one for one in kind.open if not kind.can_measure(one))
+    return found + [(promised, points) for points in (*single.values(), *slices) if points]
 
 
 def _choose(kinds: Sequence[_Kind], steps: Sequence[list[_Step]], plan: CoveragePlan) -> None:
