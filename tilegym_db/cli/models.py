@@ -420,9 +420,10 @@ def _measure(
     as_json: bool,
     wide: bool,
 ) -> None:
-    from tilegym_db.measurement.machine import devices_of_options
+    from tilegym_db.measurement.machine import begin_workers, devices_of_options
 
     devices = devices_of_options(gpu, gpus)
+    begin_workers(devices)
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.coverage import measure_next, served_share
 

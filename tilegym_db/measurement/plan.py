@@ -244,8 +244,9 @@ def make_plan(
 
 def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
     """Raise :class:`UsageError` if a name to verify is a Solution that omits an output."""
+    solutions = catalog.solutions_among(names)
     for name in names:
-        found = catalog.solutions.get(name)
+        found = solutions.get(name)
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
         if reason is not None:
             raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
@@ -282,7 +283,7 @@ def _require_something(plan: Plan, options: Options, matched: bool) -> None:
 
 
 def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
-    definitions, solutions = catalog.definitions, catalog.solutions
+    definitions, solutions = catalog.definitions, catalog.solutions_among(options.names)
     chosen: dict[str, set[str]] = {}
     for name in options.names or tuple(definitions):
         if name in definitions:
@@ -294,7 +295,7 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             chosen.setdefault(definition, set()).update({name} | stock)
         else:
             catalog.refuse_broken(name)
-            hint = did_you_mean(name, [*definitions, *solutions])
+            hint = did_you_mean(name, [*definitions, *catalog.solution_paths])
             raise NotFoundError(
                 f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
@@ -452,12 +453,13 @@ def _add_likely_fastest(
     plan: Plan,
 ) -> None:
     """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
+    solutions = catalog.solutions_among((item.definition.name,))
     for workload in item.workloads:
         invited = list(likely_fastest.get((item.definition.digest, workload.uuid), ()))[:most]
         if not invited or all(pair == invited[0] for pair in _new_candidates(item, workload)):
             continue
         for name, config in list(invited):
-            solution = catalog.solutions[name]
+            solution = solutions[name]
             key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
             if key in excluded or _why_untimed(solution, machine, lacks) is not None:
                 invited.remove((name, config))
