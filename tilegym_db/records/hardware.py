@@ -168,7 +168,7 @@ _GB = {
 def memory_bytes(slug: str) -> int:
     """Return the memory of a GPU in bytes, as its vendor states it; 0 if it is not known here."""
     stated = re.search(r"-(\d+)gb(?:-me)?$", slug)
-    return int(stated[1] if stated else _GB.get(gpu_base(slug), 0)) * 10**9
+    return int(stated[1] if stated else _GB.get(slug, 0)) * 10**9
 
 
 def gpu_family(slug: str) -> str:
