@@ -4,6 +4,7 @@ Asks the resolver for every kind of call of a list of models (tilegym_db/scaffol
 a neighbour; else stock code runs because it was measured as faster, or because the call was not measured.
 
     python benchmarks/hit_rate.py --gpu h200 --gpu h100
+    tilegym-db model plan --gpu h200 --goal 92                          # what to measure so that more are answered
     python benchmarks/hit_rate.py --gpu h200 --all --json hits.json     # every model of the list, 1 to 8 GPUs each
 """
 
@@ -17,34 +18,10 @@ from pathlib import Path
 from typing import get_args
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import TilegymDBError
+from tilegym_db.loop.coverage import ANSWERS, ask
 from tilegym_db.published.table import load_table
-from tilegym_db.records.call import Call
-from tilegym_db.resolver import decide, make_request
 from tilegym_db.resolver.decide import RULE, Rule
 from tilegym_db.scaffold.model_calls import ASKED_STAGES, Question, known_models, questions
-
-ANSWERS = ("exact", "neighbour", "stock faster", "unmeasured", "no definition")
-
-
-def answer(question: Question, gpu: str, catalog: Catalog, rule: Rule) -> tuple[str, str]:
-    """Return which of :data:`ANSWERS` a question gets, and the reason."""
-    if not question.definition:
-        return "no definition", ""
-    definition = catalog.definition(question.definition)
-    try:
-        layouts = question.classes(definition)
-        call = Call(definition.name, question.axes, dict(question.dtypes), layouts, dict(question.scalars))
-        request = make_request(definition, call, gpu=gpu)
-    except TilegymDBError as error:
-        return "unmeasured", str(error)
-    solutions = {files.name: files for files in catalog.solutions_for(definition.name)}
-    decision = decide(request, load_table(gpu), solutions, rule=rule)
-    evidence = decision.evidence
-    if decision.solution is not None:
-        return ("exact" if evidence.source == "exact" else "neighbour"), evidence.reason
-    is_measured = evidence.reason.startswith("no verified solution is faster than stock at")
-    return ("stock faster" if is_measured else "unmeasured"), evidence.reason
 
 
 def shares(answers: Iterable[tuple[Question, str]], key: Callable[[Question], str]) -> dict[str, Counter[str]]:
@@ -81,9 +58,9 @@ def main() -> None:
         asked = questions((one for one in known_models() if one.get("asked")), ASKED_STAGES, (1,))
     catalog, rows = Catalog.default(), []
     for gpu in options.gpu or ["h200", "h100"]:
-        answers = []
+        answers, table = [], load_table(gpu)
         for question in asked:
-            given, reason = answer(question, gpu, catalog, options.rule)
+            given, reason = ask(question, gpu, catalog, table, options.rule)
             answers.append((question, given))
             rows.append({"gpu": gpu, "model": question.model, "parallel": question.parallel, "stage": str(question.stage),
                          "group": question.group, "definition": question.definition, "axes": dict(question.axes),

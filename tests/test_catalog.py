@@ -31,6 +31,15 @@ def test_records_are_read_from_their_folders(row_scale: Path):
     assert len(list(catalog.all_workloads())) == 1
 
 
+def test_solutions_of_names_are_read_without_the_others() -> None:
+    catalog = Catalog((shipped_root(),))
+    of_operator, of_solution = (catalog.solutions_among([name]) for name in ("softmax", "softmax_triton"))
+    assert list(of_operator) == list(of_solution) == [files.name for files in catalog.solutions_for("softmax")]
+    assert "solutions" not in vars(catalog)
+    assert catalog.solutions_among(["sofmax"]) == catalog.solutions_among([]) == catalog.solutions
+    assert catalog.solutions_among(["softmax"]) is catalog.solutions
+
+
 def test_names_that_do_not_exist_get_suggestions(row_scale: Path):
     with raises(NotFoundError, "definition_unknown", "'row_scael'", "'row_scale'", "tilegym-db list"):
         Catalog.default().definition("row_scael")

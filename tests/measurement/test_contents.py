@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import UsageError
 from tilegym_db.measurement.reproduce import reproduce
 from tilegym_db.records import Definition, Workload
+from tilegym_db.records.case import Case
 from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, WorkloadContents, unusual_distributions
-from tilegym_db.verification.inputs import draws_spread, spreads_otherwise
+from tilegym_db.verification.inputs import draw_inputs, draws_spread, spreads_otherwise
 from tilegym_db.verification.session import Verification, VerifiedWorkload
 from tilegym_db.verification.verifier import Failure
 from tilegym_db.verification.worker_handle import PROMOTION, WorkerHandle
@@ -159,3 +161,24 @@ def test_case_with_typical_ids_is_reproduced_by_its_name() -> None:
     assert (found.case, found.failure) == (case, None)
     with raises(UsageError, "contents_unknown", "'outliers:often'"):
         reproduce("moe_grouped_gemm_stock", contents="outliers:often", seed=1, **call)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("moe_experts", (16, 128, 8)), ("moe_experts_oai", (64, 32, 4))])
+def test_timed_ids_are_of_experts_and_differ_in_a_row(name: str, sizes: tuple[int, int, int]) -> None:
+    tokens, experts, chosen = sizes
+    definition = Catalog.default().definition(name)
+    scalars = {"inputs": {"alpha": {"type": "scalar", "value": 1.7}, "limit": {"type": "scalar", "value": 7.0}}}
+    content: dict[str, Any] = {
+        "definition": name, "axes": {"M": tokens, "H": 32, "I": 32, "E": experts, "K": chosen},
+        "dtypes": {"T": "bfloat16", "W": "bfloat16"}, **(scalars if "alpha" in definition.inputs else {}),
+    }  # fmt: skip
+    case = Case.of_workload(definition, Workload.from_dict(content), distribution="normal", seed=5)
+    timed, verified = (
+        draw_inputs(definition, replace(case, typical=typical), "cpu")["ids"] for typical in (True, False)
+    )
+    assert timed.dtype == verified.dtype
+    assert all(len({*row}) == chosen and {*row} <= {*range(experts)} for row in timed.tolist())
+    seeds = [replace(case, seed=seed) for seed in range(8)]
+    wide = {number for one in seeds for number in draw_inputs(definition, one, "cpu")["ids"].flatten().tolist()}
+    assert min(wide) < 0
+    assert max(wide) >= experts

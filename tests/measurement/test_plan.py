@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from raising import raises
@@ -127,6 +128,16 @@ def test_a_glob_selects_workloads_by_tag_or_axes(glob, kinds, plan):
 def test_a_uuid_selects_one_workload(plan, catalog):
     uuid = catalog.workloads_for("row_scale")[3].uuid
     assert {pair.split()[1] for pair in pairs(plan(machine=H200, workload=uuid))} == {"prefill"}
+
+
+def test_workload_beyond_the_memory_is_left_out_with_reason(plan):
+    """Of 8192 x 4096 in float32, four contents with slots and fp64 outputs need 2.7 GB."""
+    small = replace(H200, memory_bytes=2 << 30)
+    made = plan(machine=small)
+    assert {pair.split()[1] for pair in pairs(made)} == {"tiny", "modest", "decode"}
+    assert [item for item in made.skipped if item.workload == "M=8192,N=4096" and "at least 3 GB" in item.reason]
+    assert "prefill" in {pair.split()[1] for pair in pairs(plan(machine=replace(small, memory_bytes=3 << 30)))}
+    assert pairs(plan(machine=H200)) == pairs(plan(machine=replace(H200, memory_bytes=140 << 30)))
 
 
 def test_requested_workload_runs_on_a_processor_at_any_size(plan):

@@ -251,11 +251,12 @@ def test_experts_that_may_not_be_chosen_are_not_in_the_floor():
     axes = definition.bind_axes({"M": 16, "H": 2048, "I": 768, "E": 128, "K": 8})
     light = speed_of_light(definition, axes, {"T": "bfloat16", "W": "bfloat16"}, h200())
     assert light is not None
-    assert light.bytes > 1.2e9  # of 128 experts; 16 tokens choose some 82 of them, or 8 where all choose the same
-    assert below_floor(201.9, light, h200(), cold_l2=True, timer="events") is None
+    # Of 128 experts, 16 tokens choose 82 on average, or 8 if all choose the same.
+    assert light.bytes == pytest.approx(82.4 * 3 * 2048 * 768 * 2, rel=0.001)
+    assert below_floor(131.9, light, h200(), cold_l2=True, timer="events") is None
     assert "no kernel" in str(below_floor(1.0, light, h200(), cold_l2=True, timer="events"))
     everything = replace(light, chosen_bytes=0.0)
-    assert "memory bus" in str(below_floor(201.9, everything, h200(), cold_l2=True, timer="events"))
+    assert "memory bus" in str(below_floor(131.9, everything, h200(), cold_l2=True, timer="events"))
 
 
 def test_an_unknown_architecture_has_no_ceiling_for_products(operator):

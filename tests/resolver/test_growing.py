@@ -27,6 +27,7 @@ def attend(shop: Any) -> Any:
         outputs={"out": {"shape": ["B", "D"], "dtype": "float32"}},
         constraints=["L >= 1"],
         reference="def run(q, k):\n    return q * k.sum(1)\n",
+        serving={"growing": "L"},
     )
     return shop
 

@@ -135,8 +135,8 @@ def run(x, out):
         (4096, 1.03, ""),
         (3072, 1.30, "N=3072 was not measured, and padding may cost 1.33 times more than at N=4096"),
         (3072, 1.60, ""),
-        (2049, 1.9, "N=2049 was not measured, and padding may cost 2.00 times more than at N=2048"),
-        (4095, 1.05, ""),
+        (2064, 1.9, "N=2064 was not measured, and padding may cost 1.98 times more than at N=2048"),
+        (4080, 1.05, ""),
     ],
 )
 def test_kernel_serves_other_widths_if_its_lead_outlasts_padding(
@@ -158,6 +158,47 @@ def test_kernel_serves_other_widths_if_its_lead_outlasts_padding(
         assert decision.evidence.reason.endswith(
             "may cost 1.33 times more than there, which leaves at least 1.20x stock"
         )
+
+
+def test_padding_counts_if_a_definition_states_no_kinds_of_axes(shop: Any) -> None:
+    """Its rows are outermost in every tensor, so only their width may be padded."""
+    shop.define("row_norm", **{**ROWS, "serving": None})
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    points = [{"M": rows, "N": size} for size in (2048, 4096) for rows in (1, 4096)]
+    candidate = shop.candidate(kernel, speedup_ci_low=1.3)
+    shop.publish([shop.entry("row_norm", point, [candidate]) for point in points], gpu="h200")
+
+    def ask(rows: int, width: int) -> Decision:
+        request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": rows, "N": width}), gpu="h200")
+        return decide(request, load_table("h200"), {kernel.name: kernel})
+
+    assert ask(3, 4096).solution is not None
+    assert ask(3, 3584).solution is not None
+    assert ask(3, 3072).solution is None
+
+
+@pytest.mark.parametrize("width", [2049, 2056, 4095])
+def test_unaligned_width_needs_a_point_as_unaligned(shop: Any, width: int) -> None:
+    """Rows of such a width begin at other addresses, so that no vectors are read."""
+    shop.define("row_norm", **ROWS)
+    kernel = shop.add("row_norm", "row_norm_kernel", PADDING_NORM)
+    points = [{"M": rows, "N": size} for size in (2048, 4096) for rows in (1, 4096)]
+    entries = [shop.entry("row_norm", point, [shop.candidate(kernel, speedup_ci_low=9.0)]) for point in points]
+    shop.publish(entries, gpu="h200")
+
+    def ask(width: int) -> Decision:
+        request = make_request(shop.definition("row_norm"), Call("row_norm", {"M": 64, "N": width}), gpu="h200")
+        return decide(request, load_table("h200"), {kernel.name: kernel})
+
+    decision = ask(width)
+    assert decision.solution is None
+    assert decision.evidence.reason.startswith(f"N={width} was not measured, and it is no multiple of 16")
+    assert ask(2064).solution is not None
+    slow = shop.candidate(kernel, speedup_ci_low=0.9)
+    shop.publish([*entries, shop.entry("row_norm", {"M": 4096, "N": 4093}, [slow])], gpu="h200")
+    assert ask(width).solution is None
+    assert ask(width).evidence.axes == {"M": 4096, "N": 4093}
+    assert ask(2064).solution is not None
 
 
 def test_norm_padding_to_a_power_of_two_serves_measured_widths(shop: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -143,6 +143,20 @@ class CatalogReader:
                     found.setdefault(definition_at(path), []).append(path)
         kept = (self._kept(self.read_solution, path) for path in found.get(definition, ()))
         return [files for files in kept if files is not None]
+
+    def solutions_among(self, names: Sequence[str]) -> Mapping[str, SolutionFiles]:
+        """Return the valid Solutions of Definitions, by name, and of the Definitions of Solutions; all if no names are given.
+
+        Others are not read, unless a name is none of both or the records of a family do not name their Definition.
+        """
+        if not names or "solutions" in vars(self):
+            return self.solutions
+        places = self.solution_paths
+        of = {name for name in names if name in self.definition_paths}
+        of |= {definition_at(places[name]) for name in names if name in places}
+        found = {files.name: files for definition in sorted(of) for files in self.solutions_for(definition)}
+        known = all(name in self.definition_paths or name in found for name in names)
+        return found if known else self.solutions
 
     def workloads_for(self, definition: str) -> list[Workload]:
         """Return the valid Workloads of one Definition in file order, shipped ones before those of the overlay.

@@ -60,10 +60,11 @@ def progress_of(
     Yields the devices that the options name, and the progress.
     """
     from tilegym_db.cli.kit.options import refuse_unknown_names
-    from tilegym_db.measurement.machine import devices_of_options
+    from tilegym_db.measurement.machine import begin_workers, devices_of_options
 
     devices = devices_of_options(gpu, gpus, executor)
     refuse_unknown_names(names or (), drafts=drafts)
+    begin_workers(devices)
     from tilegym_db.cli.kit.bench_progress import Progress
 
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:

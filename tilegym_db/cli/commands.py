@@ -42,7 +42,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     "Models": {
         "fit": "Measure the kernels for a model here, publish them for you, prove them and time the model.",
-        "model": "Time a patched model, or compare its kernels with stock code: bench, verify.",
+        "model": "Time a patched model, compare its kernels with stock code, or plan measurements: bench, verify, plan.",
     },
     "Agents": {
         "task": "Create a task, print it for its author, submit a kernel, see the verdict; or do it for a model.",

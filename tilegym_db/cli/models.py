@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from tilegym_db.cli.boundary import INTERRUPTED
 from tilegym_db.cli.commands import command_group
-from tilegym_db.cli.kit.formats import AsJson, Wide
+from tilegym_db.cli.kit.formats import AsJson, Wide, file_name
 from tilegym_db.cli.kit.options import (
     ConfigFile,
     Gpus,
@@ -22,19 +23,25 @@ from tilegym_db.cli.kit.options import (
     PromptTokens,
     Rounds,
     Sequences,
+    complete_gpu,
+    finite_seconds,
     path_given,
 )
-from tilegym_db.cli.kit.output import note, print_json, print_table, table_width
+from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map, table_width
 from tilegym_db.errors import UsageError
 
 if TYPE_CHECKING:
+    from tilegym_db.loop.coverage import CoveragePlan
     from tilegym_db.loop.fit import FitReport
     from tilegym_db.models.handle import Handle
     from tilegym_db.models.report import PatchReport
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
+    from tilegym_db.scaffold.model_calls import Question
 
 
-app = command_group("Time a patched model, or verify its kernels on the calls that it makes.")
+app = command_group(
+    "Time a patched model, verify its kernels on the calls that it makes, or plan what to measure for models."
+)
 
 LARGEST = 8
 """Maximum number of unserved pieces that are listed."""
@@ -331,6 +338,161 @@ def _ratio(estimate: Estimate) -> tuple[str, str | None]:
     if estimate.ci_low is None:
         return f"{estimate.median:.3f}x", None
     return f"{estimate.median:.3f}x", f"{estimate.ci_low:.3f} to {estimate.ci_high:.3f}"
+
+
+# ---- Plan -----------------------------------------------------------------------------------------
+
+
+@app.command("plan")
+def plan_command(
+    config: Annotated[
+        str, typer.Argument(help="config.json of a Hugging Face model, or 'models': the list of known models.")
+    ] = "models",
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, ...; it need not be here.", autocompletion=complete_gpu)
+    ] = "auto",
+    goal: Annotated[
+        float, typer.Option(help="Percent of the calls that kernels are to answer.", min=0.01, max=100)
+    ] = 100,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every known model at every stage, on 1, 2, 4 and 8 GPUs; takes minutes.")
+    ] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the points as workloads, for add-workload.", callback=file_name),
+    ] = None,
+    measure: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            callback=finite_seconds,
+            help="Measure the first points here, for about this long, and publish them for you.",
+        ),
+    ] = None,
+    gpus: Gpus = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
+) -> None:
+    """Plan which points to measure so that kernels answer more of the calls of models, and what each costs and answers.
+
+    A point has the figures of the nearest measured one; points at which stock code is expected to be faster are left out. Seconds
+    are of one GPU, from the times between published traces.
+
+    With --measure, results are stored at once and published at the end. Interrupt it and run it again to continue.
+    """
+    if measure is None and gpus is not None:
+        raise UsageError("--gpus is for --measure SECONDS.", code="options_clash")
+    asked = asked_questions(config, everything=everything)
+    if measure is not None:
+        _measure(asked, measure, goal, gpu, gpus, file, as_json=as_json, wide=wide)
+        return
+    from tilegym_db.cli.best import chosen_gpu
+    from tilegym_db.loop.coverage import plan_coverage
+
+    plan = plan_coverage(asked, chosen_gpu(gpu) or gpu, goal=goal / 100)
+    _write_points(plan, file)
+    print_json(plan.to_dict()) if as_json else print_plan(plan, wide=wide)
+
+
+def asked_questions(config: str, *, everything: bool) -> list[Question]:
+    """Return the calls of a config's model at every stage, or those of the known models by which releases are compared.
+
+    Raises:
+        UsageError: the config cannot be read, or lacks a size.
+    """
+    from tilegym_db.scaffold.model_calls import ASKED_STAGES, MODELS, STAGES, known_models, models_of, questions
+
+    if everything:
+        return questions(models_of(config))
+    if config == MODELS:
+        return questions((one for one in known_models() if one.get("asked")), ASKED_STAGES, (1,))
+    return questions(models_of(config), STAGES, (1,))
+
+
+def _measure(
+    asked: list[Question],
+    seconds: float,
+    goal: float,
+    gpu: str,
+    gpus: str | None,
+    file: Path | None,
+    *,
+    as_json: bool,
+    wide: bool,
+) -> None:
+    from tilegym_db.measurement.machine import begin_workers, devices_of_options
+
+    devices = devices_of_options(gpu, gpus)
+    begin_workers(devices)
+    from tilegym_db.cli.kit.bench_progress import Progress
+    from tilegym_db.loop.coverage import measure_next, served_share
+
+    def planned(plan: CoveragePlan) -> None:
+        _write_points(plan, file)
+        if not as_json:
+            print_plan(plan, wide=wide)
+
+    with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
+        found = measure_next(
+            asked, seconds, goal=goal / 100, devices=devices, observer=progress.observer(), planned=planned
+        )
+    if as_json:
+        print_json(found.to_dict())
+    for remark in found.notes:
+        note(remark)
+    shares = [100 * served_share(counts.elements()) for counts in (found.before, found.after)]
+    note(
+        f"kernels answered {shares[0]:.1f}% of {len(asked)} calls and answer {shares[1]:.1f}% now; {found.left} points are left"
+    )
+    if found.published:
+        note(f"published for you in {found.published}")
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    failed = found.report is not None and any(status not in ("PASSED", "UNSUPPORTED") for status in found.report.counts)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _write_points(plan: CoveragePlan, file: Path | None) -> None:
+    if file is not None:
+        from tilegym_db.cli.new import write_new_file
+
+        write_new_file(file, "".join(point.workload.to_json() + "\n" for point in plan.points))
+        note(f"wrote {len(plan.points)} workloads. Next: tilegym-db add-workload {shlex.quote(str(file))}")
+
+
+def print_plan(plan: CoveragePlan, *, wide: bool = False) -> None:
+    """Print one row per point, then what the calls are answered by now and what cannot be measured."""
+    rows = [
+        (
+            point.workload.definition,
+            spelled_map(point.workload.axes),
+            ", ".join(point.workload.dtypes.values()),
+            ", ".join(f"{name} {layout}" for name, layout in point.workload.layouts.items()),
+            ", ".join(point.solutions),
+            f"{point.seconds:.0f}",
+            point.answers,
+            f"{100 * plan.expected_share(number):.1f}%",
+            point.basis or "none",
+        )
+        for number, point in enumerate(plan.points, start=1)
+    ]
+    columns = ("definition", "axes", "dtypes", "layouts", "solutions", "seconds", "answers", "then", "expected from")
+    print_table(columns, rows, wide=wide, least=("layouts", "dtypes", "expected from"))
+    answers = ", ".join(f"{name} {count}" for name, count in plan.answers.items())
+    note(f"{plan.questions} calls on {plan.gpu}: {answers}")
+    note(
+        f"{len(plan.points)} points cost about {plan.seconds:.0f} s of one {plan.gpu} and bring the share of kernels from "
+        f"{100 * plan.share:.1f}% to {100 * plan.expected_share():.1f}%"
+        + (f", and up to {plan.unsure} calls more, of which no GPU has measured any" if plan.unsure else "")
+    )
+    if plan.expected_share() + plan.unsure / max(1, plan.questions) < plan.goal < 1:
+        note(f"the goal of {100 * plan.goal:g}% is not reached by measuring: it needs faster or other kernels")
+    if plan.slower:
+        note(f"{plan.slower} calls are not measured because stock code is expected to be faster there")
+    if plan.refused:
+        call, reason = next(iter(plan.refused.items()))
+        note(f"{len(plan.refused)} calls cannot be measured, such as {call}: {reason}. --json has all")
 
 
 # ---- Verify ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from tilegym_db.errors import HardwareError
 from tilegym_db.measurement.devices.devices import Devices, GpuChoice, choose_gpus, parse_gpus
 from tilegym_db.measurement.devices.ray_address import max_devices, names_cluster, parse_executor, require_ray
 from tilegym_db.records.hardware import CPU, gpu_slug, parse_gpu, same_gpu
+from tilegym_db.sandbox.worker import prepare_workers
 
 LIBRARIES = (
     *("torch", "triton", "tilelang", "cuda-tile", "nvidia-cuda-tileiras", "transformers"),
@@ -97,6 +98,19 @@ def devices_of_options(gpu: str, gpus: str | None = None, executor: str | None =
     devices = Devices(gpu, None if gpus is None else parse_gpus(gpus), executor)
     refuse_absent(devices)
     return devices
+
+
+def begin_workers(devices: Devices) -> None:
+    """Begin to start the workers of this host, before this process imports PyTorch; both imports then run at the same time.
+
+    Several devices and those of a cluster have processes that begin their own.
+    """
+    if devices.gpus is None and devices.executor is None:
+        is_cpu = devices.gpu.strip().lower() == CPU or not driver_files()
+        prepare_workers(CPU if is_cpu else FIRST_GPU)
+
+
+FIRST_GPU = "cuda:0"
 
 
 def refuse_absent_gpu(asked: str) -> None:

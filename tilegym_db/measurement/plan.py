@@ -18,6 +18,7 @@ from tilegym_db.errors import NotFoundError, UsageError, check_kind, did_you_mea
 from tilegym_db.measurement.drafts import Draft
 from tilegym_db.measurement.machine import Machine
 from tilegym_db.records import LANGUAGES, Config, Definition, Trace, Workload, axes_key
+from tilegym_db.records.dtypes import STORED_BYTES
 from tilegym_db.records.loop import Award
 from tilegym_db.records.solution import config_id, name_with_config, why_not_timed
 from tilegym_db.records.trace import UNTIMED_TIERS
@@ -243,8 +244,9 @@ def make_plan(
 
 def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
     """Raise :class:`UsageError` if a name to verify is a Solution that omits an output."""
+    solutions = catalog.solutions_among(names)
     for name in names:
-        found = catalog.solutions.get(name)
+        found = solutions.get(name)
         reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
         if reason is not None:
             raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
@@ -281,7 +283,7 @@ def _require_something(plan: Plan, options: Options, matched: bool) -> None:
 
 
 def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list[SolutionFiles]]]:
-    definitions, solutions = catalog.definitions, catalog.solutions
+    definitions, solutions = catalog.definitions, catalog.solutions_among(options.names)
     chosen: dict[str, set[str]] = {}
     for name in options.names or tuple(definitions):
         if name in definitions:
@@ -293,7 +295,7 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
             chosen.setdefault(definition, set()).update({name} | stock)
         else:
             catalog.refuse_broken(name)
-            hint = did_you_mean(name, [*definitions, *solutions])
+            hint = did_you_mean(name, [*definitions, *catalog.solution_paths])
             raise NotFoundError(
                 f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
@@ -320,6 +322,9 @@ def _workloads(
             reason = "too large for a CPU (name it with --workload to run it anyway)"
             plan.skipped.append(Skipped("*", axes_key(workload.axes), reason))
             continue
+        if machine.is_gpu and (short := why_too_large(definition, workload, machine.memory_bytes)) is not None:
+            plan.skipped.append(Skipped("*", axes_key(workload.axes), short))
+            continue
         chosen.append(workload)
     if options.quick:
         chosen = _quick(chosen, machine)
@@ -330,6 +335,36 @@ def fits_a_cpu(definition: Definition, workload: Workload) -> bool:
     """Return True if a CPU can measure a Workload in reasonable time."""
     flops, size = definition.cost_of(definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes))
     return flops <= CPU_MAX_FLOPS and size <= CPU_MAX_BYTES
+
+
+LEAST_CONTENTS = 4
+"""Contents of a workload that exist at the same time, each with its fp64 output, and as many slots in which calls are timed."""
+
+
+def why_too_large(definition: Definition, workload: Workload, memory_bytes: int) -> str | None:
+    """Return why a Workload cannot be measured in the memory of a GPU; None if it may fit, or the memory is not known.
+
+    Args:
+        memory_bytes: memory of the GPU; 0 if it is not known.
+    """
+    axes, dtypes = definition.bind_axes(workload.axes), definition.bind_dtypes(workload.dtypes)
+
+    def elements(name: str) -> int:
+        return math.prod(definition.shape_of(name, axes))
+
+    def size(name: str) -> int:
+        return elements(name) * STORED_BYTES[definition.dtype_of(name, dtypes)]
+
+    inputs = sum(map(size, definition.tensor_inputs))
+    outputs = sum(map(size, definition.written_outputs))
+    oracle = 8 * sum(map(elements, definition.outputs))
+    needed = LEAST_CONTENTS * (2 * inputs + outputs + oracle)
+    if not memory_bytes or needed <= memory_bytes:
+        return None
+    return (
+        f"its contents need at least {needed / 1e9:.0f} GB of memory: {LEAST_CONTENTS} times inputs and outputs to time, and "
+        f"inputs with fp64 outputs to compare; the GPU has {memory_bytes / 1e9:.0f} GB"
+    )
 
 
 def _quick(workloads: Sequence[Workload], machine: Machine) -> list[Workload]:
@@ -418,12 +453,13 @@ def _add_likely_fastest(
     plan: Plan,
 ) -> None:
     """Add the likely fastest Solutions to each Workload with a candidate that may be faster than the current best."""
+    solutions = catalog.solutions_among((item.definition.name,))
     for workload in item.workloads:
         invited = list(likely_fastest.get((item.definition.digest, workload.uuid), ()))[:most]
         if not invited or all(pair == invited[0] for pair in _new_candidates(item, workload)):
             continue
         for name, config in list(invited):
-            solution = catalog.solutions[name]
+            solution = solutions[name]
             key = (solution.digest, item.definition.digest, workload.uuid, config_id(config))
             if key in excluded or _why_untimed(solution, machine, lacks) is not None:
                 invited.remove((name, config))

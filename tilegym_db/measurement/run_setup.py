@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import secrets
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,15 +119,15 @@ class RunSetup:
             RecordError: the reference of a Definition requested by name does not return. If no names were given, that
                 Definition is left out.
         """
-        lacks = self._missing()
+        lacks = self._missing(options.names)
         unmet = {**lacks.solutions, **(refused or {})}
         plan = make_plan(
             self.catalog, self.machine, options, done, lacks.languages, excluded, tuned, likely_fastest, unmet
         )
         return self._without_failing_references(plan, named=bool(options.names))
 
-    def _missing(self) -> Missing:
-        solutions = self.catalog.solutions.values()
+    def _missing(self, names: Sequence[str]) -> Missing:
+        solutions = self.catalog.solutions_among(names).values()
         if self.site is not None:
             return self.site.missing(solutions)
         return Missing(unusable_languages(), unmet_dependencies(solutions))

@@ -52,7 +52,7 @@ from tilegym_db.records.definition_rules import (
     check_tolerance,
 )
 from tilegym_db.records.dtypes import DTYPE_BYTES, SHORT_NAMES, DType
-from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int
+from tilegym_db.records.expressions import check_content_constraints, evaluate, evaluate_bool, evaluate_int, names_in
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.records.python_source import check_function, has_product
 
@@ -247,6 +247,13 @@ class Definition(Record):
     def var_axes(self) -> tuple[str, ...]:
         """The axes that a Workload binds, in order."""
         return tuple(name for name, axis in self.axes.items() if axis.type == "var")
+
+    def sliced_axis(self, ids: str) -> str:
+        """Return the axis among whose slices an input of drawn whole numbers chooses, such as that of experts; "" if none."""
+        spec = self.input_generators.get(ids)
+        if spec is None or spec.kind not in ("integers", "distinct_ids"):
+            return ""
+        return next((axis for axis in self.sliced_inputs.values() if axis in names_in(str(spec.high))[0]), "")
 
     @cached_property
     def multiplies_float32(self) -> bool:

@@ -158,6 +158,19 @@ def gpu_base(slug: str) -> str:
     return max(found, key=len, default="")
 
 
+_GB = {
+    **_MEMORY_GB, "gh200": 96, "h200": 141, "h200-nvl": 141, "h100-nvl": 94, "h20": 96, "h20-3e": 141, "b200": 180, "l40s": 48,
+    "l40": 48, "l20": 48, "l4": 24, "a10": 24, "a40": 48, "a6000": 48, "rtx6000-ada": 48, "rtx5090": 32, "rtx4090": 24,
+    "rtx3090": 24, "rtx-pro-6000": 96, "t4": 16,
+}  # fmt: skip
+
+
+def memory_bytes(slug: str) -> int:
+    """Return the memory of a GPU in bytes, as its vendor states it; 0 if it is not known here."""
+    stated = re.search(r"-(\d+)gb(?:-me)?$", slug)
+    return int(stated[1] if stated else _GB.get(slug, 0)) * 10**9
+
+
 def gpu_family(slug: str) -> str:
     """Return the family of a slug, as queries use it: ``h100`` for ``h100-sxm``."""
     return slug.split("-")[0] if slug in GPU_SLUGS and not slug.startswith("rtx") else slug

@@ -23,6 +23,7 @@ from tilegym_db.published.neighbours import (
     padding_of_widths,
     why_beyond_verified,
     why_more_costs_more,
+    why_unaligned,
 )
 from tilegym_db.published.table import ResolverTable
 from tilegym_db.records import Definition, axes_key
@@ -499,8 +500,12 @@ def _find_near(
         beyond = axes_beyond(definition, asked, dtypes, points)
         if isinstance(beyond, str):
             return beyond
+        unaligned = why_unaligned(definition, asked, points)
+        if unaligned:
+            return unaligned
         nearest = min(
-            entries, key=lambda one: (log_distance(definition, asked, one.call.axes), axes_key(dict(one.call.axes)))
+            (one for one in entries if not why_unaligned(definition, asked, (one.call.axes,))),
+            key=lambda one: (log_distance(definition, asked, one.call.axes), axes_key(dict(one.call.axes))),
         )
         padding = Padding(*padding_of_widths(definition, asked, nearest.call.axes))
         return MeasuredPoint(nearest, False, beyond, padding)

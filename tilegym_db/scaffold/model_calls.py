@@ -12,14 +12,19 @@ the last of their widths.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.errors import RecordError, UsageError
+from tilegym_db.errors import RecordError, TilegymDBError, UsageError
+from tilegym_db.files import read_bytes
+from tilegym_db.published.input_files import read_lines, trace_files
 from tilegym_db.published.neighbours import (
     MAX_LENGTH_GAP,
     Neighbours,
@@ -28,7 +33,7 @@ from tilegym_db.published.neighbours import (
     neighbours,
     widths_of,
 )
-from tilegym_db.published.table import load_table
+from tilegym_db.published.table import load_table, table_folder
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import is_code_selecting
 from tilegym_db.records.dtypes import Scalar
@@ -425,11 +430,6 @@ def _experts(family: Family, sizes: Sizes, rows: int, parallel: int) -> Iterator
 
 # ---- Points to measure -----------------------------------------------------------------------------------
 
-PAIR_S = 1.0
-"""Seconds of a GPU for one Solution at one point, without long calls: workers, compilation, fuzz cases. In bulk an H200 gives
-42 to 93 verdicts per minute."""
-CALLS_PER_PAIR = 30
-"""Calls of one Solution at one point, if they are so long that no more than the fewest rounds are timed."""
 MAX_POINT_BYTES = 30e9
 """Compulsory bytes of the largest call that is measured; inputs, outputs and their copies must lie in the memory of one GPU."""
 SLOWDOWN = 3.0
@@ -465,22 +465,32 @@ class Cover:
     """Calls that a Definition excludes, with the reason."""
 
     def seconds(
-        self, definitions: Mapping[str, Definition], solutions: Mapping[str, int], peaks: GpuPeaks | None
+        self,
+        definitions: Mapping[str, Definition],
+        solutions: Mapping[str, int],
+        peaks: GpuPeaks | None,
+        costs: Costs,
     ) -> float:
         """Return the seconds of one GPU that measuring costs; ``solutions`` counts those of each Definition."""
-        return sum(self._seconds_of(point, definitions, solutions, peaks) for point in self.points)
+        begun = {point.question.definition for point in self.points}
+        points = [self._seconds_of(point, definitions, solutions, peaks, costs) for point in self.points]
+        return costs.setup_s * len(begun) + sum(points)
 
     def _seconds_of(
-        self, point: Point, definitions: Mapping[str, Definition], solutions: Mapping[str, int], peaks: GpuPeaks | None
+        self,
+        point: Point,
+        definitions: Mapping[str, Definition],
+        solutions: Mapping[str, int],
+        peaks: GpuPeaks | None,
+        costs: Costs,
     ) -> float:
         question = point.question
         definition = definitions[question.definition]
-        light = None
-        if peaks is not None:
-            axes, dtypes = definition.bind_axes(question.axes), definition.bind_dtypes(question.dtypes)
-            light = speed_of_light(definition, axes, dtypes, peaks)
-        call_s = 0.0 if light is None else light.us * 1e-6 * SLOWDOWN
-        return solutions.get(definition.name, 0) * (PAIR_S + CALLS_PER_PAIR * call_s)
+        axes, dtypes = definition.bind_axes(question.axes), definition.bind_dtypes(question.dtypes)
+        light = None if peaks is None else speed_of_light(definition, axes, dtypes, peaks)
+        call_us = 0.0 if light is None else light.us * SLOWDOWN
+        pairs = [call_us] * solutions.get(definition.name, 0)
+        return costs.of_point(pairs, definition.cost_of(axes, dtypes)[0])
 
 
 def cover_models(
@@ -491,7 +501,7 @@ def cover_models(
     Args:
         catalog: its Workloads count as measured.
         models: sizes of models, as in the checked-in list.
-        gpu: slug or family whose peaks give the times of long calls; without published peaks, they are left out.
+        gpu: slug or family whose published traces give the costs; without any, those of an H200.
         parallel: numbers of GPUs that share a model.
 
     Raises:
@@ -502,7 +512,14 @@ def cover_models(
     found = cover(questions(models, STAGES, parallel), definitions, known)
     table = load_table(gpu)
     counts = {name: len(catalog.solutions_for(name)) for name in {point.question.definition for point in found.points}}
-    return found, found.seconds(definitions, counts, None if table is None else table.load_peaks())
+    costs = published_costs(gpu, catalog) or published_costs(USUAL_GPU, catalog)
+    if costs is None:
+        raise RecordError(f"no traces of {USUAL_GPU} are published, so costs are not known.", code="costs_unknown")
+    return found, found.seconds(definitions, counts, None if table is None else table.load_peaks(), costs)
+
+
+USUAL_GPU = "h200"
+"""The GPU whose costs stand for those of a GPU without published traces."""
 
 
 def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], known: Iterable[Workload] = ()) -> Cover:
@@ -523,7 +540,7 @@ def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], know
             continue
         try:
             axes = definition.bind_axes(question.axes)
-            key = _kind(definition, question.dtypes, question.scalars, question.classes(definition))
+            key = kind_of(definition, question.dtypes, question.scalars, question.classes(definition))
         except RecordError as error:
             refused.append(str(error))
             continue
@@ -539,7 +556,7 @@ def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], know
         definition = definitions.get(workload.definition)
         if definition is not None:
             call = Question("", 1, _NO_STAGE, "", workload.definition, workload.axes, workload.dtypes, workload.layouts)
-            key = _kind(definition, workload.dtypes, workload.scalars(), call.classes(definition))
+            key = kind_of(definition, workload.dtypes, workload.scalars(), call.classes(definition))
             measured.setdefault(key, []).append(definition.bind_axes(workload.axes))
     points: list[Point] = []
     for key, asked_here in kinds.items():
@@ -548,7 +565,7 @@ def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], know
         dtypes = definition.bind_dtypes(asked_here[0][0].dtypes)
         missing = [one for one in asked_here if not _is_answered(definition, one[1], dtypes, free)]
         answered += len(asked_here) - len(missing)
-        for group in _same_widths(definition, missing):
+        for group in same_widths(definition, missing):
             points += _points(definition, dtypes, group, free)
     return Cover(tuple(points), total, answered, undescribed, tuple(dict.fromkeys(refused)))
 
@@ -556,9 +573,14 @@ def cover(asked: Iterable[Question], definitions: Mapping[str, Definition], know
 _NO_STAGE = Stage(0, 0, 0)
 
 
-def _kind(
+def kind_of(
     definition: Definition, dtypes: Mapping[str, str], scalars: Mapping[str, Any], classes: Mapping[str, str]
 ) -> tuple[Any, ...]:
+    """Return what a point must share with a call to stand for it: the Definition, dtypes, scalars that select code, and layouts.
+
+    Args:
+        classes: layout class of each input that is not contiguous.
+    """
     selecting = {
         name: value
         for name, value in scalars.items()
@@ -576,7 +598,7 @@ def _is_answered(definition: Definition, asked: Axes, dtypes: Mapping[str, str],
     return isinstance(found, Neighbours) and not found.halves
 
 
-def _same_widths(
+def same_widths(
     definition: Definition, asked: Sequence[tuple[Question, dict[str, int]]]
 ) -> list[list[tuple[Question, dict[str, int]]]]:
     """Return the questions in groups of equal widths and ratios, smallest work first."""
@@ -650,3 +672,112 @@ def _product(axes: Axes, names: Sequence[str]) -> int:
     for name in names:
         found *= axes[name]
     return found
+
+
+# ---- costs ----------------------------------------------------------------------------------------
+# Seconds of a GPU, from the times at which published traces were written.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one GPU for parts of a verification, medians over published runs.
+
+    ``setup_s``: an operator in a run, until its first trace: workers, compilation, fuzz cases. ``point_s``: a point, until its
+    first trace. ``pair_s``: a Solution at a point. ``calls``: calls of that length that a pair takes. ``oracle_s``: a point, for
+    each 1e12 floating-point operations of one call.
+    """
+
+    gpu: str
+    setup_s: float
+    point_s: float
+    pair_s: float
+    calls: float
+    oracle_s: float
+    runs: int
+
+    def of_point(self, latencies_us: Iterable[float], flops: float) -> float:
+        """Return the seconds of a point of an operator that is measured already.
+
+        Args:
+            latencies_us: of each Solution that is measured, stock code included.
+            flops: floating-point operations of one call.
+        """
+        pairs = [self.pair_s + self.calls * latency * 1e-6 for latency in latencies_us]
+        return self.point_s + sum(pairs) + self.oracle_s * flops / 1e12
+
+
+class Written(NamedTuple):
+    """A published trace: when it was written, and what decides how long it took."""
+
+    seconds: float
+    definition: str
+    workload: str
+    latency_us: float
+    flops: float
+
+
+def published_costs(gpu: str, catalog: Catalog) -> Costs | None:
+    """Return what measuring costs on a GPU according to its published traces; None if it has too few of them."""
+    folder = table_folder(gpu)
+    if folder is None:
+        return None
+    runs: dict[tuple[str, str], list[Written]] = {}
+    for path in trace_files(folder):
+        for trace in read_lines(read_bytes(path, "trace file"), path):
+            written = _written(trace, catalog)
+            if written is not None:
+                runs.setdefault((trace["run_id"], trace.get("gpu_uuid", "")), []).append(written)
+    return costs_of(gpu, runs)
+
+
+def _written(trace: Mapping[str, Any], catalog: Catalog) -> Written | None:
+    definition = catalog.definitions.get(trace["definition"])
+    performance = trace.get("performance")
+    if definition is None or performance is None or trace.get("tier") != "promotion":
+        return None
+    try:
+        flops = definition.cost_of(trace["axes"], trace.get("dtypes", {}))[0]
+        seconds = datetime.fromisoformat(trace["timestamp"]).timestamp() - _start_of(trace["run_id"])
+        return Written(seconds, definition.name, trace["workload_uuid"], performance["latency_us"], flops)
+    except (TilegymDBError, LookupError, ValueError):  # of an earlier version, or without its time
+        return None
+
+
+def _start_of(run_id: str) -> float:
+    """Return the time that begins the id of a run, in seconds since the epoch."""
+    return datetime.strptime(run_id[:15], "%Y%m%dT%H%M%S").replace(tzinfo=UTC).timestamp()
+
+
+MIN_GAPS = 8
+"""Times between traces from which a cost is derived."""
+LONG_CALL_US, LONG_ORACLE_FLOPS = 5_000.0, 1e12
+"""Calls above these sizes show what their length costs; below, constant costs decide."""
+
+
+def costs_of(gpu: str, runs: Mapping[Any, Sequence[Written]]) -> Costs | None:
+    """Return the costs by the traces of each run on one GPU; None if there are too few."""
+    inside: list[tuple[float, Written]] = []
+    between: list[tuple[float, Written]] = []
+    begun: list[tuple[float, int]] = []
+    for traces in runs.values():
+        ordered = sorted(traces)
+        begun.append((ordered[0].seconds, len({one.definition for one in ordered})))
+        for one, after in pairwise(ordered):
+            same = (one.definition, one.workload) == (after.definition, after.workload)
+            (inside if same else between).append((after.seconds - one.seconds, after))
+    if len(inside) < MIN_GAPS or len(between) < MIN_GAPS:
+        return None
+    pair_s, point_s = (statistics.median(gap for gap, _ in found) for found in (inside, between))
+    # A batch of points is verified before the first of them is timed, so long times between points are of operators that begin.
+    waited = sum(first for first, _ in begun) + sum(gap - point_s for gap, _ in between if gap > point_s)
+    long = [(gap - pair_s) / (one.latency_us * 1e-6) for gap, one in inside if one.latency_us > LONG_CALL_US]
+    oracle = [(gap - point_s) / one.flops * 1e12 for gap, one in between if one.flops > LONG_ORACLE_FLOPS]
+    return Costs(
+        gpu,
+        setup_s=waited / sum(count for _, count in begun),
+        point_s=max(point_s - pair_s, 0.0),
+        pair_s=pair_s,
+        calls=max(statistics.median(long), 0.0) if long else 0.0,
+        oracle_s=max(statistics.median(oracle), 0.0) if oracle else 0.0,
+        runs=len(begun),
+    )

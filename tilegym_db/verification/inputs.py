@@ -153,6 +153,8 @@ def _draw(
     elif generated is not None and generated.kind == "codes":
         return draw_codes(generated, generator, shape, dtype)
     elif generated is not None and generated.kind in KINDS:
+        if case.typical:
+            generated = _of_slices(definition, name, generated, shape, case.call.axes)
         contents = case.spread if spread_contents(generated) else case.distribution
         value = KINDS[generated.kind](generated, generator, shape, case.call.axes, contents)
     elif generated is not None and generated.kind != "normal":
@@ -170,6 +172,17 @@ def _draw(
             value = plant(value, generator, definition.special_values)
     scale = case.scales.get(name, 1.0)
     return (value if scale == 1.0 else value * scale).to(dtype)
+
+
+def _of_slices(definition: Definition, name: str, spec: InputGenerator, shape: Shape, axes: Axes) -> InputGenerator:
+    """Return the generator of ids as a model has them: those of existing slices, and different ones in a row.
+
+    An id of no expert costs nothing, so times of such ids would be too short. Cases that are not timed have them.
+    """
+    axis = definition.sliced_axis(name)
+    if not axis or shape[-1] > axes[axis]:
+        return spec
+    return spec.model_copy(update={"kind": "distinct_ids", "low": 0.0, "high": axis})
 
 
 def _input_seed(seed: int, name: str) -> int:
