@@ -34,6 +34,7 @@ _grad_enabled = torch.is_grad_enabled
 _jit_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+_any_autocast = torch._C._is_any_autocast_enabled
 _Tensor = torch.Tensor
 
 
@@ -51,6 +52,11 @@ class Operator:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, _Tensor) and value.requires_grad
+
+
+def is_autocast(value: torch.Tensor) -> bool:
+    """Return True if autocast chooses the dtype of computations on the device of a tensor."""
+    return _any_autocast() and torch.is_autocast_enabled(value.device.type)
 
 
 class CallSite:
@@ -138,14 +144,25 @@ class CallSite:
         Args:
             training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
                 runs must compute the same.
-            tensors: the tensors that a gradient may flow to; the first is the activation.
+            tensors: the tensors that a gradient may flow to; the first is the activation. Numbers beside them do no harm.
         """
-        trains = training or (_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        first = tensors[0]
+        if (
+            not training
+            and not _grad_enabled()
+            and type(first) is _Tensor
+            and not first.is_meta
+            and self.is_open
+            and forward_ad._current_level < 0
+            and not (_dispatch_modes() or _jit_tracing() or _functorch_level())
+        ):
+            return False  # most calls, so the reasons below cost them nothing
+        trains = training or (_grad_enabled() and any(map(_requires_grad, tensors)))
         if training and self.training is None:
             self.bypass(IN_TRAINING)
-        elif type(tensors[0]) is not _Tensor:
+        elif type(first) is not _Tensor:
             self.bypass(NOT_PLAIN)
-        elif tensors[0].is_meta:
+        elif first.is_meta:
             self.bypass(NO_MEMORY)
         elif trains and self.training is None:
             self.bypass(NEEDS_GRAD)
@@ -266,12 +283,19 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
     return copied, forget
 
 
+_hooks_of_all = torch.nn.modules.module._global_forward_hooks
+_pre_hooks_of_all = torch.nn.modules.module._global_forward_pre_hooks
+
+
 def has_hooks(module: Any) -> bool:
-    """Return True if a call of a module does more than its class's forward: it has hooks, or a forward on the instance."""
-    own = vars(module).get("forward")
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or (own is not None and not _is_of_class(module, own))
-    )
+    """Return True if a call of a module does more than its class's forward.
+
+    It has hooks, or hooks are registered for all modules, or it has a forward on the instance.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or _hooks_of_all or _pre_hooks_of_all:
+        return True
+    own = module.__dict__.get("forward")
+    return own is not None and not _is_of_class(module, own)
 
 
 # ---- forwards of instances ------------------------------------------------------------------------
@@ -310,9 +334,12 @@ def change_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
 
 def rows(value: torch.Tensor) -> torch.Tensor | None:
     """View [..., N] as [M, N] without a copy; return None if the strides do not allow it or N is not innermost."""
-    if value.dim() == 2 and value.stride(1) == 1:
+    shape = value.shape
+    if len(shape) == 2 and value.stride(1) == 1:
         return value
-    return value.view(-1, value.shape[-1]) if are_rows(value) else None
+    if len(shape) > 2 and value.is_contiguous() and value.numel():
+        return value.view(-1, shape[-1])
+    return value.view(-1, shape[-1]) if are_rows(value) else None
 
 
 def are_rows(value: torch.Tensor) -> bool:
