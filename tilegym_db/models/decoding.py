@@ -22,11 +22,14 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import change_class, has_hooks, subclass
+from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
 from tilegym_db.models.next_inputs import (
     CACHE,
     COUNTER,
@@ -200,9 +203,10 @@ def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:
     length = min(found.keys.shape[-2], size - 1 if is_full else tokens)
     start = size - length if is_full else 0
     for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
-        kept[..., :start, :].zero_()  # masked, but 0 * NaN is NaN
+        for unseen in (kept[..., :start, :], kept[..., start + length :, :]):
+            if unseen.numel():
+                unseen.zero_()  # masked, but 0 * NaN is NaN
         kept[..., start : start + length, :].copy_(given[..., given.shape[-2] - length :, :])
-        kept[..., start + length :, :].zero_()
     layer.cumulative_length.fill_(min(tokens, size))
 
 
@@ -264,8 +268,9 @@ class Decoding:
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
         self._calls_are_replayed = replayed
+        self.kind = next((parameter.device.type for parameter in model.parameters()), "")
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
-        self._weights: Any = None
+        self._state: _ModelState | None = None
         self._lock = threading.Lock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
@@ -345,10 +350,14 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            weights = _state_of(model)
-            if weights != self._weights:  # graphs would read weights that the model does not have any more
-                self._caches, self._weights = OrderedDict(), weights
-            key = batch, bucket_of(length), torch.is_inference_mode_enabled()
+            state = _ModelState.of(model)
+            if state.has_hooks:
+                return "modules have hooks"
+            if model.device.type != self.kind:
+                return f"the model has moved from {self.kind} to {model.device.type}"
+            if state != self._state:  # graphs would read weights that the model does not have any more
+                self._caches, self._state = OrderedDict(), state
+            key = batch, bucket_of(length), torch.is_inference_mode_enabled(), _numerics()
             cache = self._caches.pop(key, None)
             if cache is None:
                 made = _new_cache(model, dynamic, bucket_of(length))
@@ -613,6 +622,10 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     from transformers import DynamicCache
 
     cache = kwargs.get(CACHE)
+    if _has_modes():
+        return "a mode must see each operation of PyTorch"
+    if torch.is_autocast_enabled(model.device.type):
+        return AUTOCAST
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
         return f"{getattr(mode, 'value', mode)} is left to transformers"
     if model.config.is_encoder_decoder:
@@ -629,11 +642,16 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         return "the caller wants attentions or hidden states"
     if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
         return "the attention is neither sdpa nor eager"
-    if any(has_hooks(module) for module in model.modules()):
-        return "modules have hooks"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over devices"
     return ""
+
+
+def _has_modes() -> bool:
+    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _why_not_layers(cache: Any) -> str:
@@ -713,10 +731,59 @@ def _why_not_outputs(outputs: Any) -> str:
     return ""
 
 
-def _state_of(model: Any) -> Any:
-    """Return what a graph has read of a model at capture: addresses of weights and buffers, and classes of modules."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor.data_ptr() for tensor in tensors], [type(module) for module in model.modules()]
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+class _ModelState(NamedTuple):
+    """The parts of a model that a graph has read at capture. ``has_hooks`` is True if a call of some module does more."""
+
+    has_hooks: bool
+    tensors: list[Any]
+    settings: list[Any]
+
+    @classmethod
+    def of(cls, model: Any) -> _ModelState:
+        """Return the state now.
+
+        It has addresses and dtypes of weights and buffers, the class of each module, and its settings: numbers, names, flags and
+        functions, such as the adapter in use. It runs once a generation, so it walks through the modules itself.
+        """
+        tensors, settings = list[Any](), list[Any]()
+        modules, seen = [model], {id(model)}
+        for module in modules:  # grows
+            if has_hooks(module):
+                return cls(True, [], [])
+            for held in (module._parameters, module._buffers):
+                tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+            settings.append(type(module))
+            _add_settings(vars(module), settings)
+        for config in {id(one): one for one in (model.config, model.config.get_text_config(decoder=True))}.values():
+            _add_settings(vars(config), settings)
+        return cls(False, tensors, settings)
+
+
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+    for name, value in attributes.items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        if type(value) in _PLAIN or isinstance(value, _CODE):
+            settings += name, value
+        elif type(value) in (list, tuple, dict, set) and value:
+            members = list(value.items() if type(value) is dict else value)
+            flat = [one for pair in members for one in pair] if type(value) is dict else members
+            if all(type(one) in _PLAIN for one in flat):
+                settings += name, members
+
+
+def _numerics() -> tuple[Any, ...]:
+    """Return what else decides the kernels of a forward: how precise products of float32 are, and if all sums have one order."""
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
 
 # ---- capture --------------------------------------------------------------------------------------
@@ -780,7 +847,8 @@ def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
-    with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    where = torch.cuda.device(inputs[IDS].device)  # a graph has the work of the current GPU, which may be another
+    with _capturing, where, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = model(**given, **{CACHE: inputs[CACHE]})
     return CapturedForward(graph.replay, kept, outputs)
 
