@@ -412,16 +412,42 @@ def test_an_error_in_the_middle_gives_the_cache_back(model):
     assert not decoding.report().stock
 
 
-def test_a_forward_that_cannot_be_captured_runs_stock(model):
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("Tried to allocate")],
+)
+def test_a_forward_that_cannot_be_captured_runs_stock(error, model):
     def fails(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
     stock = model.generate(prompt(), max_new_tokens=12, do_sample=False)
     decoding = Decoding(model, fails)
     decoding.install()
     for _ in range(2):
         assert torch.equal(stock, model.generate(prompt(), max_new_tokens=12, do_sample=False))
-    assert any("cannot be captured" in reason for reason in decoding.report().stock)
+    assert any(f"cannot be captured: {type(error).__name__}" in reason for reason in decoding.report().stock)
+    assert decoding.report().cache_bytes == 0
+
+
+def test_no_memory_for_a_fixed_cache_runs_stock(model, monkeypatch):
+    from transformers.cache_utils import StaticLayer
+
+    stock, decoding, initialise = made(), in_graphs(model), StaticLayer.lazy_initialization
+    layers = []
+
+    def fails(self: Any, *states: torch.Tensor) -> None:
+        layers.append(self)
+        if len(layers) > 1:
+            raise torch.OutOfMemoryError("Tried to allocate")
+        initialise(self, *states)
+
+    monkeypatch.setattr(StaticLayer, "lazy_initialization", fails)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    assert len(layers) == 2  # it is not tried again
+    assert decoding.report().cache_bytes == 0
+    assert sum(decoding.report().stock.values()) == 2
 
 
 def test_removing_gives_the_class_back_and_frees_the_caches(model):

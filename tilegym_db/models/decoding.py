@@ -160,6 +160,12 @@ class _Cache:
         for layer in self.windows:
             setattr(layer, COUNTER, tokens)
 
+    def free(self) -> None:
+        """Free its memory, and keep the reason why it failed."""
+        self.graphs.clear()
+        self.filled, self.last = {}, None
+        self.static.layers, self.windows = [], []
+
     def fill_from(self, dynamic: Any) -> None:
         """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
         tokens = int(dynamic.get_seq_length())
@@ -478,6 +484,7 @@ class _Generation:
                     leased.fill_from(outputs[CACHE])
                 except torch.OutOfMemoryError:
                     leased.failed = "there was no memory for a cache of fixed size; lower max_new_tokens"
+                    leased.free()
                     self.decoding.count(leased.failed)
                 else:
                     outputs[CACHE] = leased.static
@@ -528,8 +535,10 @@ class _Generation:
         return arguments
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Give the cache back; one that failed is not used again."""
         if self.cache is not None:
+            if self.cache.failed:
+                self.cache.free()
             self.cache.in_use = False
 
 
