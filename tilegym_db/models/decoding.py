@@ -22,14 +22,11 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
+from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, has_modes, state_of, subclass, submodules
 from tilegym_db.models.next_inputs import (
     CACHE,
     COUNTER,
@@ -163,8 +160,7 @@ class _Cache:
     def free(self) -> None:
         """Free its memory, and keep the reason why it failed."""
         self.graphs.clear()
-        self.filled, self.last = {}, None
-        self.static.layers, self.windows = [], []
+        self.last, self.static.layers, self.windows = None, [], []
 
     def fill_from(self, dynamic: Any) -> None:
         """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
@@ -276,7 +272,7 @@ class Decoding:
         self._calls_are_replayed = replayed
         self.kind = next((parameter.device.type for parameter in model.parameters()), "")
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
-        self._state: _ModelState | None = None
+        self._state: Any = None
         self._lock = threading.Lock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
@@ -313,12 +309,10 @@ class Decoding:
     def install(self) -> None:
         """Give the model a class whose generation asks for graphs."""
         base = type(self.model)
-        self.ours = subclass(base, base.forward)
         methods = _methods(base, self)
         if prepares_as_transformers(base):
             methods |= _preparing_methods(base, self)
-        for name, method in methods.items():
-            setattr(self.ours, name, method)
+        self.ours = subclass(base, base.forward, methods)
         change_class(self.model, self.ours)
 
     def remove(self) -> None:
@@ -356,14 +350,16 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            state = _ModelState.of(model)
-            if state.has_hooks:
+            modules = submodules(model)
+            if any([has_hooks(module) for module in modules]):
                 return "modules have hooks"
+            state = state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
             if model.device.type != self.kind:
                 return f"the model has moved from {self.kind} to {model.device.type}"
             if state != self._state:  # graphs would read weights that the model does not have any more
                 self._caches, self._state = OrderedDict(), state
-            key = batch, bucket_of(length), torch.is_inference_mode_enabled(), _numerics()
+            numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+            key = batch, bucket_of(length), torch.is_inference_mode_enabled(), numerics
             cache = self._caches.pop(key, None)
             if cache is None:
                 made = _new_cache(model, dynamic, bucket_of(length))
@@ -631,7 +627,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     from transformers import DynamicCache
 
     cache = kwargs.get(CACHE)
-    if _has_modes():
+    if has_modes():
         return "a mode must see each operation of PyTorch"
     if torch.is_autocast_enabled(model.device.type):
         return AUTOCAST
@@ -654,13 +650,6 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over devices"
     return ""
-
-
-def _has_modes() -> bool:
-    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _why_not_layers(cache: Any) -> str:
@@ -738,61 +727,6 @@ def _why_not_outputs(outputs: Any) -> str:
     if {*outputs} != {"logits", CACHE}:
         return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', CACHE}))}"
     return ""
-
-
-_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-
-
-class _ModelState(NamedTuple):
-    """The parts of a model that a graph has read at capture. ``has_hooks`` is True if a call of some module does more."""
-
-    has_hooks: bool
-    tensors: list[Any]
-    settings: list[Any]
-
-    @classmethod
-    def of(cls, model: Any) -> _ModelState:
-        """Return the state now.
-
-        It has addresses and dtypes of weights and buffers, the class of each module, and its settings: numbers, names, flags and
-        functions, such as the adapter in use. It runs once a generation, so it walks through the modules itself.
-        """
-        tensors, settings = list[Any](), list[Any]()
-        modules, seen = [model], {id(model)}
-        for module in modules:  # grows
-            if has_hooks(module):
-                return cls(True, [], [])
-            for held in (module._parameters, module._buffers):
-                tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    modules.append(child)
-            settings.append(type(module))
-            _add_settings(vars(module), settings)
-        for config in {id(one): one for one in (model.config, model.config.get_text_config(decoder=True))}.values():
-            _add_settings(vars(config), settings)
-        return cls(False, tensors, settings)
-
-
-def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
-    for name, value in attributes.items():
-        if name in _OF_EVERY_MODULE:
-            continue
-        if type(value) in _PLAIN or isinstance(value, _CODE):
-            settings += name, value
-        elif type(value) in (list, tuple, dict, set) and value:
-            members = list(value.items() if type(value) is dict else value)
-            flat = [one for pair in members for one in pair] if type(value) is dict else members
-            if all(type(one) in _PLAIN for one in flat):
-                settings += name, members
-
-
-def _numerics() -> tuple[Any, ...]:
-    """Return what else decides the kernels of a forward: how precise products of float32 are, and if all sums have one order."""
-    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
 
 # ---- capture --------------------------------------------------------------------------------------

@@ -251,9 +251,9 @@ def _expression(definition: Definition, serving: Serving, name: str) -> str:
         if same is not None:
             return f"_torch.empty_like({same}, memory_format=_torch.contiguous_format)"
     base, dtype = _base(definition, spec)
-    order = range(len(spec.shape or ())) if layout is None or layout.order is None else layout.order
+    order = [*range(len(spec.shape or ()))] if layout is None or layout.order is None else [*layout.order]
     sizes = _sizes(definition, serving, name)
-    order, written = list(order), "".join(f"{size}, " for size in sizes)
+    written = "".join(f"{size}, " for size in sizes)
     if order == sorted(order):
         return f"{base}.new_empty(({written}){dtype})"
     if any(size.startswith("*") for size in sizes):

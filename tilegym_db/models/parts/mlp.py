@@ -346,10 +346,10 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
     if any([matrix is None for matrix in matrices]):
         site.bypass(NOT_ROWS)
         return None
-    out = site.ask(training, *matrices)
+    out: torch.Tensor | None = site.ask(training, *matrices)
     if out is None:
         return None
-    first: torch.Tensor = projections[0]
+    first = projections[0]
     width = out.shape[-1]
     return out.view_as(first) if width == first.shape[-1] else out.view(*first.shape[:-1], width)
 
