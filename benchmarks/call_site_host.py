@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import inspect
 import json
 import os
 import pstats
@@ -63,11 +64,16 @@ def tiny(layers: int) -> Any:
     return transformers.LlamaForCausalLM(config).eval().requires_grad_(requires_grad=False)
 
 
-def replaced(name: str) -> Any:
-    """Return what the patched code of a layer has as a global in place of the model's own."""
-    shadows = [module for module in list(sys.modules) if "__tilegym_db_" in module]
-    found = [vars(sys.modules[shadow]).get(name) for shadow in shadows]
-    return next(one for one in found if one is not None and one is not getattr(modeling_llama, name, None))
+def replaced(module: Any, copied: str, name: str) -> Any:
+    """Return a global that the copied code of a patched module has in place of the model's own.
+
+    ``copied`` is the variable of the patched forward that has that copy.
+    """
+    forward, cells = type(module).forward, dict[str, Any]()
+    while copied not in cells:  # transformers may have put a wrapper around the patched forward
+        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+        forward = cells["forward"].cell_contents if copied not in cells else forward
+    return inspect.unwrap(cells[copied].cell_contents).__globals__[name]
 
 
 def pairs_of(stock: Any, model: Any, tokens: int) -> dict[str, Pair]:
@@ -79,9 +85,9 @@ def pairs_of(stock: Any, model: Any, tokens: int) -> dict[str, Pair]:
         torch.randn(1, tokens, 32).view(shape).transpose(1, 2),
     )
     cos, sin = stock.model.rotary_emb(hidden, torch.arange(tokens)[None])
-    rotary = replaced("apply_rotary_pos_emb")
-    attend = replaced("ALL_ATTENTION_FUNCTIONS")
-    add_norm = replaced(ADD_NORM)
+    rotary = replaced(after.self_attn, "shadow", "apply_rotary_pos_emb")
+    attend = replaced(after.self_attn, "shadow", "ALL_ATTENTION_FUNCTIONS")
+    add_norm = replaced(after, "fused", ADD_NORM)
 
     def stock_add_norm() -> Any:
         x = torch.empty_like(hidden)
