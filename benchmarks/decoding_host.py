@@ -5,9 +5,12 @@ A tiny Llama generates in graphs that are plain forwards. Their time is left out
 * before the replay: from the read of the stopping criteria to the replay. On a GPU the device waits for all of it.
 * behind the replay: processors, the new token, stopping criteria. On a GPU it runs while the device works on the replay.
 
+``--first`` measures the first and the second token of each generation in its place: what a model of many layers takes of this
+thread's CPU time until a streamer gets them, stock and in graphs, in turns. No kernel is served.
+
 ``--functions`` adds a profile of the first part's functions, whose sum is larger, because the profiler costs time too.
 
-    python benchmarks/decoding_host.py [--tokens 200] [--rounds 7] [--batch 1] [--full] [--functions]
+    python benchmarks/decoding_host.py [--tokens 200] [--rounds 7] [--batch 1] [--full] [--functions] [--first]
 """
 
 from __future__ import annotations
@@ -73,6 +76,51 @@ class Clock:
         return statistics.median(before) * 1e6, statistics.median(behind) * 1e6
 
 
+class Arrivals:
+    """A streamer that takes the CPU time of this thread at which each token arrives, after the prompt."""
+
+    def __init__(self) -> None:
+        """Start now."""
+        self.began = time.thread_time_ns()
+        self.us: list[float] = []
+
+    def put(self, _: Any) -> None:
+        """Take the time."""
+        self.us.append((time.thread_time_ns() - self.began) / 1e3)
+
+    def end(self) -> None:
+        """Do nothing more."""
+
+
+def first_tokens(layers: int, tokens: int, rounds: int) -> None:
+    """Print the time until the first token, and from there to the second one."""
+    from call_site_host import tiny
+
+    stock, model = tiny(layers), tiny(layers)
+    decoding = Decoding(model, eager)
+    decoding.install()
+    ids = torch.randint(2, 60, (1, 8))
+
+    def arrive(one: Any) -> tuple[float, float]:
+        streamer = Arrivals()
+        one.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, streamer=streamer
+        )
+        _, first, second = streamer.us[:3]
+        return first, second - first
+
+    ways = {"stock": stock, "in graphs": model}
+    for one in (*ways.values(), *ways.values()):
+        arrive(one)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, one in ways.items():
+            times[way].append(arrive(one))
+    for way, rows in times.items():
+        for name, values in zip(("first token", "second token"), zip(*rows, strict=True), strict=True):
+            print(f"{name}, {way}: {statistics.median(values):.0f} us ({min(values):.0f} to {max(values):.0f})")
+
+
 def main() -> None:
     """Measure, and print the two parts with their spread over the rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,9 +129,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--full", action="store_true", help="let transformers prepare each step")
     parser.add_argument("--functions", action="store_true", help="profile the functions before the replay")
+    parser.add_argument("--first", action="store_true", help="measure the first two tokens instead")
+    parser.add_argument("--layers", type=int, default=32, help="of the model whose first tokens are measured")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    if options.first:
+        first_tokens(options.layers, min(options.tokens, 12), options.rounds)
+        return
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}

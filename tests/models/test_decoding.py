@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from decoding_models import CONFIGS, DEVICE, HYBRIDS, ON_GPU, WINDOW, in_graphs, made, padded, prompt
+from host_graphs import eager
 
-from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of
+from tilegym_db.models.call_site import AUTOCAST
+from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
 
 
 @pytest.fixture
@@ -210,6 +212,160 @@ def test_other_weights_are_never_answered_from_an_old_graph(model):
     assert decoding.report().captured == 2
 
 
+def test_hooks_of_all_modules_are_called_for_every_token(model):
+    decoding, calls = in_graphs(model), []
+    options = {"max_new_tokens": 12, "do_sample": False}
+    model.generate(prompt(), **options)
+    replayed = decoding.report().replayed
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    model.generate(prompt(), **options)
+    hook.remove()
+    assert calls.count(model.model.norm) == 12
+    assert decoding.report().replayed == replayed
+
+
+class Adapted(torch.nn.Module):
+    """A product with one of several additions, as adapters are: the one in use is a setting, and all weights stay."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.active, self.scale = inner, ["first"], {"first": 0.5}
+        self.added = torch.nn.ModuleDict({name: torch.nn.Linear(64, 96, bias=False) for name in ("first", "second")})
+        self.function = torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = [self.scale.get(name, 0.3) * self.function(self.added[name](x)) for name in self.active]
+        return self.inner(x) + sum(added)
+
+
+SETTINGS = {
+    "another adapter": lambda one: setattr(one, "active", ["second"]),
+    "no adapter": lambda one: one.active.clear(),
+    "another scale": lambda one: one.scale.update(first=2.0),
+    "another function": lambda one: setattr(one, "function", torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_changed_settings_of_modules_are_captured_again(name):
+    models = made(), made()
+    for one in models:
+        torch.manual_seed(9)
+        one.model.layers[0].mlp.up_proj = Adapted(one.model.layers[0].mlp.up_proj).to(DEVICE)
+    stock, model = models
+    decoding, options = in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    for one in models:
+        SETTINGS[name](one.model.layers[0].mlp.up_proj)
+    assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    assert decoding.report().captured == 2
+    assert not decoding.report().stock
+
+
+def test_an_epsilon_changed_after_a_capture_counts(model):
+    stock, decoding, options = made(), in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    model.generate(prompt(), **options)
+    for one in (stock, model):
+        one.model.norm.variance_epsilon = one.model.layers[0].input_layernorm.variance_epsilon = 50.0
+    assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    assert decoding.report().captured == 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_did_not_change_is_captured_once(name):
+    model = made(name)
+    decoding, captured = in_graphs(model), []
+    for _ in range(3):
+        model.generate(prompt(2, 3 * WINDOW), max_new_tokens=12, do_sample=False)
+        captured.append(decoding.report().captured)
+    assert captured == [captured[0]] * 3
+
+
+def test_autocast_runs_stock_between_graphs(model):
+    stock, decoding, options = made(), in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    for enabled in (False, True, False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    assert decoding.report().captured == 1
+    assert decoding.report().stock == {AUTOCAST: 2}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_another_attention_is_captured_again(attention, model):
+    decoding, options = in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    model.generate(prompt(), **options)
+    model.set_attn_implementation(attention)
+    model.generate(prompt(), **options)
+    assert decoding.report().captured == (2 if attention == "eager" else 1)
+
+
+def test_another_dtype_is_captured_again(model):
+    stock, decoding, options = made(), in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32):
+        assert torch.equal(model.to(dtype).generate(prompt(), **options), stock.to(dtype).generate(prompt(), **options))
+    assert decoding.report().captured == 4
+
+
+def test_batches_in_turns_keep_their_graphs(model):
+    stock, decoding, options = made(), in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    for batch in (1, 3, 1, 2, 3):
+        assert torch.equal(model.generate(prompt(batch), **options), stock.generate(prompt(batch), **options))
+    assert decoding.report().captured == 3
+
+
+def test_a_mode_sees_the_operations_of_every_token(model):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    stock, decoding, options = made(), in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    model.generate(prompt(), **options)
+    counts = []
+    for one in (stock, model):
+        with FlopCounterMode(display=False) as counter:
+            one.generate(prompt(), **options)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+    assert any("mode" in reason for reason in decoding.report().stock)
+
+
+def test_a_default_device_keeps_the_graphs(model):
+    decoding = in_graphs(model)
+    with torch.device(DEVICE):
+        model.generate(prompt(), max_new_tokens=12, do_sample=False)
+    assert decoding.report().replayed > 0
+
+
+def test_a_model_on_another_kind_of_device_runs_stock(model):
+    decoding, options = in_graphs(model), {"max_new_tokens": 12, "do_sample": False}
+    stock = made().generate(prompt(), **options)
+    decoding.kind = "another"
+    assert torch.equal(model.generate(prompt(), **options), stock)
+    assert decoding.report().replayed == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_an_interruption_of_a_capture_leaves_nothing_behind(name):
+    model, options = made(name), {"max_new_tokens": 20, "do_sample": False}
+    stock = model.generate(prompt(2), **options)
+    is_interrupted = [True]
+
+    def interrupts(forward: Any, inputs: Mapping[str, Any]) -> CapturedForward:
+        made_graph = (captured if ON_GPU else eager)(forward, inputs)
+        if is_interrupted.pop():
+            raise KeyboardInterrupt
+        is_interrupted.append(False)
+        return made_graph
+
+    decoding = Decoding(model, interrupts)
+    decoding.install()
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt(2), **options)
+    is_interrupted.append(False)
+    assert torch.equal(model.generate(prompt(2), **options), stock)
+    assert torch.equal(model.generate(prompt(2), **options), stock)
+    assert decoding.report().replayed > 20
+    assert not decoding.report().stock
+
+
 def test_a_shorter_prompt_after_a_longer_one_sees_nothing_of_it(model):
     stock = made()
     in_graphs(model)
@@ -256,16 +412,42 @@ def test_an_error_in_the_middle_gives_the_cache_back(model):
     assert not decoding.report().stock
 
 
-def test_a_forward_that_cannot_be_captured_runs_stock(model):
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("operation not permitted when stream is capturing"), torch.OutOfMemoryError("Tried to allocate")],
+)
+def test_a_forward_that_cannot_be_captured_runs_stock(error, model):
     def fails(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
     stock = model.generate(prompt(), max_new_tokens=12, do_sample=False)
     decoding = Decoding(model, fails)
     decoding.install()
     for _ in range(2):
         assert torch.equal(stock, model.generate(prompt(), max_new_tokens=12, do_sample=False))
-    assert any("cannot be captured" in reason for reason in decoding.report().stock)
+    assert any(f"cannot be captured: {type(error).__name__}" in reason for reason in decoding.report().stock)
+    assert decoding.report().cache_bytes == 0
+
+
+def test_no_memory_for_a_fixed_cache_runs_stock(model, monkeypatch):
+    from transformers.cache_utils import StaticLayer
+
+    stock, decoding, initialise = made(), in_graphs(model), StaticLayer.lazy_initialization
+    layers = []
+
+    def fails(self: Any, *states: torch.Tensor) -> None:
+        layers.append(self)
+        if len(layers) > 1:
+            raise torch.OutOfMemoryError("Tried to allocate")
+        initialise(self, *states)
+
+    monkeypatch.setattr(StaticLayer, "lazy_initialization", fails)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt(), **options), stock.generate(prompt(), **options))
+    assert len(layers) == 2  # it is not tried again
+    assert decoding.report().cache_bytes == 0
+    assert sum(decoding.report().stock.values()) == 2
 
 
 def test_removing_gives_the_class_back_and_frees_the_caches(model):

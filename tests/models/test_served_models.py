@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
-from tilegym_db import Catalog, patched
+from tilegym_db import Catalog, patch, patched
+from tilegym_db.paths import shipped_root
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -88,3 +92,86 @@ def test_model_without_measurements_reports_stock_code(logits: Any, build: Any, 
     with patched(model) as handle:
         assert torch.equal(logits(model, ids), stock)
     assert {site.reason for site in handle.report().sites} == {"nothing is published for cpu"}
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization: the weight is computed from another parameter at each call."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _replaced(model: Any, weights: dict[str, torch.Tensor]) -> Any:
+    return lambda ids: torch.func.functional_call(model, weights, (ids,)).logits
+
+
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "another parameter": lambda norm: setattr(norm, "weight", torch.nn.Parameter(2 * norm.weight, requires_grad=False)),
+    "other data": lambda norm: setattr(norm.weight, "data", 2 * norm.weight.data),
+    "in place": lambda norm: norm.weight.data.mul_(2),
+    "a parametrization": lambda norm: parametrize.register_parametrization(norm, "weight", Doubled()),
+    "an attribute": lambda norm: (
+        doubled := 2 * norm.weight.data,
+        delattr(norm, "weight"),
+        setattr(norm, "weight", doubled),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_changed_weights_of_norms_are_read(name: str, kernels: Catalog, build: Any, prompt: Any, logits: Any) -> None:
+    stock, model = build(), build()
+    handle = patch(model, catalog=kernels)  # a parametrization leaves nothing that a block could restore
+    logits(model, prompt())
+    served = handle.report().hits()["rms_norm"]
+    for one in (stock, model):
+        for layer in one.model.layers:
+            WEIGHTS[name](layer.input_layernorm)
+    assert torch.equal(logits(model, prompt()), logits(stock, prompt()))
+    assert handle.report().hits()["rms_norm"] > served
+
+
+def test_weights_of_a_functional_call_are_read(kernels: Catalog, build: Any, prompt: Any) -> None:
+    stock, model = build(), build()
+    weights = {name: 2 * weight.detach() for name, weight in stock.named_parameters() if "norm" in name}
+    with patched(model, catalog=kernels) as handle, torch.no_grad():
+        assert torch.equal(_replaced(model, weights)(prompt()), _replaced(stock, weights)(prompt()))
+        assert handle.report().hits()["rms_norm"] > 0
+
+
+def test_hooks_of_all_modules_see_every_module(kernels: Catalog, build: Any, prompt: Any, logits: Any) -> None:
+    stock, model, seen = build(), build(), list[str]()
+    with patched(model, catalog=kernels):
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda one, *_: seen.append(type(one).__name__))
+        try:
+            expected, of_stock = logits(stock, prompt()), Counter(seen)
+            seen.clear()
+            found = logits(model, prompt())
+        finally:
+            hook.remove()
+    assert torch.equal(found, expected)
+    assert Counter(seen) == of_stock
+
+
+def test_a_served_call_enters_few_functions(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
+    monkeypatch.syspath_prepend(str(shipped_root() / "benchmarks"))
+    import call_site_host
+
+    stock, model = call_site_host.tiny(1), call_site_host.tiny(1)
+    with (
+        torch.no_grad(),
+        patched(model, catalog=shop.offer(call_site_host.NOTHING, ops=call_site_host.PARTS)) as handle,
+    ):
+        model(prompt_of(8))
+        entered = {}
+        for name, pair in call_site_host.pairs_of(stock, model, 8).items():
+            pair.patched()
+            before = handle.report().hits()[name]
+            entered[name] = call_site_host.entered(pair.patched)
+            assert (name, handle.report().hits()[name]) == (name, before + 1)
+    most = {"rms_norm": 18, "fused_add_rms_norm": 19, "rope_neox": 13, "attention_prefill": 24, "swiglu": 42}
+    assert all(entered[name] <= count for name, count in most.items())
+
+
+def prompt_of(tokens: int) -> torch.Tensor:
+    return torch.arange(1, tokens + 1)[None]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -290,3 +291,31 @@ def test_a_captured_graph_replays_a_kernel_resolved_before(shop: Any, kernel: An
     assert call[3].eq(2.5).all()
     assert unseen[3].eq(-1).all()
     assert site.report().capture_misses == 1
+
+
+def test_a_launch_changes_the_current_gpu_only_if_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegym_db.resolver.device import on_device
+
+    current, changed = [1], []
+
+    @contextlib.contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        changed.append(where.index)
+        before, current[0] = current[0], where.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launched: list[tuple[int, int]] = []
+    launches = [
+        on_device(lambda gpu=gpu: launched.append((gpu, current[0])), torch.device("cuda", gpu)) for gpu in (0, 1)
+    ]
+    for launch in (*launches, launches[1]):
+        launch()
+    assert launched == [(0, 0), (1, 1), (1, 1)]
+    assert changed == [0]
+    current[0] = 0  # the user changes it between two calls
+    launches[1]()
+    assert (launched[-1], changed) == ((1, 1), [0, 1])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from tilegym_db.models.training import Training
@@ -34,6 +37,7 @@ _grad_enabled = torch.is_grad_enabled
 _jit_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+_any_autocast = torch._C._is_any_autocast_enabled
 _Tensor = torch.Tensor
 
 
@@ -51,6 +55,11 @@ class Operator:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, _Tensor) and value.requires_grad
+
+
+def is_autocast(value: torch.Tensor) -> bool:
+    """Return True if autocast chooses the dtype of computations on the device of a tensor."""
+    return _any_autocast() and torch.is_autocast_enabled(value.device.type)
 
 
 class CallSite:
@@ -138,14 +147,25 @@ class CallSite:
         Args:
             training: the module's flag. Checkpointed training runs its forward without grad and again with it, and both
                 runs must compute the same.
-            tensors: the tensors that a gradient may flow to; the first is the activation.
+            tensors: the tensors that a gradient may flow to; the first is the activation. Numbers beside them do no harm.
         """
-        trains = training or (_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        first = tensors[0]
+        if (
+            not training
+            and not _grad_enabled()
+            and type(first) is _Tensor
+            and not first.is_meta
+            and self.is_open
+            and forward_ad._current_level < 0
+            and not (_dispatch_modes() or _jit_tracing() or _functorch_level())
+        ):
+            return False  # most calls, so the reasons below cost them nothing
+        trains = training or (_grad_enabled() and any(map(_requires_grad, tensors)))
         if training and self.training is None:
             self.bypass(IN_TRAINING)
-        elif type(tensors[0]) is not _Tensor:
+        elif type(first) is not _Tensor:
             self.bypass(NOT_PLAIN)
-        elif tensors[0].is_meta:
+        elif first.is_meta:
             self.bypass(NO_MEMORY)
         elif trains and self.training is None:
             self.bypass(NEEDS_GRAD)
@@ -266,12 +286,19 @@ def shadow_function(function: FunctionType, replacements: Mapping[str, Any]) -> 
     return copied, forget
 
 
+_hooks_of_all = torch.nn.modules.module._global_forward_hooks
+_pre_hooks_of_all = torch.nn.modules.module._global_forward_pre_hooks
+
+
 def has_hooks(module: Any) -> bool:
-    """Return True if a call of a module does more than its class's forward: it has hooks, or a forward on the instance."""
-    own = vars(module).get("forward")
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or (own is not None and not _is_of_class(module, own))
-    )
+    """Return True if a call of a module does more than its class's forward.
+
+    It has hooks, or hooks are registered for all modules, or it has a forward on the instance.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or _hooks_of_all or _pre_hooks_of_all:
+        return True
+    own = module.__dict__.get("forward")
+    return own is not None and not _is_of_class(module, own)
 
 
 # ---- forwards of instances ------------------------------------------------------------------------
@@ -310,9 +337,12 @@ def change_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
 
 def rows(value: torch.Tensor) -> torch.Tensor | None:
     """View [..., N] as [M, N] without a copy; return None if the strides do not allow it or N is not innermost."""
-    if value.dim() == 2 and value.stride(1) == 1:
+    shape = value.shape
+    if len(shape) == 2 and value.stride(1) == 1:
         return value
-    return value.view(-1, value.shape[-1]) if are_rows(value) else None
+    if len(shape) > 2 and value.is_contiguous() and value.numel():
+        return value.view(-1, shape[-1])
+    return value.view(-1, shape[-1]) if are_rows(value) else None
 
 
 def are_rows(value: torch.Tensor) -> bool:
@@ -328,3 +358,60 @@ def _has_mergeable_rows(value: torch.Tensor) -> bool:
     steps = [(size, stride) for size, stride in leading if size != 1]
     follow = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(steps))
     return last[1] == 1 and follow
+
+
+# ---- state of a model -----------------------------------------------------------------------------
+# The parts of a model that a forward reads on the host. A CUDA graph repeats what they were at its capture.
+
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a module and all modules inside it, each once; ``model.modules()`` takes three times as long."""
+    found, seen = [model], {id(model)}
+    for module in found:  # it grows
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return tensors and settings of modules, for comparison with a later state.
+
+    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
+    numbers, names, flags and functions, such as the adapter in use.
+    """
+    tensors, settings = list[Any](), list[Any]()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
+        settings.append(type(module))
+        _add_settings(vars(module), settings)
+    for config in configs:
+        _add_settings(vars(config), settings)
+    return tensors, settings
+
+
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+    for name, value in attributes.items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        if type(value) in _PLAIN or isinstance(value, _CODE):
+            settings += name, value
+        elif type(value) in (list, tuple, dict, set) and value:
+            members = list(value.items() if type(value) is dict else value)
+            flat = [one for pair in members for one in pair] if type(value) is dict else members
+            if all(type(one) in _PLAIN for one in flat):
+                settings += name, members
+
+
+def has_modes() -> bool:
+    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
+    if _dispatch_modes():
+        return True
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)

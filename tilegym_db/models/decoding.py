@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import change_class, has_hooks, subclass
+from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, has_modes, state_of, subclass, submodules
 from tilegym_db.models.next_inputs import (
     CACHE,
     COUNTER,
@@ -157,6 +157,11 @@ class _Cache:
         for layer in self.windows:
             setattr(layer, COUNTER, tokens)
 
+    def free(self) -> None:
+        """Free its memory, and keep the reason why it failed."""
+        self.graphs.clear()
+        self.last, self.static.layers, self.windows = None, [], []
+
     def fill_from(self, dynamic: Any) -> None:
         """Copy the keys, values and states of the tokens so far, and clear what an earlier generation left behind them."""
         tokens = int(dynamic.get_seq_length())
@@ -200,9 +205,10 @@ def _copy_keys_and_values(layer: Any, found: Any, tokens: int) -> None:
     length = min(found.keys.shape[-2], size - 1 if is_full else tokens)
     start = size - length if is_full else 0
     for kept, given in ((layer.keys, found.keys), (layer.values, found.values)):
-        kept[..., :start, :].zero_()  # masked, but 0 * NaN is NaN
+        for unseen in (kept[..., :start, :], kept[..., start + length :, :]):
+            if unseen.numel():
+                unseen.zero_()  # masked, but 0 * NaN is NaN
         kept[..., start : start + length, :].copy_(given[..., given.shape[-2] - length :, :])
-        kept[..., start + length :, :].zero_()
     layer.cumulative_length.fill_(min(tokens, size))
 
 
@@ -264,8 +270,9 @@ class Decoding:
         self._model = weakref.ref(model)
         self._capture = _with_next_inputs(capture or captured)
         self._calls_are_replayed = replayed
+        self.kind = next((parameter.device.type for parameter in model.parameters()), "")
         self._caches: OrderedDict[Any, _Cache] = OrderedDict()
-        self._weights: Any = None
+        self._state: Any = None
         self._lock = threading.Lock()
         self._here = threading.local()
         self._stock: Counter[str] = Counter()
@@ -302,12 +309,10 @@ class Decoding:
     def install(self) -> None:
         """Give the model a class whose generation asks for graphs."""
         base = type(self.model)
-        self.ours = subclass(base, base.forward)
         methods = _methods(base, self)
         if prepares_as_transformers(base):
             methods |= _preparing_methods(base, self)
-        for name, method in methods.items():
-            setattr(self.ours, name, method)
+        self.ours = subclass(base, base.forward, methods)
         change_class(self.model, self.ours)
 
     def remove(self) -> None:
@@ -345,10 +350,16 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            weights = _state_of(model)
-            if weights != self._weights:  # graphs would read weights that the model does not have any more
-                self._caches, self._weights = OrderedDict(), weights
-            key = batch, bucket_of(length), torch.is_inference_mode_enabled()
+            modules = submodules(model)
+            if any([has_hooks(module) for module in modules]):
+                return "modules have hooks"
+            state = state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
+            if model.device.type != self.kind:
+                return f"the model has moved from {self.kind} to {model.device.type}"
+            if state != self._state:  # graphs would read weights that the model does not have any more
+                self._caches, self._state = OrderedDict(), state
+            numerics = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+            key = batch, bucket_of(length), torch.is_inference_mode_enabled(), numerics
             cache = self._caches.pop(key, None)
             if cache is None:
                 made = _new_cache(model, dynamic, bucket_of(length))
@@ -469,6 +480,7 @@ class _Generation:
                     leased.fill_from(outputs[CACHE])
                 except torch.OutOfMemoryError:
                     leased.failed = "there was no memory for a cache of fixed size; lower max_new_tokens"
+                    leased.free()
                     self.decoding.count(leased.failed)
                 else:
                     outputs[CACHE] = leased.static
@@ -519,8 +531,10 @@ class _Generation:
         return arguments
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Give the cache back; one that failed is not used again."""
         if self.cache is not None:
+            if self.cache.failed:
+                self.cache.free()
             self.cache.in_use = False
 
 
@@ -613,6 +627,10 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     from transformers import DynamicCache
 
     cache = kwargs.get(CACHE)
+    if has_modes():
+        return "a mode must see each operation of PyTorch"
+    if torch.is_autocast_enabled(model.device.type):
+        return AUTOCAST
     if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
         return f"{getattr(mode, 'value', mode)} is left to transformers"
     if model.config.is_encoder_decoder:
@@ -629,8 +647,6 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
         return "the caller wants attentions or hidden states"
     if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
         return "the attention is neither sdpa nor eager"
-    if any(has_hooks(module) for module in model.modules()):
-        return "modules have hooks"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over devices"
     return ""
@@ -713,12 +729,6 @@ def _why_not_outputs(outputs: Any) -> str:
     return ""
 
 
-def _state_of(model: Any) -> Any:
-    """Return what a graph has read of a model at capture: addresses of weights and buffers, and classes of modules."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor.data_ptr() for tensor in tensors], [type(module) for module in model.modules()]
-
-
 # ---- capture --------------------------------------------------------------------------------------
 
 
@@ -780,7 +790,8 @@ def captured(model: Any, inputs: Mapping[str, Any]) -> CapturedForward:
     kept: list[torch.Tensor] = []
     given = copied(dict(inputs), kept)
     graph = torch.cuda.CUDAGraph()
-    with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    where = torch.cuda.device(inputs[IDS].device)  # a graph has the work of the current GPU, which may be another
+    with _capturing, where, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = model(**given, **{CACHE: inputs[CACHE]})
     return CapturedForward(graph.replay, kept, outputs)
 

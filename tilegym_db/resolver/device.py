@@ -83,7 +83,11 @@ def made_like(shadows: Sequence[torch.Tensor], device: torch.device) -> tuple[to
 
 
 def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return ``launch`` with ``device`` current. With one GPU in the process it is always current, so this costs nothing."""
+    """Return ``launch`` with ``device`` current.
+
+    With one GPU in the process it is always current, so this costs nothing. With several a call looks which one is current,
+    because the context that changes it costs more, also where it changes nothing.
+    """
     if device.type != "cuda":
         return launch
     import torch
@@ -91,7 +95,11 @@ def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[...,
     if torch.cuda.device_count() == 1:
         return launch
 
+    current = torch.cuda.current_device
+
     def launch_there(*args: Any) -> Any:
+        if current() == device.index:
+            return launch(*args)
         with torch.cuda.device(device):
             return launch(*args)
 

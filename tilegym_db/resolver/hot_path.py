@@ -251,13 +251,18 @@ def _expression(definition: Definition, serving: Serving, name: str) -> str:
         if same is not None:
             return f"_torch.empty_like({same}, memory_format=_torch.contiguous_format)"
     base, dtype = _base(definition, spec)
-    order = range(len(spec.shape or ())) if layout is None or layout.order is None else layout.order
+    order = [*range(len(spec.shape or ()))] if layout is None or layout.order is None else [*layout.order]
     sizes = _sizes(definition, serving, name)
-    dense = f"{base}.new_empty(({''.join(f'{sizes[which]}, ' for which in order)}){dtype})"
-    if list(order) == sorted(order):
-        return dense
-    back = sorted(range(len(sizes)), key=lambda which: list(order)[which])
-    return f"{dense}.permute({', '.join(map(str, back))})"
+    written = "".join(f"{size}, " for size in sizes)
+    if order == sorted(order):
+        return f"{base}.new_empty(({written}){dtype})"
+    if any(size.startswith("*") for size in sizes):
+        dense = f"{base}.new_empty(({''.join(f'{sizes[which]}, ' for which in order)}){dtype})"
+        return f"{dense}.permute({', '.join(str(order.index(which)) for which in range(len(sizes)))})"
+    # One call in place of an allocation and its permuted view. A stride is the product of the sizes further inside.
+    inside = [order[order.index(which) + 1 :] for which in range(len(sizes))]
+    strides = ", ".join(" * ".join(sizes[one] for one in inner) or "1" for inner in inside)
+    return f"{base}.new_empty_strided(({written}), ({strides}){dtype})"
 
 
 def _strided(definition: Definition, serving: Serving, name: str) -> str:

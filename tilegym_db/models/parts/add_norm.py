@@ -46,10 +46,6 @@ AFTER = ("norm",)
 OPERANDS = 2
 
 _is_compiling = torch.compiler.is_compiling
-_hooks_of_all_modules = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-)
 Module = torch.nn.Module
 
 
@@ -163,8 +159,7 @@ def add_norm_function(
         norm_class: the class of the norms that were probed, without a patch.
         weights: the places in ``attributes`` of those that are tensors, which may need a gradient.
     """
-    tensors = tuple(weights)
-    inputs_of = norm_part.kept_by(tuple(attributes), tensors)
+    inputs_of = norm_part.kept_by(tuple(attributes), tuple(weights))
     is_cast = norm_part.is_cast(norm_class)
 
     def fused(kept: list[Any], residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -179,23 +174,19 @@ def add_norm_function(
         if out is None:
             site.unserved()
             return None
-        return out.view(hidden.shape)
-
-    def weights_of(norm: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
-        kept = inputs_of(norm, hidden)
-        return [kept[place] for place in tensors]
+        return out.view_as(hidden)
 
     def add_norm(layer: Any, norm: Any, residual: torch.Tensor, box: tuple[torch.Tensor]) -> Any:
         (hidden,) = box
-        if unpatched_class(norm) is not norm_class or has_hooks(norm) or any(_hooks_of_all_modules):
+        if unpatched_class(norm) is not norm_class or has_hooks(norm):
             site.bypass(HAS_HOOKS)
-        elif not site.falls_back(norm.training, hidden, residual, *weights_of(norm, hidden)):
+        elif not site.falls_back(norm.training, hidden, residual, *(kept := inputs_of(norm, hidden))):
             if is_cast and torch.is_autocast_enabled(hidden.device.type):
                 site.bypass(AUTOCAST)
             elif type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)
             else:
-                out = fused(inputs_of(norm, hidden), residual, hidden)
+                out = fused(kept, residual, hidden)
                 if out is not None:
                     return out, hidden
         total = residual + hidden

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, CallSite
+from tilegym_db.models.call_site import AUTOCAST, CallSite, is_autocast
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -339,13 +339,20 @@ def attention_function(stock: Function, sites: Sites) -> Function:
     read = other_options(stock)
     others = (*sorted(read), SINKS) if isinstance(read, frozenset) else (SINKS,)
 
+    flags = itertools.product((False, True), repeat=3)
+    by_flags = {
+        (one, masked, causal): sites.site_of(is_one=one, is_masked=masked, is_causal=causal)
+        for one, masked, causal in flags
+    }
+
     def serve(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> Any:
-        is_one, mask = query.dim() == 4 and query.shape[2] == 1, options.get("attention_mask")
-        is_causal = states_causal(module) if options.get("is_causal") is None else options["is_causal"] is not False
-        site = sites.site_of(is_one=is_one, is_masked=mask is not None, is_causal=is_causal)
+        shape, mask, is_causal = query.shape, options.get("attention_mask"), options.get("is_causal")
+        is_one = len(shape) == 4 and shape[2] == 1
+        sees_no_later = states_causal(module) if is_causal is None else is_causal is not False
+        site = by_flags[is_one, mask is not None, sees_no_later]
         if site is None or site.falls_back(module.training, query, key, value):
             return None
-        takes_mask = site in (sites.masked_prefill, sites.masked_decode)
+        takes_mask = site is sites.masked_prefill or site is sites.masked_decode
         sees_all = site is sites.bidirectional
         why = why_stock_with_mask if takes_mask else why_stock_bidirectional if sees_all else why_stock
         reason = why_other_values(key, value, two_widths=sites.two_widths) or why(module, query, key, options, others)
@@ -380,8 +387,8 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         # The mask comes fourth or by name; a caller with more positional arguments means another function.
         if len(args) <= 1:
-            mask = {"attention_mask": args[0]} if args else {}
-            out = serve(module, query, key, value, {**mask, **kwargs})
+            options = {"attention_mask": args[0], **kwargs} if args else kwargs
+            out = serve(module, query, key, value, options)
             if out is not None:
                 return out, None
         return stock(module, query, key, value, *args, **kwargs)
@@ -391,6 +398,8 @@ def served_or_stock(stock: Function, serve: Function) -> Function:
 
 def why_other_values(key: torch.Tensor, value: torch.Tensor, *, two_widths: bool = False) -> str:
     """Return the reason if values are not as many as keys, or as wide without ``two_widths``; empty if they are as expected."""
+    if value.shape == key.shape:
+        return SAME_WIDTH if two_widths else ""
     if value.shape[:-1] != key.shape[:-1]:
         return OTHER_VALUES
     if (value.shape[-1] != key.shape[-1]) == two_widths:
@@ -464,7 +473,7 @@ def whole_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> to
 def _why_other_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str]
 ) -> str:
-    if torch.is_autocast_enabled(query.device.type):
+    if is_autocast(query):
         return AUTOCAST
     if options.get("dropout"):
         return DROPOUT

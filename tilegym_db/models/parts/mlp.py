@@ -292,9 +292,9 @@ def mlp_forward(
     """
     names, product = tuple(projections), activation if is_product else None
 
-    def falls_back(self: Any, x: torch.Tensor) -> bool:
+    def falls_back(self: Any, x: torch.Tensor, *, is_compiling: bool) -> bool:
         function = None if activation is None else getattr(self, activation)
-        if _is_compiling():
+        if is_compiling:
             return not is_product or site.traced(self.training, x) is None or not is_as_probed(function, probed)
         if site.falls_back(self.training, x):
             return True
@@ -306,10 +306,11 @@ def mlp_forward(
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Models call MLPs by position. Parameter names differ between models, so a call by keyword goes to stock.
-        if kwargs or len(args) != 1 or falls_back(self, args[0]):
+        is_compiling = _is_compiling()
+        if kwargs or len(args) != 1 or falls_back(self, args[0], is_compiling=is_compiling):
             return stock(self, *args, **kwargs)
         (x,) = args
-        if forwards and not _is_compiling():
+        if forwards and not is_compiling:
             out = gated_products(definition, x, [getattr(self, name) for name in names])
             if out is not None:
                 site.patience = 0  # it is of use in graphs
@@ -342,11 +343,15 @@ def _activate(site: CallSite, training: bool, projections: Sequence[torch.Tensor
     if site.falls_back(training, *projections):
         return None
     matrices = [rows(projection) for projection in projections]
-    if any(matrix is None for matrix in matrices):
+    if any([matrix is None for matrix in matrices]):
         site.bypass(NOT_ROWS)
         return None
-    out = site.ask(training, *matrices)
-    return None if out is None else out.view(*projections[0].shape[:-1], out.shape[-1])
+    out: torch.Tensor | None = site.ask(training, *matrices)
+    if out is None:
+        return None
+    first = projections[0]
+    width = out.shape[-1]
+    return out.view_as(first) if width == first.shape[-1] else out.view(*first.shape[:-1], width)
 
 
 def is_as_probed(function: Any, probed: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, Operator, are_rows, rows
+from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, rows
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -299,39 +299,40 @@ def norm_forward(
     tensors = tuple(weights)
     inputs_of = kept_by(tuple(attributes), tensors)
 
-    def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
-        operator = None
+    def traced(self: Any, x: torch.Tensor) -> torch.Tensor | None:
         kept = inputs_of(self, x)
-        given = [kept[which] for which in tensors]
-        if _is_compiling():
-            operator = site.traced(self.training, x, *given)
-            if operator is None or (is_cast and torch.is_autocast_enabled(x.device.type)):
-                return None
-        elif site.falls_back(self.training, x, *given):
+        operator = site.traced(self.training, x, *[kept[which] for which in tensors])
+        if operator is None or (is_cast and torch.is_autocast_enabled(x.device.type)):
             return None
-        elif is_cast and torch.is_autocast_enabled(x.device.type):
+        heads_last = _heads_last(x)
+        given = x if heads_last is None else heads_last
+        if not are_rows(given):
+            return None
+        out: torch.Tensor = operator.call(given, *kept, operator.name)
+        return out if heads_last is None else out.transpose(1, 2)
+
+    def serve(self: Any, x: torch.Tensor) -> torch.Tensor | None:
+        if _is_compiling():
+            return traced(self, x)
+        kept = inputs_of(self, x)
+        if site.falls_back(self.training, x, *kept):
+            return None
+        if is_cast and torch.is_autocast_enabled(x.device.type):
             site.bypass(AUTOCAST)
             return None
-        if x.dim() == 4 and not x.is_contiguous():
-            # Heads before tokens in the shape, but behind them in memory: the rows are the same, and their order is irrelevant.
-            heads_last = x.transpose(1, 2)
-            if heads_last.is_contiguous():
-                out = norm(self, heads_last, kept, operator)
-                return None if out is None else out.transpose(1, 2)
-        return norm(self, x, kept, operator)
-
-    def norm(self: Any, x: torch.Tensor, kept: list[Any], operator: Operator | None) -> torch.Tensor | None:
-        if operator is not None:
-            traced: torch.Tensor | None = operator.call(x, *kept, operator.name) if are_rows(x) else None
-            return traced
-        matrix = rows(x)
+        heads_last = _heads_last(x)
+        given = x if heads_last is None else heads_last
+        matrix = rows(given)
         if matrix is None and is_cast and x.dim() > 2 and x.numel():
             matrix = x.reshape(-1, x.shape[-1])  # patches of an image, transposed: stock code copies them too
         if matrix is None:
             site.bypass(NOT_ROWS)
             return None
         out: torch.Tensor | None = site.ask(self.training, matrix, *kept)
-        return out if out is None or matrix is x else out.view(x.shape)
+        if out is None or matrix is x:
+            return out
+        out = out.view_as(x if heads_last is None else heads_last)
+        return out if heads_last is None else out.transpose(1, 2)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -342,11 +343,29 @@ def norm_forward(
     return forward
 
 
+def _heads_last(x: torch.Tensor) -> torch.Tensor | None:
+    """Return heads that stand before tokens in the shape but behind them in memory, in the order of memory; None for others.
+
+    The rows are the same, and their order is irrelevant to a norm.
+    """
+    if x.dim() != 4 or x.is_contiguous():
+        return None
+    heads_last = x.transpose(1, 2)
+    return heads_last if heads_last.is_contiguous() else None
+
+
 def kept_by(attributes: tuple[str | float, ...], tensors: Container[int]) -> Callable[[Any, torch.Tensor], list[Any]]:
     """Return ``kept(module, x)``, the inputs of a Definition after the activation."""
     names = tuple(name for name in attributes if isinstance(name, str))
     if len(names) == len(attributes):
-        return lambda self, x: [getattr(self, name) for name in names]
+
+        def kept_by_name(self: Any, x: torch.Tensor) -> list[Any]:
+            if _is_compiling():
+                return [getattr(self, name) for name in names]
+            held = self._parameters  # torch looks for a parameter everywhere else first
+            return [held[name] if name in held else getattr(self, name) for name in names]
+
+        return kept_by_name
 
     def kept(self: Any, x: torch.Tensor) -> list[Any]:
         return [
