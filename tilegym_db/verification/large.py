@@ -19,13 +19,16 @@ from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import contiguous_strides
-from tilegym_db.verification.cases import SIZES, repaired
+from tilegym_db.verification.cases import SIZES, TILES, repaired
 from tilegym_db.verification.oracle import divisible_axes
 
-FEW_ROWS = (1 << 10, 1 << 14)
+FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
+"""Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
 VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
 """More rows than a grid dimension and a 16-bit number can have; the second range if the first one is too expensive."""
-LONG_ROWS, VERY_LONG_ROWS = (1 << 10, 1 << 15), ((1 << 16) + 1, 1 << 18)
+LONG_ROWS, VERY_LONG_ROWS = ((1 << 10, 1 << 12), (1 << 12, 1 << 14), (1 << 14, 1 << 16)), ((1 << 16) + 1, 1 << 18)
+WHOLE_SHARE = 0.6
+"""Share of sizes that are multiples of a power of two, as batches are; the others are odd, and often primes."""
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
@@ -63,7 +66,7 @@ def large_cases(
 ) -> list[LargeCase]:
     """Return the large cases that the Definition and the Solution allow; none without an independent axis.
 
-    They have from 1,024 to 16,384 rows, more than 131,072 indices of each independent axis (else more than 65,536), long rows,
+    They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than 65,536), long rows,
     rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
 
     Args:
@@ -81,8 +84,9 @@ def large_cases(
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
-    wanted = [(repeated, (FEW_ROWS,), False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
-    wanted += [(others, (LONG_ROWS,), False), (others, (VERY_LONG_ROWS,), False)]
+    wanted = [(repeated, (octave,), False) for octave in FEW_ROWS]
+    wanted += [([axis], VERY_MANY_ROWS, False) for axis in repeated]
+    wanted += [(others, (bounds,), False) for bounds in (*LONG_ROWS, VERY_LONG_ROWS)]
     wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
     wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
     found = [
@@ -125,7 +129,7 @@ class _Large:
                 one = self._bound({**sizes, axis: 1})
                 most = self._elements(one) if one else 0
                 low, high = (-(-bound // most) for bound in bounds) if most else (1, 1)
-            size = int(low * (high / low) ** self.generator.random()) | 1  # odd, and often a prime
+            size = self._size(low, high)
             large = self._bound(repaired(constraints, {**sizes, axis: size}, fixed, self.dtypes, self.generator))
             if (
                 large is None
@@ -141,6 +145,13 @@ class _Large:
                 seed = self.generator.getrandbits(62)
                 return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
         return None
+
+    def _size(self, low: float, high: float) -> int:
+        size = int(low * (high / low) ** self.generator.random())
+        if size < TILES[0] or self.generator.random() >= WHOLE_SHARE:
+            return size | 1
+        whole = 1 << self.generator.randint(int(math.log2(TILES[0])), int(math.log2(size)))
+        return -(-size // whole) * whole if low > size // whole * whole else size // whole * whole
 
     def _case_of(self, axes: Mapping[str, int], seed: int) -> Case:
         scalars = scalars_with_axes(self.definition, self.scalars, axes)

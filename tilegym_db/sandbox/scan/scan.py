@@ -154,7 +154,7 @@ def _judge(
     language: str, declared: frozenset[str], modules: Mapping[str, Module], reports: Mapping[str, ScanReport]
 ) -> None:
     names = Names(modules)
-    own = own_names(modules.values()), own_operators(modules.values(), names)
+    own = *own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
     surveys = [survey(module, names) for module in modules.values()]
@@ -365,17 +365,22 @@ def calls_itself(function: ast.AST, surveys: Iterable[Survey]) -> bool:
 # Attributes and operators that a Solution's sources define.
 
 
-def own_names(modules: Iterable[Module]) -> frozenset[str]:
-    """Return the attributes that classes and modules of the sources define, except those that are always refused."""
-    found: set[str] = set()
+def own_names(modules: Iterable[Module]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the attributes that the sources define, except those that are always refused, and which of them are of classes.
+
+    A variable of a module, or a store to an attribute, defines a name for own values only, not for all others.
+    """
+    fields, found = set[str](), set[str]()
     for module in modules:
         for scope in module.scopes.values():
-            if scope.is_class or scope.parent is None:
+            if scope.is_class:
+                fields |= scope.bindings.keys()
+            elif scope.parent is None:
                 found |= scope.bindings.keys()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
-    return frozenset(found - FORBIDDEN.keys())
+    return frozenset((fields | found) - FORBIDDEN.keys()), frozenset(fields - FORBIDDEN.keys())
 
 
 def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
