@@ -309,7 +309,7 @@ def _equal_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Ra
 
 
 def _blank(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
-    """Set some rows, some columns, both, or a block of both to zero, as padding tokens and pruned channels are; not all elements."""
+    """Set some rows, columns, both, or a block of both to zero, as padding and pruned channels are; never all elements."""
     kind = drawn.choice(("rows", "columns", "cross", "cross", "block"))
     first, last = _part(rows.shape[0], drawn)
     left, right = _part(rows.shape[1], drawn)

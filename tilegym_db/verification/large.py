@@ -66,8 +66,8 @@ def large_cases(
 ) -> list[LargeCase]:
     """Return the large cases that the Definition and the Solution allow; none without an independent axis.
 
-    They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than 65,536), long rows,
-    rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
+    They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than
+    65,536), long rows, rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
 
     Args:
         definition: names the independent axes, along which outputs are compared at some indices.
@@ -84,10 +84,12 @@ def large_cases(
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
-    wanted = [(repeated, (octave,), False) for octave in FEW_ROWS]
-    wanted += [([axis], VERY_MANY_ROWS, False) for axis in repeated]
-    wanted += [(others, (bounds,), False) for bounds in (*LONG_ROWS, VERY_LONG_ROWS)]
+    octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
+    wanted = [(repeated, octaves[:1], False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
+    wanted += [(others, lengths[:1], False), (others, (VERY_LONG_ROWS,), False)]
     wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
+    wanted += [(repeated, (octave,), False) for octave in octaves[1:]]
+    wanted += [(others, (bounds,), False) for bounds in lengths[1:]]
     wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
     found = [
         next(filter(None, (drawn.case(axes, bounds, elements=elements) for bounds in ranges)), None)

@@ -72,7 +72,8 @@ def verify_slot(
 
     The first two calls find different poison in the outputs. A deterministic Solution must give the same bytes each time; the
     results of another must all pass and lie close together. The first call is made in ``first_in``, each one after it in the
-    next of ``situations``, if there is one. For random draws, more calls with other random numbers follow until there are ``draws`` draws.
+    next of ``situations``, if there is one. For random draws, more calls with other random numbers follow until there are
+    ``draws`` draws.
 
     Returns:
         The comparison and the (contiguous) value of every output, or the failure.

@@ -157,6 +157,10 @@ class Checker(ScopedVisitor):
         if isinstance(value, str) and id(node) not in self._strings_as_statements:
             check_text(self.context, node, assembles=self._assembles)
 
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
+        check_printed(self.context, node.value)
+        self.generic_visit(node)
+
     def visit_JoinedStr(self, node: ast.JoinedStr | ast.BinOp) -> None:  # noqa: D102
         check_text(self.context, node, assembles=self._assembles)
         self.generic_visit(node)
@@ -206,6 +210,10 @@ class Checker(ScopedVisitor):
         check_call(self.context, node)
         check_text(self.context, node, assembles=self._assembles)
         check_mutating_call(self.context, node)
+        is_format = isinstance(node.func, ast.Attribute) and node.func.attr == "format"
+        if is_format or "builtins.str" in self.context.resolve(node.func):
+            for value in [*node.args, *(item.value for item in node.keywords)]:
+                check_printed(self.context, value)
         if not self.context.resolve(node.func) & WORDS["ignores-order"] and not is_set_method(node.func):
             self._check_order(node.args)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
@@ -683,6 +691,30 @@ def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
         context.report.add(node, "native-extension", f"changes a text by .{node.attr}; write assembler out")
     if assembles and "builtins.chr" in context.resolve(node):
         context.report.add(node, "native-extension", "makes a character of a number; write assembler out")
+
+
+PRINTED = words("dtype shape ndim device name itemsize type index bits")
+"""Attributes of values whose text may be used. The text of a method has the address of its tensor."""
+
+
+def check_printed(context: Context, node: ast.expr, depth: int = 4) -> None:
+    """Refuse the text of a function, a method or a plain object, which has an address in it."""
+    if isinstance(node, ast.Attribute):
+        is_plain = node.attr in PRINTED or node.attr in context.own_fields or bool(context.resolve(node))
+        has_address = not is_plain
+    elif isinstance(node, ast.Call):
+        has_address = "builtins.object" in context.resolve(node.func)
+    else:
+        bindings = context.names.bindings(node, context.scope)
+        has_address = any(isinstance(one.node, ast.FunctionDef | ast.ClassDef) for one in bindings)
+        has_address |= isinstance(node, ast.Lambda)
+        for value in [one.value for one in bindings if one.value is not None] if depth else ():
+            if isinstance(value, ast.Attribute | ast.Name | ast.Lambda):
+                check_printed(context, value, depth - 1)
+    if has_address:
+        context.report.add(
+            node, "address-as-value", f"makes a text of {ast.unparse(node)[:40]}, which may have an address"
+        )
 
 
 def _names_known_registers(text: str) -> bool:
