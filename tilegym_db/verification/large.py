@@ -88,13 +88,13 @@ def large_cases(
     wanted = [(repeated, octaves[:1], False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
     wanted += [(others, lengths[:1], False), (others, (VERY_LONG_ROWS,), False)]
     wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
-    wanted += [(repeated, (octave,), False) for octave in octaves[1:]]
-    wanted += [(others, (bounds,), False) for bounds in lengths[1:]]
+    further = [(repeated, octave) for octave in octaves[1:]] + [(others, bounds) for bounds in lengths[1:]]
     wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
     found = [
         next(filter(None, (drawn.case(axes, bounds, elements=elements) for bounds in ranges)), None)
         for axes, ranges, elements in wanted
     ]
+    found[len(repeated) + 4 : len(repeated) + 4] = [drawn.case(axes, bounds, thin=True) for axes, bounds in further]
     return [large for large in found if large is not None]
 
 
@@ -115,12 +115,17 @@ class _Large:
     on_gpu: bool
     generator: random.Random
 
-    def case(self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool) -> LargeCase | None:
-        """Return a case in which one of the axes, or the largest tensor, has a size within the bounds."""
+    def case(
+        self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool = False, thin: bool = False
+    ) -> LargeCase | None:
+        """Return a case in which one of the axes, or the largest tensor, has a size within the bounds.
+
+        ``thin``: the other axes are tiny, so that the case costs little more than a call.
+        """
         constraints = (*self.definition.constraints, *self.solution.spec.constraints)
         fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
         for number in range(_LARGE_TRIES if axes else 0):
-            kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 else ("one", "tiny")
+            kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 and not thin else ("one", "tiny")
             kinds = ("prime", "tile", "above a tile") if elements else kinds
             small = [size for kind in kinds for size in SIZES[kind]]
             axis = self.generator.choice(axes)
