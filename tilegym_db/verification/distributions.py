@@ -580,12 +580,11 @@ def vary_scalars(
         up = DECADES_UP if grows else 0.0
         exponent, is_round = drawn.uniform(-DECADES_DOWN, up), drawn.random() < ROUND_SCALARS
         continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
-        if not continuous or keeps or not value:
-            varied[name] = value
-        else:
-            varied[name] = float(f"{value * 10**exponent:.6g}")
-            if is_round:
-                varied[name] = _rounded(varied[name], abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up, drawn)
+        varied[name] = value
+        if continuous and not keeps and isinstance(value, float) and value:
+            other = float(f"{value * 10**exponent:.6g}")
+            bounds = abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up
+            varied[name] = _rounded(other, *bounds, drawn) if is_round else other
     return varied
 
 

@@ -7,7 +7,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import PurePosixPath
 
@@ -55,9 +55,13 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
 
 
 def scan_definition(definition: Definition) -> tuple[Finding, ...]:
-    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch."""
+    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch.
+
+    What keeps something from call to call is refused: it could pass its self-test and give another result afterwards.
+    """
     texts = definition.texts.items()
-    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
+    found = (finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
+    return tuple(replace(one, severity=Severity.HARD) if one.rule in WORDS["stateful"] else one for one in found)
 
 
 def _scan(sources: Mapping[str, bytes], language: str, declared: frozenset[str]) -> tuple[Finding, ...]:
