@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
-from tilegym_db.sandbox.scan.grammar import check_class, check_grammar
+from tilegym_db.sandbox.scan.grammar import check_class, check_grammar, check_printed
 from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
@@ -691,30 +691,6 @@ def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
         context.report.add(node, "native-extension", f"changes a text by .{node.attr}; write assembler out")
     if assembles and "builtins.chr" in context.resolve(node):
         context.report.add(node, "native-extension", "makes a character of a number; write assembler out")
-
-
-PRINTED = words("dtype shape ndim device name itemsize type index bits")
-"""Attributes of values whose text may be used. The text of a method has the address of its tensor."""
-
-
-def check_printed(context: Context, node: ast.expr, depth: int = 4) -> None:
-    """Refuse the text of a function, a method or a plain object, which has an address in it."""
-    if isinstance(node, ast.Attribute):
-        is_plain = node.attr in PRINTED or node.attr in context.own_fields or bool(context.resolve(node))
-        has_address = not is_plain
-    elif isinstance(node, ast.Call):
-        has_address = "builtins.object" in context.resolve(node.func)
-    else:
-        bindings = context.names.bindings(node, context.scope)
-        has_address = any(isinstance(one.node, ast.FunctionDef | ast.ClassDef) for one in bindings)
-        has_address |= isinstance(node, ast.Lambda)
-        for value in [one.value for one in bindings if one.value is not None] if depth else ():
-            if isinstance(value, ast.Attribute | ast.Name | ast.Lambda):
-                check_printed(context, value, depth - 1)
-    if has_address:
-        context.report.add(
-            node, "address-as-value", f"makes a text of {ast.unparse(node)[:40]}, which may have an address"
-        )
 
 
 def _names_known_registers(text: str) -> bool:
