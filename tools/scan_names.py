@@ -27,7 +27,7 @@ SHORT: dict[str, str] = {
     "builtins": "ArithmeticError AssertionError Ellipsis Exception False IndexError KeyError None NotImplemented "
     "NotImplementedError OverflowError RuntimeError True TypeError ValueError ZeroDivisionError abs all any "
     "bin bool bytes chr classmethod complex dict divmod enumerate filter float format frozenset getattr "
-    "hasattr hex int isinstance iter len list map max min next object oct ord pow property range "
+    "hasattr hex int isinstance iter len list map max min next oct ord pow property range "
     "reversed round set slice sorted staticmethod str sum tuple zip",
     "functools": "cache lru_cache partial reduce wraps",
     "collections": "defaultdict",

@@ -12,7 +12,7 @@ from shipped_records import CATALOG
 from tilegym_db.catalog import Catalog
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Solution
-from tilegym_db.sandbox.scan import RULES, Finding, Severity, hard_findings, rule_table, scan_sources
+from tilegym_db.sandbox.scan import RULES, Finding, Severity, hard_findings, rule_table, scan_definition, scan_sources
 
 KERNEL = {
     "python": "",
@@ -795,3 +795,11 @@ def test_misspelt_member_names_the_one_that_was_meant(written: str, meant: str) 
 def test_refused_member_without_a_like_one_has_no_suggestion() -> None:
     (finding,) = hard(scan("import functools\n\n\ndef run(x, out):\n    functools.RLock\n"))
     assert "did you mean" not in finding
+
+
+def test_a_reference_that_counts_its_calls_is_refused():
+    definition = CATALOG.definition("rms_norm")
+    counting = "calls = [0]\n\n\ndef counted():\n    calls[0] += 1\n\n\n"
+    assert hard_findings(scan_definition(definition)) == ()
+    changed = definition.model_copy(update={"reference": definition.reference + "\n\n" + counting})
+    assert {finding.rule for finding in hard_findings(scan_definition(changed))} == {"keeps-state"}

@@ -615,6 +615,16 @@ def test_truncation_in_a_quarter_of_the_columns_is_a_bias():
     assert judge(torch.where(one_quarter, towards_zero(exact, torch.bfloat16), near), exact).gate == "bias"
 
 
+@pytest.mark.parametrize("lane", range(8))
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_truncation_in_one_lane_of_eight_is_a_bias(lane, of_rows):
+    exact = torch.randn(256, 512, generator=torch.Generator().manual_seed(lane), dtype=torch.float64)
+    near, cut = exact.to(torch.bfloat16), towards_zero(exact, torch.bfloat16)
+    part = (slice(lane, None, 8), slice(None)) if of_rows else (slice(None), slice(lane, None, 8))
+    near[part] = cut[part]
+    assert judge(near, exact).gate == "bias"
+
+
 def test_stochastic_rounding_has_no_bias():
     _, exact = honest(torch.bfloat16, 64, 64)
     low = towards_zero(exact, torch.bfloat16)

@@ -10,6 +10,7 @@ from tilegym_db.records import Workload
 from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.verification.distributions import (
+    BLANK,
     CONTENTS,
     DISTRIBUTIONS,
     MODIFIERS,
@@ -21,7 +22,7 @@ from tilegym_db.verification.distributions import (
     styles_of,
     vary_scalars,
 )
-from tilegym_db.verification.inputs import draw_inputs
+from tilegym_db.verification.inputs import draw_inputs, nearly_same
 
 
 def without_dtypes(case: Case) -> Case:
@@ -332,3 +333,26 @@ def test_contents_are_a_distribution_and_known_modifiers():
     assert are_contents("tiny+clustered+ragged")
     assert not are_contents("clustered")
     assert not are_contents("normal+unheard_of")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nearly_the_same_inputs_differ_in_one_or_two_places(seed, operator):
+    inputs = {"x": torch.randn(9, 17), "weight": torch.randn(17), "factor": 2.0}
+    found = nearly_same(operator(), inputs, seed)
+    assert found is not None
+    changed = [name for name in ("x", "weight") if not torch.equal(found[name], inputs[name])]
+    assert len(changed) == 1
+    assert 1 <= int((found[changed[0]] != inputs[changed[0]]).sum()) <= 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (64, 1), (100, 130), (3, 5)])
+def test_blank_contents_keep_some_element(shape):
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        assert modified(torch.ones(shape), (BLANK,), generator, torch.float32).any()
+
+
+def test_scalars_of_one_and_powers_come_up_within_the_range(operator):
+    found = [vary_scalars(operator(), {"factor": 0.5}, "normal", seed)["factor"] for seed in range(200)]
+    assert {1.0, 2.0, 0.1} <= {*found}
+    assert all(0.5e-3 * 0.999 <= one <= 50.001 for one in found)

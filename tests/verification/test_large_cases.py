@@ -28,11 +28,20 @@ def large(definition: Definition, *constraints: str, seed: int = 1, **changes: A
 @pytest.mark.parametrize("seed", range(5))
 def test_large_cases_have_few_and_many_and_long_rows(seed, operator):
     axes = [case.case.call.axes for case in large(operator(independent_axes=["M"]), seed=seed)]
-    assert 1 << 10 <= axes[0]["M"] <= (1 << 14) + 1
+    assert {octave for octave in range(10, 17) if any(one["M"] >> octave == 1 for one in axes)} == {*range(10, 17)}
+    assert 1 << 10 <= axes[0]["M"] <= (1 << 17) + 1
     assert axes[1]["M"] > 1 << 17
     assert axes[2]["N"] >= 1 << 10
     assert axes[3]["N"] > 1 << 16
     assert axes[4]["M"] * axes[4]["N"] >= 1 << 20
+
+
+def test_large_sizes_are_whole_batches_and_odd_ones(operator):
+    sizes = [
+        case.case.call.axes["M"] for seed in range(5) for case in large(operator(independent_axes=["M"]), seed=seed)
+    ]
+    assert sum(size > 1 << 10 and size % 512 == 0 for size in sizes) >= 5
+    assert sum(size > 1 << 10 and size % 2 for size in sizes) >= 5
 
 
 def test_fewer_rows_are_tried_where_very_many_are_not_allowed(operator):

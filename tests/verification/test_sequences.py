@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilegym_db.verification.sequences import PAIRS, drawn_pairs, growth
+from tilegym_db.verification.sequences import PAIRS, drawn_pairs, growth, steady_growth
 
 
 @given(sizes=st.sets(st.integers(1, 999), min_size=2, max_size=300), seed=st.integers(0, 1 << 60))
@@ -46,3 +46,11 @@ def test_memory_that_grows_with_the_calls_is_named(calls, device_bytes, blocks, 
 def test_a_report_of_another_form_counts_as_no_growth(report):
     assert growth(1000, report, report, 0) is None
     assert growth(1000, report, report, 1 << 30) is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "grows"), [(90_000, 90_000, True), (90_000, 0, False), (20_000, 20_000, False)]
+)
+def test_bytes_that_grow_in_each_half_of_a_run_are_a_leak(first, second, grows):
+    reports = [{"blocks": 9, "bytes": size} for size in (1000, 1000 + first, 1000 + first + second)]
+    assert (steady_growth([5000, 5000], reports) is not None) == grows

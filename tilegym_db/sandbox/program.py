@@ -8,6 +8,7 @@ Standard output and error belong to the Solution and go to a log.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import hashlib
@@ -34,6 +35,31 @@ from tilegym_db.sandbox.situation import Described, Situation, changed_property,
 RECOMPILE_LIMIT = 64
 """Maximum number of graphs that torch.compile keeps for one function. Its default of 8 is less than the shapes, strides,
 offsets and modes (inference or not) of one verification, and a function that must be one graph raises beyond it."""
+
+WATCHED_SHARE = 0.25
+"""Share of the calls of a watched run whose outputs are compared; a few wrong calls among thousands should be found."""
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")
+    )
+
+
+_mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _Mallinfo
+
+
+def _bytes_in_use() -> int:
+    """Return the bytes that the C library has handed out; 0 if it cannot tell."""
+    found = _mallinfo() if _mallinfo is not None else None
+    return 0 if found is None else int(found.used + found.hblkhd)
+
+
+def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
 class Worker:
@@ -151,19 +177,27 @@ class Worker:
         """Call the Solution on the listed slots in turn, ``count`` times in all or until ``seconds`` have passed.
 
         With several ``threads``, each takes some of the slots. Returned values are copied to the outputs of their slots. The
-        answer has the number of calls.
+        answer has the number of calls. With a ``watched`` seed, the bytes of a share of the calls are compared with those of
+        the first call of their slot, and the answer has the number of calls that differ.
         """
         order, threads, count = request["slots"], request["threads"], request["count"]
-        deadline = time.monotonic() + request["seconds"]
+        deadline, watch = time.monotonic() + request["seconds"], request.get("watched")
+        chance, first, differing = random.Random(watch), dict[int, list[torch.Tensor]](), 0
 
         def calls(own: list[int]) -> int:  # the part of one thread
             if self.device != "cpu":
                 torch.cuda.set_device(self.device)  # of this thread
+            nonlocal differing
             bound = [(self.slots[index], self._bound(self.slots[index])) for index in own]
             with torch.inference_mode():
                 for number in range(count * len(own) // len(order)):
                     slot, call = bound[number % len(bound)]
                     self._copy_returned(slot, call())
+                    if watch is not None and (number < len(bound) or chance.random() < WATCHED_SHARE):
+                        found = [slot[name] for name in self.outputs]
+                        if number < len(bound):
+                            first[id(slot)] = [value.clone() for value in found]
+                        differing += not all(map(_same_bytes, first[id(slot)], found))
                     if time.monotonic() > deadline:
                         return number + 1
             return int(count * len(own) // len(order))
@@ -173,7 +207,7 @@ class Worker:
         self._synchronize()
         changed = [self._changed(self.described[index], self.slots[index]) for index in dict.fromkeys(order)]
         mismatch = next((found for found in changed if found), None)
-        return {"calls": made, **({"mismatch": mismatch} if mismatch else {})}
+        return {"calls": made, "differing": differing, **({"mismatch": mismatch} if mismatch else {})}
 
     def misuse(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call the Solution with an object that is no tensor in place of each tensor of the first slot, and ignore its errors.
@@ -190,10 +224,10 @@ class Worker:
         return {"raised": raised}
 
     def memory(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Report the bytes of live tensors on the device, and the number of Python's blocks of memory."""
+        """Report the bytes of live tensors on the device, Python's blocks of memory, and the bytes in use on the host."""
         gc.collect()
         on_device = torch.cuda.memory_allocated(self.device) if self.device != "cpu" else 0
-        return {"device_bytes": on_device, "blocks": sys.getallocatedblocks()}
+        return {"device_bytes": on_device, "blocks": sys.getallocatedblocks(), "bytes": _bytes_in_use()}
 
     def scalars(self, request: dict[str, Any]) -> dict[str, Any]:
         """Replace the scalar arguments of later calls on these slots."""

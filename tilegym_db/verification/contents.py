@@ -17,7 +17,7 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.limits import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.distributions import RANGES, VARIED, vary_scalars
+from tilegym_db.verification.distributions import BLANK, RANGES, VARIED, allowed_modifiers, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case, make_oracle_cases
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
@@ -167,7 +167,8 @@ class WorkloadContents:
                 else:
                     kept.append(expected)
         if in_turn:
-            case = contents._case(VARIED, _OTHER, typical=False, drawn=True)
+            blank = f"{VARIED}+{BLANK}" if BLANK in allowed_modifiers(definition, VARIED) else VARIED
+            case = contents._case(blank, _OTHER, typical=False, drawn=True)
             scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
             contents.other = cache.once(replace(case, call=replace(case.call, scalars=scalars)))
         return contents

@@ -242,6 +242,7 @@ Modify = Callable[[torch.Tensor, torch.Generator, random.Random, torch.dtype], N
 RAGGED = "ragged"
 """Modifier of ids and lengths: empty groups at any place, and counts at the edges of tiles (:func:`ragged_lengths`)."""
 NAN_ROWS = "nan_rows"
+BLANK = "blank"
 EDGES = (16, 32, 64, 128, 256)
 _COUNTS = (0, 1, 1, 1, 2, 2)
 """Numbers of modifiers of a case, all alike."""
@@ -307,6 +308,29 @@ def _equal_rows(rows: torch.Tensor, generator: torch.Generator, drawn: random.Ra
         rows[place] = other
 
 
+def _blank(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
+    """Set some rows, columns, both, or a block of both to zero, as padding and pruned channels are; never all elements."""
+    kind = drawn.choice(("rows", "columns", "cross", "cross", "block"))
+    first, last = _part(rows.shape[0], drawn)
+    left, right = _part(rows.shape[1], drawn)
+    if kind == "block":
+        rows[first:last, left:right] = 0
+    if kind in ("rows", "cross"):
+        rows[first:last] = 0
+    if kind in ("columns", "cross"):
+        rows[:, left:right] = 0
+
+
+def _part(size: int, drawn: random.Random) -> tuple[int, int]:
+    """Return the begin and end of a part: a tile, a half or more, or nearly all, at an end or a multiple of its length."""
+    wanted = drawn.choice((_power(drawn, size), size // 2, 3 * size // 4, 3 * size // 4, 7 * size // 8, size - 1))
+    length = min(wanted, size - 1)
+    if length < 1:
+        return 0, 0
+    begin = drawn.choice((0, size - length, drawn.randrange(size // length) * length))
+    return begin, begin + length
+
+
 def _padded(rows: torch.Tensor, generator: torch.Generator, drawn: random.Random, dtype: torch.dtype) -> None:
     """Set the begin, the end or both of rows to -inf, by whole tiles or any length, up to the whole row."""
     count, columns = rows.shape
@@ -350,6 +374,7 @@ MODIFIERS: dict[str, Modify] = {
     "clustered": _clustered,
     MASSIVE: _massive,
     "equal_rows": _equal_rows,
+    BLANK: _blank,
     "padded": _padded,
     "infinite": _infinite,
     NAN_ROWS: _nan_rows,
@@ -522,6 +547,8 @@ ScalarRange = tuple[float, float]
 DECADES_DOWN, DECADES_UP = 3.0, 2.0
 """Decades by which a continuous scalar is varied around the Workload's value."""
 KEEPS_ITS_SCALARS = 0.2
+ROUND_SCALARS = 0.3
+"""Share of varied scalars that become one, a power of two or ten, or a whole number: code often treats these apart."""
 _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
@@ -550,10 +577,23 @@ def vary_scalars(
     for name, value in scalars.items():
         if name not in definition.inputs:
             continue
-        exponent = drawn.uniform(-DECADES_DOWN, DECADES_UP if grows else 0.0)
+        up = DECADES_UP if grows else 0.0
+        exponent, is_round = drawn.uniform(-DECADES_DOWN, up), drawn.random() < ROUND_SCALARS
         continuous = isinstance(value, float) and math.isfinite(value) and not is_code_selecting(definition, name)
-        varied[name] = float(f"{value * 10**exponent:.6g}") if continuous and not keeps else value  # type: ignore[operator]
+        varied[name] = value
+        if continuous and not keeps and isinstance(value, float) and value:
+            other = float(f"{value * 10**exponent:.6g}")
+            bounds = abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up
+            varied[name] = _rounded(other, *bounds, drawn) if is_round else other
     return varied
+
+
+def _rounded(value: float, low: float, high: float, drawn: random.Random) -> float:
+    """Return one, or the nearest power of two or ten or whole number, with the sign of a value; the value if out of bounds."""
+    size = abs(value)
+    near = [1.0, 1.0, 2.0 ** round(math.log2(size)), 10.0 ** round(math.log10(size)), float(round(size))]
+    inside = [one for one in near if low <= one <= high and one > 0]
+    return math.copysign(drawn.choice(inside), value) if inside else value
 
 
 def scalar_ranges(definition: Definition, calls: list[Mapping[str, Scalar]]) -> dict[str, ScalarRange]:

@@ -423,6 +423,8 @@ MIN_BIAS_VALUES = 256
 """Minimum different values of the oracle; equal values have equal errors."""
 BIAS_PARTS = 4
 """Parts of the columns whose mean errors count one by one, if each has twice the minimum of columns."""
+LANES = 8
+"""Columns whose remainders differ: as many elements of half precision as a vector of 16 bytes has."""
 _BIAS_ELEMENTS = 1 << 18
 
 
@@ -461,6 +463,12 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
             for value in signed
             for part in parts
         ]
+    for value in signed:
+        candidates += _of_lanes(value, counted)
+        if (
+            actual.dim() == 2 and every == 1
+        ):  # elsewhere, a row has another head than the next, which may share a factor
+            candidates += [(found, slice(None)) for found, _ in _of_lanes(value.T, counted.T)]
     found, part = max(candidates, key=lambda one: _significance(one[0]))
     several = want[:, part][counted[:, part]].sort().values.diff() > 0 if abs(found[0]) > MAX_BIAS else None
     return (0.0, 0.0) if several is not None and int(several.sum()) < MIN_BIAS_VALUES else found
@@ -477,6 +485,36 @@ def _mean(error: torch.Tensor, counted: torch.Tensor) -> tuple[float, float]:
             return 0.0, 0.0
         variance += float(((error.sum(dim=others) - mean * share) / total).square().sum())
     return mean, math.sqrt(variance)
+
+
+def _of_lanes(error: torch.Tensor, counted: torch.Tensor) -> list[tuple[tuple[float, float], slice]]:
+    """Return by how much the means of columns with one number modulo 8, 4 or 2 differ from the mean of the others.
+
+    One lane of a vector may be rounded by other code than the others. A difference has nothing of what all lanes share.
+    """
+    rows, columns = error.shape
+    groups = columns // LANES
+    if groups < MIN_BIAS_SIDE or rows < MIN_BIAS_SIDE:
+        return []
+    sums = error[:, : groups * LANES].reshape(rows, groups, LANES).sum(0)  # of each column
+    shares = counted[:, : groups * LANES].reshape(rows, groups, LANES).sum(0)
+    found: list[tuple[tuple[float, float], slice]] = []
+    for step in (2, 4, LANES):
+        for lane in range(step):
+            others = [other for other in range(LANES) if other % step != lane]
+            means, errors = [], 0.0
+            for total, share in (
+                (sums[:, lane::step], shares[:, lane::step]),
+                (sums[:, others], shares[:, others]),
+            ):
+                if int((share > 0).sum()) < MIN_BIAS_SIDE:
+                    break
+                mean = total.sum() / share.sum()
+                means.append(float(mean))
+                errors += float(((total - mean * share) / share.sum()).square().sum())
+            if len(means) == 2:
+                found.append(((means[0] - means[1], math.sqrt(errors)), slice(lane, None, step)))
+    return found
 
 
 def _significance(found: tuple[float, float]) -> float:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -587,3 +588,38 @@ def blob_problems(definition: Definition, workloads: Sequence[Workload], roots: 
             except RecordError as error:
                 problems.append(f"{definition.name}: workload {workload.uuid}: {error}")
     return problems
+
+
+# ---- nearly the same contents ---------------------------------------------------------------------
+# Contents that differ from those before in one place, as weights after a step and caches after a token do.
+
+
+def nearly_same(definition: Definition, inputs: Mapping[str, Any], seed: int) -> dict[str, Any] | None:
+    """Return inputs of which one element of one floating-point input has another value, or two elements have changed places.
+
+    Inputs with a generator or drawn together stay as they are; None if there are no others, or if all elements are equal.
+    """
+    drawn = random.Random(f"nearly {seed}")
+    bound = {*definition.input_generators, *definition.saved, *definition.in_place}
+    bound |= {*definition.joint_inputs.inputs} if definition.joint_inputs is not None else set()
+    names = [
+        name
+        for name in definition.tensor_inputs
+        if name not in bound and inputs[name].dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    drawn.shuffle(names)
+    for name in names:
+        value = inputs[name].clone(memory_format=torch.contiguous_format)
+        flat = value.view(-1)
+        if not flat.numel():
+            continue
+        one, two = drawn.randrange(flat.numel()), drawn.randrange(flat.numel())
+        before = flat[[one, two]].tolist()
+        if before[0] != before[1] and drawn.random() < 0.5:
+            flat[one], flat[two] = before[1], before[0]
+        elif math.isfinite(before[0]) and before[0]:
+            flat[one] = -before[0]
+        else:
+            continue
+        return {**inputs, name: value}
+    return None

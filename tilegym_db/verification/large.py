@@ -19,13 +19,16 @@ from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import contiguous_strides
-from tilegym_db.verification.cases import SIZES, repaired
+from tilegym_db.verification.cases import SIZES, TILES, repaired
 from tilegym_db.verification.oracle import divisible_axes
 
-FEW_ROWS = (1 << 10, 1 << 14)
+FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
+"""Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
 VERY_MANY_ROWS = (((1 << 17) + 1, 1 << 20), ((1 << 16) + 1, 1 << 17))
 """More rows than a grid dimension and a 16-bit number can have; the second range if the first one is too expensive."""
-LONG_ROWS, VERY_LONG_ROWS = (1 << 10, 1 << 15), ((1 << 16) + 1, 1 << 18)
+LONG_ROWS, VERY_LONG_ROWS = ((1 << 10, 1 << 12), (1 << 12, 1 << 14), (1 << 14, 1 << 16)), ((1 << 16) + 1, 1 << 18)
+WHOLE_SHARE = 0.6
+"""Share of sizes that are multiples of a power of two, as batches are; the others are odd, and often primes."""
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = (1 << 20, 1 << 22), (1 << 26, 1 << 30)
 INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
@@ -63,8 +66,8 @@ def large_cases(
 ) -> list[LargeCase]:
     """Return the large cases that the Definition and the Solution allow; none without an independent axis.
 
-    They have from 1,024 to 16,384 rows, more than 131,072 indices of each independent axis (else more than 65,536), long rows,
-    rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
+    They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than
+    65,536), long rows, rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
 
     Args:
         definition: names the independent axes, along which outputs are compared at some indices.
@@ -81,14 +84,17 @@ def large_cases(
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
-    wanted = [(repeated, (FEW_ROWS,), False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
-    wanted += [(others, (LONG_ROWS,), False), (others, (VERY_LONG_ROWS,), False)]
+    octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
+    wanted = [(repeated, octaves[:1], False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
+    wanted += [(others, lengths[:1], False), (others, (VERY_LONG_ROWS,), False)]
     wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
+    further = [(repeated, octave) for octave in octaves[1:]] + [(others, bounds) for bounds in lengths[1:]]
     wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
     found = [
         next(filter(None, (drawn.case(axes, bounds, elements=elements) for bounds in ranges)), None)
         for axes, ranges, elements in wanted
     ]
+    found[len(repeated) + 4 : len(repeated) + 4] = [drawn.case(axes, bounds, thin=True) for axes, bounds in further]
     return [large for large in found if large is not None]
 
 
@@ -109,12 +115,17 @@ class _Large:
     on_gpu: bool
     generator: random.Random
 
-    def case(self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool) -> LargeCase | None:
-        """Return a case in which one of the axes, or the largest tensor, has a size within the bounds."""
+    def case(
+        self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool = False, thin: bool = False
+    ) -> LargeCase | None:
+        """Return a case in which one of the axes, or the largest tensor, has a size within the bounds.
+
+        ``thin``: the other axes are tiny, so that the case costs little more than a call.
+        """
         constraints = (*self.definition.constraints, *self.solution.spec.constraints)
         fixed = {name: axis.value for name, axis in self.definition.axes.items() if axis.value is not None}
         for number in range(_LARGE_TRIES if axes else 0):
-            kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 else ("one", "tiny")
+            kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 and not thin else ("one", "tiny")
             kinds = ("prime", "tile", "above a tile") if elements else kinds
             small = [size for kind in kinds for size in SIZES[kind]]
             axis = self.generator.choice(axes)
@@ -125,7 +136,7 @@ class _Large:
                 one = self._bound({**sizes, axis: 1})
                 most = self._elements(one) if one else 0
                 low, high = (-(-bound // most) for bound in bounds) if most else (1, 1)
-            size = int(low * (high / low) ** self.generator.random()) | 1  # odd, and often a prime
+            size = self._size(low, high)
             large = self._bound(repaired(constraints, {**sizes, axis: size}, fixed, self.dtypes, self.generator))
             if (
                 large is None
@@ -141,6 +152,13 @@ class _Large:
                 seed = self.generator.getrandbits(62)
                 return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
         return None
+
+    def _size(self, low: float, high: float) -> int:
+        size = int(low * (high / low) ** self.generator.random())
+        if size < TILES[0] or self.generator.random() >= WHOLE_SHARE:
+            return size | 1
+        whole = 1 << self.generator.randint(int(math.log2(TILES[0])), int(math.log2(size)))
+        return -(-size // whole) * whole if low > size // whole * whole else size // whole * whole
 
     def _case_of(self, axes: Mapping[str, int], seed: int) -> Case:
         scalars = scalars_with_axes(self.definition, self.scalars, axes)

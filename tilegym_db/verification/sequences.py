@@ -58,6 +58,8 @@ of what is freed.
 
 STEADY_PER_CALL, STEADY_BLOCKS = 0.02, 256
 """Growth in both halves of a long run above which it is a leak: blocks per call, and these at least."""
+STEADY_BYTES_PER_CALL, STEADY_BYTES = 1.0, 1 << 15
+"""The same in bytes that the C library has handed out, in which one object may grow."""
 
 
 def check_sequences(
@@ -142,10 +144,16 @@ class SequenceMemory:
         self.buffers.settle()
 
     def repeat(
-        self, order: Sequence[int], count: int, *, threads: int = 1, seconds: float = math.inf
+        self,
+        order: Sequence[int],
+        count: int,
+        *,
+        threads: int = 1,
+        seconds: float = math.inf,
+        watched: int | None = None,
     ) -> Reply | Failure:
         """Make ``count`` calls in this order, again and again; see :meth:`WorkerHandle.repeat_calls`."""
-        reply = self.handle.repeat_calls(order, count, threads=threads, seconds=seconds)
+        reply = self.handle.repeat_calls(order, count, threads=threads, seconds=seconds, watched=watched)
         return reply if isinstance(reply, Failure) else mismatch_failure(reply, self.steps[order[0]].case) or reply
 
     def judge(self, numbers: Iterable[int], how: str) -> Failure | None:
@@ -302,17 +310,23 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
     if isinstance(before, Failure):
         return before
     on_host, wanted = handle.memory_bytes(), drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS)
-    made, reports = list[int](), [before.content]
+    made, reports, differing = list[int](), [before.content], 0
+    repeats = handle.solution.record.spec.deterministic and not handle.definition.in_place
     for _ in range(2):
-        run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2)
+        watched = drawn.getrandbits(62) if repeats else None
+        run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2, watched=watched)
         if isinstance(run, Failure):
             return run
+        differing += whole_number(run, "differing")
         after = handle.ask("memory", handle.limits.call_s)
         if isinstance(after, Failure):
             return after
         made.append(max(1, whole_number(run, "calls")))
         reports.append(after.content)
     calls, case = sum(made), memory.steps[slots[0]].case
+    if differing:
+        what = f"{how}: {differing} of {calls} calls gave other bytes than the first ones on the same inputs at {case}"
+        return incorrect("sequence", what, case)
     grown = growth(calls, reports[0], reports[-1], handle.memory_bytes() - on_host) or steady_growth(made, reports)
     if grown is not None:
         return Failure(
@@ -353,10 +367,14 @@ def steady_growth(calls: Sequence[int], reports: Sequence[object]) -> str | None
         calls: number of calls in each part.
         reports: the worker's reports, one before each part and one after the last.
     """
-    blocks = [report.get("blocks", 0) if isinstance(report, dict) else 0 for report in reports]
-    grown = [after - before for before, after in itertools.pairwise(blocks)]
-    if all(more > max(STEADY_PER_CALL * count, STEADY_BLOCKS) for count, more in zip(calls, grown, strict=True)):
-        return f"{sum(calls)} calls left {sum(grown)} more blocks of memory in use by Python, as many in each half"
+    for what, name, per_call, least in (
+        ("blocks of memory in use by Python", "blocks", STEADY_PER_CALL, STEADY_BLOCKS),
+        ("bytes of memory in use", "bytes", STEADY_BYTES_PER_CALL, STEADY_BYTES),
+    ):
+        found = [report.get(name, 0) if isinstance(report, dict) else 0 for report in reports]
+        grown = [after - before for before, after in itertools.pairwise(found)]
+        if all(more > max(per_call * count, least) for count, more in zip(calls, grown, strict=True)):
+            return f"{sum(calls)} calls left {sum(grown)} more {what}, in each half of them"
     return None
 
 
@@ -529,22 +547,52 @@ def _equal_sizes(
     if not steps:
         return []
     judged = range(len(steps))
+    for case in _in_other_dtypes(handle, [step.case for step in steps[:2]], drawn):
+        plan = _moved(plan_slot(handle.definition, case), start)
+        steps.append(Step(case, plan, draw_inputs(handle.definition, case, handle.device)))
+        start = plan.size
+    others = range(len(judged), len(steps))
     if empty is not None:
         plain = replace(empty, call=replace(empty.call, layouts={}), offset=0)
         plan = _moved(plan_slot(handle.definition, plain), start)
         steps.append(Step(plain, plan, draw_inputs(handle.definition, plain, handle.device)))
     with _shared(handle, steps) as buffers:
         memory = SequenceMemory(handle, buffers, steps)
-        outcome = memory.attach() or _after_odd_calls(memory, judged, empty is not None)
+        outcome = memory.attach() or _after_odd_calls(memory, judged, others, empty is not None)
         handle.detach()
     return outcome or [f"sequence: {len(judged)} calls of shapes of equal size, after an error and an empty call"]
 
 
-def _after_odd_calls(memory: SequenceMemory, judged: Sequence[int], has_empty: bool) -> Failure | None:
-    """Judge all steps, and again in the other order after an empty call and after calls that raised."""
+def _in_other_dtypes(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[Case]:
+    """Return the cases in other dtypes that the Solution serves, as a process has them that serves two models."""
+    definition, found = handle.definition, list[Case]()
+    for case in cases:
+        dtypes = {
+            name: drawn.choice([one for one in choices if one != case.call.dtypes.get(name)] or list(choices))
+            for name, choices in definition.dtypes.items()
+        }
+        call = replace(case.call, dtypes=definition.bind_dtypes(dtypes))
+        is_served = handle.solution.record.unsupported(call.axes, call.dtypes) is None
+        if call.dtypes != case.call.dtypes and is_served:
+            found.append(replace(case, call=call, seed=drawn.getrandbits(62)))
+    return found
+
+
+def _after_odd_calls(
+    memory: SequenceMemory, judged: Sequence[int], others: Sequence[int], has_empty: bool
+) -> Failure | None:
+    """Judge all steps, and again in the other order after an empty call and after calls that raised.
+
+    Calls of the same shapes in other dtypes, which are not judged, come first.
+    """
+    if others:
+        memory.fill(others)
+        first = memory.repeat(others, len(others))  # it may raise, as it is judged elsewhere
+        if isinstance(first, Failure) and not memory.handle.usable:
+            return first
     played = memory.play(judged, judged, "after calls of a shape of as many elements")
     if has_empty and not isinstance(played, Failure):
-        played = memory.play([len(judged)], ())
+        played = memory.play([len(judged) + len(others)], ())
         if not isinstance(played, Failure):
             played = memory.play(judged[::-1], judged, "after an empty call")
     if isinstance(played, Failure):

@@ -6,6 +6,7 @@ Its parts are the own shape, the outcome of fuzz cases, and the check of stock c
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,15 @@ from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.case_queue import CaseQueue, Pair, Processors
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
 from tilegym_db.verification.contents import ExpectedCache, WorkloadContents
-from tilegym_db.verification.expected import LargeOracleCase, OracleCase, make_large_case, raising_out_of_memory
+from tilegym_db.verification.expected import (
+    LargeOracleCase,
+    OracleCase,
+    make_large_case,
+    make_oracle_case,
+    raising_out_of_memory,
+    tied,
+)
+from tilegym_db.verification.inputs import nearly_same
 from tilegym_db.verification.large import large_cases
 from tilegym_db.verification.phases import FUZZ, LARGE, OWN_SHAPE, SEQUENCES
 from tilegym_db.verification.sequences import check_sequences
@@ -520,9 +529,11 @@ class Verification:
         return checked
 
     def _check_pair(self, handle: WorkerHandle, queue: CaseQueue, number: int, pair: Pair) -> None:
-        outcome = _check_case(handle, pair[0], 2, pair[1])
+        nearly = _nearly(handle, pair[0]) if pair[1] is not None else None
+        outcome = _check_case(handle, pair[0], 2, pair[1], nearly)
         if isinstance(outcome, Failure):
-            queue.fail(self._excused(outcome, *pair), number)
+            at = (nearly, None) if nearly is not None and outcome.case == nearly.case else pair
+            queue.fail(self._excused(outcome, *at), number)
 
     def _excused(self, failure: Failure, expected: OracleCase, other: OracleCase | None) -> Failure:
         """Return the failure, marked as excused if stock code fails the comparison with the oracle at its case too."""
@@ -612,15 +623,36 @@ def _at_work(helping: Sequence[Future[None]]) -> int:
     return sum(not help_given.done() for help_given in helping)
 
 
+NEARLY_SHARE = 1 / 3
+"""Share of a kernel's cases that are followed by a call on nearly the same contents."""
+
+
+def _nearly(handle: WorkerHandle, expected: OracleCase) -> OracleCase | None:
+    """Return nearly the contents of a case, for some cases of a kernel; None for others."""
+    case = replace(expected.case, seed=random.Random(f"nearly {expected.case.seed}").getrandbits(62))
+    if handle.solution.record.spec.role != "kernel" or case.seed % 1000 >= NEARLY_SHARE * 1000:
+        return None
+    inputs = nearly_same(handle.definition, expected.inputs, case.seed)
+    if inputs is None:
+        return None
+    return make_oracle_case(handle.definition, case, handle.device, inputs=tied(case, inputs))
+
+
 def _check_case(
-    handle: WorkerHandle, expected: OracleCase, calls: int, other: OracleCase | None = None
+    handle: WorkerHandle,
+    expected: OracleCase,
+    calls: int,
+    other: OracleCase | None = None,
+    nearly: OracleCase | None = None,
 ) -> WorstErrors | Failure:
-    """Check one case by every gate; with ``other``, call that too, and then the first case again."""
+    """Check one case by every gate; with ``other``, call that too, then the first case again, and then ``nearly``."""
     verdict = WorstErrors(deterministic=handle.solution.record.spec.deterministic)
     with SharedBuffers(plan_slot(handle.definition, expected.case), 1, handle.device) as buffers:
         outcome = handle.attach(buffers, expected.case) or handle.verify_slot(buffers, expected, calls)
         if other is not None and not isinstance(outcome, Failure):
             outcome = handle.call_in_turn(buffers, expected, other, outcome[1]) or outcome
+            if nearly is not None and not isinstance(outcome, Failure):
+                outcome = handle.call_nearly(buffers, nearly) or outcome
         handle.detach()
     if isinstance(outcome, Failure):
         return outcome

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +29,7 @@ from tilegym_db.verification.cases import MAX_ROWS
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.gates import OutputComparison
 from tilegym_db.verification.phases import CALLS, FIRST_CALLS, LOAD, START_WORKER, UNCERTAINTY, Phases
-from tilegym_db.verification.verifier import Failure, call_again, not_set_up, one_call, verify_slot
+from tilegym_db.verification.verifier import Failure, call_again, judge, not_set_up, one_call, verify_slot
 
 # ---- tier policy ----------------------------------------------------------------------------------
 
@@ -78,6 +80,8 @@ PROMOTION = TierPolicy(
 
 CALLING = ("call", "repeat", "time", "run", "profile")
 """Requests that call the Solution."""
+FIRST_IN_SITUATION = 0.5
+"""Share of the cases whose first call is made in a drawn situation, as the first call of a model is."""
 MAX_DEATHS = 3
 _WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
 
@@ -285,6 +289,7 @@ class WorkerHandle:
             expected,
             calls=calls,
             situations=[self.situation(expected.case, number) for number in range(1, calls)],
+            first_in=self._first_situation(expected.case),
             draws=self.policy.draws,
             timeout_s=self.limits.first_call_s,  # a new shape may have to compile
         )
@@ -293,6 +298,12 @@ class WorkerHandle:
         if isinstance(outcome, Failure):
             self._note_spoilt(outcome.log)
         return outcome
+
+    def _first_situation(self, case: Case) -> Situation:
+        """Return a plain situation for half of the cases: what a kernel makes at its first call of a shape stays for others."""
+        is_kernel = self.solution.record.spec.role == "kernel"
+        drawn = is_kernel and random.Random(f"first {case.seed}").random() < FIRST_IN_SITUATION
+        return self.situation(case, 0) if drawn else PLAIN
 
     def situation(self, case: Case, number: int) -> Situation:
         """Return the situation of a call on a case; a tier that makes no calls in turn has plain calls."""
@@ -334,8 +345,20 @@ class WorkerHandle:
             self.solution.record,
             expected,
             first,
-            self.situation(expected.case, 0),
+            self.situation(expected.case, 98),
             timeout_s=self.limits.first_call_s,
+        )
+
+    def call_nearly(self, buffers: SharedBuffers, nearly: OracleCase) -> Failure | None:
+        """Call once on contents that differ little from those of the call before, at the same addresses, and judge the result."""
+        found = self.one_call(buffers, nearly)
+        if isinstance(found, Failure):
+            return found
+        judged = judge(self.definition, self.solution.record, nearly, found)
+        return (
+            replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
+            if isinstance(judged, Failure)
+            else None
         )
 
     def check_state(self) -> Failure | None:
@@ -354,13 +377,18 @@ class WorkerHandle:
         return 0 if self.worker is None else self.worker.memory_bytes()
 
     def repeat_calls(
-        self, slots: Sequence[int], count: int, *, threads: int = 1, seconds: float = math.inf
+        self,
+        slots: Sequence[int],
+        count: int,
+        *,
+        threads: int = 1,
+        seconds: float = math.inf,
+        watched: int | None = None,
     ) -> Reply | Failure:
         """Make ``count`` calls on these slots in turn, or as many as fit in ``seconds``; see the worker's ``repeat``."""
         limit = min(seconds, 1e6)
-        return self.ask(
-            "repeat", self.limits.first_call_s, slots=list(slots), count=count, threads=threads, seconds=limit
-        )
+        wanted: dict[str, Any] = {"slots": list(slots), "count": count, "threads": threads, "seconds": limit}
+        return self.ask("repeat", self.limits.first_call_s, **wanted, watched=watched)
 
     def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
         """Send a request whose answer only says that it is done."""

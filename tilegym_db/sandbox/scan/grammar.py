@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 
 from tilegym_db.sandbox.scan.names import Context
-from tilegym_db.sandbox.scan.tables import WORDS
+from tilegym_db.sandbox.scan.tables import WORDS, words
 
 RULE = "outside-language"
 
@@ -114,3 +114,29 @@ def _why_not_in_a_record(context: Context, statement: ast.stmt) -> str:
         ]
         return f"decorates {statement.name} with {ast.unparse(unknown[0])[:40]}" if unknown else ""
     return f"has a {type(statement).__name__} statement"
+
+
+# ---- texts of values ------------------------------------------------------------------------------
+
+PRINTED = words("dtype shape ndim device name itemsize type index bits")
+"""Attributes of values whose text may be used. The text of a method has the address of its tensor."""
+
+
+def check_printed(context: Context, node: ast.expr, depth: int = 4) -> None:
+    """Refuse the text of a function, a method or a plain object, which has an address in it."""
+    if isinstance(node, ast.Attribute):
+        is_plain = node.attr in PRINTED or node.attr in context.own_fields or bool(context.resolve(node))
+        has_address = not is_plain
+    elif isinstance(node, ast.Call):
+        has_address = "builtins.object" in context.resolve(node.func)
+    else:
+        bindings = context.names.bindings(node, context.scope)
+        has_address = any(isinstance(one.node, ast.FunctionDef | ast.ClassDef) for one in bindings)
+        has_address |= isinstance(node, ast.Lambda)
+        for value in [one.value for one in bindings if one.value is not None] if depth else ():
+            if isinstance(value, ast.Attribute | ast.Name | ast.Lambda):
+                check_printed(context, value, depth - 1)
+    if has_address:
+        context.report.add(
+            node, "address-as-value", f"makes a text of {ast.unparse(node)[:40]}, which may have an address"
+        )

@@ -40,6 +40,11 @@ from tilegym_db.sandbox.scan.tables import (
 TORCH_CLASS = re.compile(r"torch\.([\w.]+\.)?[A-Z][A-Z]*[a-z]\w*")
 
 
+def _is_closed(name: str) -> bool:
+    """Return True for a name that values from elsewhere have too, such as a private one; a class of a source may not open it."""
+    return name in CLOSED or name.startswith("_")
+
+
 def is_external(path: str) -> bool:
     """Return True for a member of another module, except builtins."""
     return not path.startswith((".", "builtins."))
@@ -75,7 +80,9 @@ class Context:
     report: ScanReport
     scope: Scope
     own_names: frozenset[str] = frozenset()
-    """Attributes that the Solution's own classes and modules define."""
+    """Attributes that the Solution's own classes and modules define, for values that are known to be its own."""
+    own_fields: frozenset[str] = frozenset()
+    """Those of its classes, which any value may have."""
     own_operators: frozenset[str] = frozenset()
     """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
@@ -143,7 +150,11 @@ class Context:
             self.report.add(node, FORBIDDEN[name], f"uses .{name}")
         elif name in ("format", "format_map") and node not in self.plain_formats:
             self.report.add(node, "dynamic-attribute", f"uses .{name} with a text that may read attributes")
-        elif not (resolved or name in VALUES or (name in self.own_names and (own or name not in CLOSED))):
+        elif not (
+            resolved
+            or name in VALUES
+            or (name in self.own_names if own else name in self.own_fields and not _is_closed(name))
+        ):
             self.report.add(node, "unlisted-member", f"reads .{name}")
 
     def check_class(self, node: ast.expr | None) -> None:

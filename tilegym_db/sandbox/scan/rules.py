@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tilegym_db.sandbox.scan.grammar import RULE as OUTSIDE
-from tilegym_db.sandbox.scan.grammar import check_class, check_grammar
+from tilegym_db.sandbox.scan.grammar import check_class, check_grammar, check_printed
 from tilegym_db.sandbox.scan.names import FUNCTIONS, Context, NameBinding, Scope, ScopedVisitor, is_external
 from tilegym_db.sandbox.scan.tables import LISTED_ROOTS, OPERATOR_MAKERS, WORDS, import_rule, words
 
@@ -127,7 +127,8 @@ class Checker(ScopedVisitor):
             check_attribute_store(self.context, node)
         root: ast.expr = node
         while isinstance(root, ast.Attribute):  # the chain is checked as one path; its names are checked one by one
-            self.context.check_attribute_name(root, root.attr, resolved=resolved, own=is_own(self.context, root.value))
+            own = is_own(self.context, root.value) and not _is_decorated(self.context, root.value)
+            self.context.check_attribute_name(root, root.attr, resolved=resolved, own=own)
             root = root.value
         self.context.may_hold_module.add(root)
         bindings = self.context.names.bindings(root, self.scope)
@@ -155,6 +156,10 @@ class Checker(ScopedVisitor):
             self.report.add(node, DANGEROUS_KEYS[value], f"uses the key '{value}'")
         if isinstance(value, str) and id(node) not in self._strings_as_statements:
             check_text(self.context, node, assembles=self._assembles)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:  # noqa: D102
+        check_printed(self.context, node.value)
+        self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr | ast.BinOp) -> None:  # noqa: D102
         check_text(self.context, node, assembles=self._assembles)
@@ -205,6 +210,10 @@ class Checker(ScopedVisitor):
         check_call(self.context, node)
         check_text(self.context, node, assembles=self._assembles)
         check_mutating_call(self.context, node)
+        is_format = isinstance(node.func, ast.Attribute) and node.func.attr == "format"
+        if is_format or "builtins.str" in self.context.resolve(node.func):
+            for value in [*node.args, *(item.value for item in node.keywords)]:
+                check_printed(self.context, value)
         if not self.context.resolve(node.func) & WORDS["ignores-order"] and not is_set_method(node.func):
             self._check_order(node.args)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "pop":
@@ -366,6 +375,8 @@ def check_call(context: Context, node: ast.Call) -> None:
         context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
+    if "warnings.warn" in paths and (not node.args or context.text(node.args[0]) is None):
+        context.report.add(node, "prints", "warns with a text that is computed, which is printed anew for each text")
     if paths & EXTERN_CALLS and not _names_an_intrinsic(context, node):
         context.report.add(
             node, "native-extension", "gives T.call_extern a name that is not a listed intrinsic of CUDA"
@@ -630,8 +641,14 @@ def _names_a_type(text: str) -> bool:
 # No text of a source may contain assembler that reads clocks, counts launches, or leaves the kernel. A text that is put
 # together from constants is judged whole; in a source with assembler, no word may be put together from anything else.
 
-CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d)")
-"""PTX special registers that tell a kernel the time or the number of its launch."""
+SPECIAL_REGISTER = re.compile(r"%+\s*([A-Za-z_]\w*)")
+PLACES = re.compile(
+    r"n?(tid|ctaid|clusterid|cluster_ctaid)|cluster_n?ctarank|cluster_nctaid|laneid|n?warpid|n?smid|lanemask_(eq|lt|le|gt|ge)"
+)
+"""Special registers of PTX that a kernel may read: its place in the launch. Others tell time, graphs, counters or the driver."""
+REGISTERS = re.compile(r"\.reg\s*\.\w+\s+([^;]*);")
+CLOCK_REGISTER = re.compile(r"%\s*(clock|globaltimer|gridid|pm\d|current_graph)")
+"""PTX special registers that tell a kernel the time, the number of its launch, or its graph."""
 OUTSIDE_THE_KERNEL = re.compile(
     r"(?:^|[;{}\s])(?:call(?:\.uni)?\s|\.(?:extern|func|entry|global|const|visible|weak|common|alias|file|section|pragma)\b"
     r"|nanosleep\b|brkpt\b|pmevent\b|trap\b|exit\b)"
@@ -656,6 +673,10 @@ def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
     if text is not None:
         if CLOCK_REGISTER.search(text):
             context.report.add(node, "imports-clock", "names a register that tells the time or counts launches")
+        if assembles and ";" in text and not _names_known_registers(text):
+            context.report.add(
+                node, "imports-clock", "names a register that is neither declared by .reg nor its place in the launch"
+            )
         if assembles and ";" in text and OUTSIDE_THE_KERNEL.search(text):
             context.report.add(
                 node, "native-extension", "has assembler that calls, defines or ends more than its own block"
@@ -670,6 +691,14 @@ def check_text(context: Context, node: ast.expr, *, assembles: bool) -> None:
         context.report.add(node, "native-extension", f"changes a text by .{node.attr}; write assembler out")
     if assembles and "builtins.chr" in context.resolve(node):
         context.report.add(node, "native-extension", "makes a character of a number; write assembler out")
+
+
+def _names_known_registers(text: str) -> bool:
+    declared = {name.strip(" %").partition("<")[0] for names in REGISTERS.findall(text) for name in names.split(",")}
+    return all(
+        PLACES.fullmatch(name) or name in declared or name.rstrip("0123456789") in declared
+        for name in SPECIAL_REGISTER.findall(text)
+    )
 
 
 def _splits_a_word(node: ast.JoinedStr) -> bool:

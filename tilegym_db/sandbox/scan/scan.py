@@ -7,7 +7,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import PurePosixPath
 
@@ -55,9 +55,13 @@ def scan_sources(solution: Solution, sources: Mapping[str, bytes]) -> tuple[Find
 
 
 def scan_definition(definition: Definition) -> tuple[Finding, ...]:
-    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch."""
+    """Return all findings in the texts of a Definition, each of which is a source for itself, in plain PyTorch.
+
+    What keeps something from call to call is refused: it could pass its self-test and give another result afterwards.
+    """
     texts = definition.texts.items()
-    return tuple(finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
+    found = (finding for name, text in texts for finding in _scan({name: text.encode()}, REFERENCE, frozenset()))
+    return tuple(replace(one, severity=Severity.HARD) if one.rule in WORDS["stateful"] else one for one in found)
 
 
 def _scan(sources: Mapping[str, bytes], language: str, declared: frozenset[str]) -> tuple[Finding, ...]:
@@ -154,7 +158,7 @@ def _judge(
     language: str, declared: frozenset[str], modules: Mapping[str, Module], reports: Mapping[str, ScanReport]
 ) -> None:
     names = Names(modules)
-    own = own_names(modules.values()), own_operators(modules.values(), names)
+    own = *own_names(modules.values()), own_operators(modules.values(), names)
     for module in modules.values():
         Checker(Context(module, names, language, declared, reports[module.path], module.scope, *own)).run()
     surveys = [survey(module, names) for module in modules.values()]
@@ -365,17 +369,22 @@ def calls_itself(function: ast.AST, surveys: Iterable[Survey]) -> bool:
 # Attributes and operators that a Solution's sources define.
 
 
-def own_names(modules: Iterable[Module]) -> frozenset[str]:
-    """Return the attributes that classes and modules of the sources define, except those that are always refused."""
-    found: set[str] = set()
+def own_names(modules: Iterable[Module]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the attributes that the sources define, except those that are always refused, and which of them are of classes.
+
+    A variable of a module, or a store to an attribute, defines a name for own values only, not for all others.
+    """
+    fields, found = set[str](), set[str]()
     for module in modules:
         for scope in module.scopes.values():
-            if scope.is_class or scope.parent is None:
+            if scope.is_class:
+                fields |= scope.bindings.keys()
+            elif scope.parent is None:
                 found |= scope.bindings.keys()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
-    return frozenset(found - FORBIDDEN.keys())
+    return frozenset((fields | found) - FORBIDDEN.keys()), frozenset(fields - FORBIDDEN.keys())
 
 
 def own_operators(modules: Iterable[Module], names: Names) -> frozenset[str]:
