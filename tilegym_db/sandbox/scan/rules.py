@@ -373,6 +373,8 @@ def check_call(context: Context, node: ast.Call) -> None:
         context.report.add(node, "compiler-flags", "gives torch.compile options")
     if paths & WORDS["class-factories"]:
         context.report.add(node, OUTSIDE, "makes a class by a call; write a class statement with NamedTuple")
+    if "builtins.object" in paths:
+        context.report.add(node, "question", "makes a plain object, of which only the address is its own")
     if "functools.wraps" in paths and count > 1:
         context.report.add(node, "dynamic-attribute", "gives functools.wraps a list of attributes to set")
     if "warnings.warn" in paths and (not node.args or context.text(node.args[0]) is None):
