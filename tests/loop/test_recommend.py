@@ -66,4 +66,4 @@ def test_award_of_the_same_size_goes_before_a_faster_other_size() -> None:
     assert (found.award, found.exact, found.reason) == ("p1", False, "measured at M=16,N=128")
     found = match(call, [], catalog, "h200")
     assert (found.available, found.award, found.op_ratio) == (False, "", None)
-    assert "tilegym-db explain rms_norm --axes M=8,N=128 --gpu h200" in found.reason
+    assert "tilegym-db explain rms_norm --axes M=8,N=128 --dtype T=bfloat16 --gpu h200" in found.reason

@@ -23,7 +23,7 @@ DENSE: dict[str, tuple[dict[str, int], dict[tuple[str, str], str]]] = {
     "mistral": (PAIRS, {}),
     "qwen2": (PAIRS, {}),
     "qwen3": ({**PAIRS, "rms_norm": 7}, {}),  # normalises q and k per head
-    "phi3": ({"rms_norm": 5, "silu_and_mul": 2, "rope_partial": 2}, {}),
+    "phi3": ({"rms_norm": 3, "fused_add_rms_norm": 2, "silu_and_mul": 2, "rope_partial": 2}, {}),
     "olmo2": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox_fp32": 2}, {}),
     "olmo3": ({"rms_norm_fp32": 9, "swiglu": 2, "rope_neox_fp32": 2}, {}),
     # What the layers of these two add is a view that the norm before it made, of memory that nothing else holds.

@@ -35,7 +35,7 @@ SERVED = {
         "rope_neox": 1,
         **ATTENTION,
     },
-    "phi3": {"rms_norm": 3, "silu_and_mul": 1, "rope_partial": 1, **ATTENTION},
+    "phi3": {"rms_norm": 3, "fused_add_rms_norm": 0, "silu_and_mul": 1, "rope_partial": 1, **ATTENTION},
     "qwen3": {"rms_norm": 5, "fused_add_rms_norm": 0, "swiglu": 1, "rope_neox": 1, **ATTENTION},
     "deepseek_v2": {
         "rms_norm": 5,

@@ -326,7 +326,7 @@ class Definition(Record):
                     f"{self.name} needs a dtype for '{name}': one of {', '.join(choices)}.", code="dtype_missing"
                 )
             if value not in choices:
-                hint = did_you_mean(SHORT_NAMES.get(value, value), choices)
+                hint = did_you_mean(SHORT_NAMES.get(str(value), str(value)), choices)
                 raise RecordError(
                     f"dtype '{value}' is not in {self.name}'s set for '{name}': {', '.join(choices)}.{hint}",
                     code="dtype_not_allowed",
