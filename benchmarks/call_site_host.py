@@ -35,7 +35,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from tilegym_db import patch
-from tilegym_db.models.rewrite import ADD_NORM
+from tilegym_db.models.rewrite import called_for
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 NOTHING = "    pass\n"
@@ -87,7 +87,7 @@ def pairs_of(stock: Any, model: Any, tokens: int) -> dict[str, Pair]:
     cos, sin = stock.model.rotary_emb(hidden, torch.arange(tokens)[None])
     rotary = replaced(after.self_attn, "shadow", "apply_rotary_pos_emb")
     attend = replaced(after.self_attn, "shadow", "ALL_ATTENTION_FUNCTIONS")
-    add_norm = replaced(after, "fused", ADD_NORM)
+    add_norm = replaced(after, "fused", called_for("post_attention_layernorm"))
 
     def stock_add_norm() -> Any:
         x = torch.empty_like(hidden)
