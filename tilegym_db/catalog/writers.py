@@ -304,7 +304,7 @@ def read_lock(root: Path) -> Locked:
     for name, versions in content.items():
         if not isinstance(versions, dict) or not all(isinstance(digest, str) for digest in versions.values()):
             raise RecordError(
-                f"{path}: the lock cannot be read: {name!r} must map versions to digests.", code="lock_damaged"
+                f"{path}: the lock cannot be read: {name[:60]!r} must map versions to digests.", code="lock_damaged"
             )
     return content
 
