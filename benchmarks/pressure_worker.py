@@ -31,7 +31,14 @@ from tilegym_db.records.case import Case
 from tilegym_db.sandbox.interpreters import repair_interpreter
 from tilegym_db.sandbox.program import copy_returned
 from tilegym_db.sandbox.protocol import Channel
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot, tensor_view, tensors_of_slot
+from tilegym_db.sandbox.shared_buffers import (
+    SharedBuffers,
+    SlotPlan,
+    plan_slot,
+    same_bytes,
+    tensor_view,
+    tensors_of_slot,
+)
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.verifier import (
     POISON_NAN,
@@ -40,7 +47,6 @@ from tilegym_db.verification.verifier import (
     fill_slot,
     judge,
     read_outputs,
-    same_bytes,
 )
 
 FILLS = (POISON_NAN, None)

@@ -17,9 +17,10 @@ from tilegym_db.records import Definition
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.scan.scan import scan_sources
 from tilegym_db.sandbox.scan.tables import LIBRARIES, MEMBERS
+from tilegym_db.sandbox.shared_buffers import same_bytes
 from tilegym_db.verification.cases import fuzz_cases
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
-from tilegym_db.verification.verifier import Failure, judge, judge_draws, same_bytes
+from tilegym_db.verification.verifier import Failure, judge, judge_draws
 
 LIBRARY_SOLUTIONS = sorted(name for name in CATALOG.solutions if name.endswith(("_flashinfer", "_fla", "_liger")))
 CASES, DRAWS = 6, 1024

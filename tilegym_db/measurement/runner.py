@@ -19,10 +19,17 @@ from tilegym_db.records.hardware import CPU
 from tilegym_db.records.solution import name_with_config
 from tilegym_db.sandbox.processes import stolen_us
 from tilegym_db.sandbox.protocol import KernelUse
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, fill_with_garbage, plan_slot, tensor_view
+from tilegym_db.sandbox.shared_buffers import (
+    SharedBuffers,
+    SlotPlan,
+    fill_with_garbage,
+    plan_slot,
+    same_bytes,
+    tensor_view,
+)
 from tilegym_db.verification.expected import OracleCase
 from tilegym_db.verification.session import Verification, VerifiedWorkload
-from tilegym_db.verification.verifier import Failure, fill_slot, judge, read_outputs, same_bytes
+from tilegym_db.verification.verifier import Failure, fill_slot, judge, read_outputs
 from tilegym_db.verification.worker_handle import WorkerHandle
 
 

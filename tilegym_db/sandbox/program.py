@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.protocol import KernelUse, sum_uses
+from tilegym_db.sandbox.shared_buffers import same_bytes
 from tilegym_db.sandbox.situation import Described, Situation, changed_property, described, in_threads
 
 RECOMPILE_LIMIT = 64
@@ -56,10 +57,6 @@ def _bytes_in_use() -> int:
     """Return the bytes that the C library has handed out; 0 if it cannot tell."""
     found = _mallinfo() if _mallinfo is not None else None
     return 0 if found is None else int(found.used + found.hblkhd)
-
-
-def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
 class Worker:
@@ -197,7 +194,7 @@ class Worker:
                         found = [slot[name] for name in self.outputs]
                         if number < len(bound):
                             first[id(slot)] = [value.clone() for value in found]
-                        differing += not all(map(_same_bytes, first[id(slot)], found))
+                        differing += not all(map(same_bytes, first[id(slot)], found))
                     if time.monotonic() > deadline:
                         return number + 1
             return int(count * len(own) // len(order))

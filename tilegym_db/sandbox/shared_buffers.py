@@ -109,6 +109,11 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
     return SlotPlan(inputs, outputs, offset)
 
 
+def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return True if two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
+    return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
+
+
 def fill_tensor(view: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value of the same shape into a strided tensor; along strides of zero, only its first elements."""
     once = each_once(view)

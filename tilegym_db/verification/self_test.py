@@ -18,6 +18,7 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS, limits_for
 from tilegym_db.records.definition_parts import PlantedError, SelfTest
+from tilegym_db.sandbox.shared_buffers import same_bytes
 from tilegym_db.verification.comparison import check_lifted, check_outputs
 from tilegym_db.verification.conditioning import excuse_ill_conditioned
 from tilegym_db.verification.distributions import DISTRIBUTIONS, RANGES
@@ -25,7 +26,7 @@ from tilegym_db.verification.expected import OracleCase, broken_constraint, make
 from tilegym_db.verification.gates import OutputComparison
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import run_lifted, run_reference
-from tilegym_db.verification.verifier import judge_draws, same_bytes
+from tilegym_db.verification.verifier import judge_draws
 
 SEEDS = (20_240_229, 77_003)
 DRAWS = 8192

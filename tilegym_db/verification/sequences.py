@@ -20,7 +20,14 @@ from tilegym_db.records import Definition
 from tilegym_db.records.call import scalars_with_axes
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.protocol import Reply
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, fill_with_garbage, plan_slot, tensor_view
+from tilegym_db.sandbox.shared_buffers import (
+    SharedBuffers,
+    SlotPlan,
+    fill_with_garbage,
+    plan_slot,
+    same_bytes,
+    tensor_view,
+)
 from tilegym_db.verification.contents import ExpectedCache
 from tilegym_db.verification.expected import OracleCase, make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs
@@ -31,7 +38,6 @@ from tilegym_db.verification.verifier import (
     judge,
     mismatch_failure,
     outputs_in,
-    same_bytes,
     written_tensors,
 )
 from tilegym_db.verification.worker_handle import WorkerHandle

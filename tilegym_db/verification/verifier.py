@@ -27,6 +27,7 @@ from tilegym_db.sandbox.shared_buffers import (
     each_once,
     fill_tensor,
     fill_with_garbage,
+    same_bytes,
     tensor_view,
 )
 from tilegym_db.sandbox.situation import PLAIN, Situation
@@ -352,11 +353,6 @@ def judge_large(
     if isinstance(judged, Failure):
         return replace(judged, reason=f"{judged.reason}, some rows of {case}", case=case)
     return None
-
-
-def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
-    return bool(torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)))
 
 
 # ---- outcome --------------------------------------------------------------------------------------
