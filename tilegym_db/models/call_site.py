@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from tilegym_db.models.training import Training
@@ -358,60 +355,3 @@ def _has_mergeable_rows(value: torch.Tensor) -> bool:
     steps = [(size, stride) for size, stride in leading if size != 1]
     follow = all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(steps))
     return last[1] == 1 and follow
-
-
-# ---- state of a model -----------------------------------------------------------------------------
-# The parts of a model that a forward reads on the host. A CUDA graph repeats what they were at its capture.
-
-_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
-_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-
-
-def submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module and all modules inside it, each once; ``model.modules()`` takes three times as long."""
-    found, seen = [model], {id(model)}
-    for module in found:  # it grows
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
-
-
-def state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return tensors and settings of modules, for comparison with a later state.
-
-    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
-    numbers, names, flags and functions, such as the adapter in use.
-    """
-    tensors, settings = list[Any](), list[Any]()
-    for module in modules:
-        for held in (module._parameters, module._buffers):
-            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
-        settings.append(type(module))
-        _add_settings(vars(module), settings)
-    for config in configs:
-        _add_settings(vars(config), settings)
-    return tensors, settings
-
-
-def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
-    for name, value in attributes.items():
-        if name in _OF_EVERY_MODULE:
-            continue
-        if type(value) in _PLAIN or isinstance(value, _CODE):
-            settings += name, value
-        elif type(value) in (list, tuple, dict, set) and value:
-            members = list(value.items() if type(value) is dict else value)
-            flat = [one for pair in members for one in pair] if type(value) is dict else members
-            if all(type(one) in _PLAIN for one in flat):
-                settings += name, members
-
-
-def has_modes() -> bool:
-    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
-    if _dispatch_modes():
-        return True
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(type(mode) is not DeviceContext for mode in modes)

@@ -20,13 +20,16 @@ import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, has_modes, state_of, subclass, submodules
+from tilegym_db.models.call_site import AUTOCAST, change_class, has_hooks, subclass
 from tilegym_db.models.next_inputs import (
     CACHE,
     COUNTER,
@@ -350,10 +353,10 @@ class Decoding:
         """
         model = self.model
         with self._lock:
-            modules = submodules(model)
+            modules = _submodules(model)
             if any([has_hooks(module) for module in modules]):
                 return "modules have hooks"
-            state = state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
+            state = _state_of(modules, [model.config, model.config.get_text_config(decoder=True)])
             if model.device.type != self.kind:
                 return f"the model has moved from {self.kind} to {model.device.type}"
             if state != self._state:  # graphs would read weights that the model does not have any more
@@ -627,7 +630,7 @@ def why_stock(model: Any, config: Any, kwargs: Mapping[str, Any], mode: Any) -> 
     from transformers import DynamicCache
 
     cache = kwargs.get(CACHE)
-    if has_modes():
+    if _has_modes():
         return "a mode must see each operation of PyTorch"
     if torch.is_autocast_enabled(model.device.type):
         return AUTOCAST
@@ -727,6 +730,63 @@ def _why_not_outputs(outputs: Any) -> str:
     if {*outputs} != {"logits", CACHE}:
         return f"the model returns more than logits: {', '.join(sorted({*outputs} - {'logits', CACHE}))}"
     return ""
+
+
+# ---- state of a model -----------------------------------------------------------------------------
+# The parts of a model that a forward reads on the host. A CUDA graph repeats what they were at its capture.
+
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def _submodules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a module and all modules inside it, each once; ``model.modules()`` takes three times as long."""
+    found, seen = [model], {id(model)}
+    for module in found:  # it grows
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def _state_of(modules: Iterable[torch.nn.Module], configs: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return tensors and settings of modules, for comparison with a later state.
+
+    They are addresses and dtypes of weights and buffers, classes of modules, and plain attributes of modules and configs:
+    numbers, names, flags and functions, such as the adapter in use.
+    """
+    tensors, settings = list[Any](), list[Any]()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            tensors += [(one.data_ptr(), one.dtype) for one in held.values() if one is not None]
+        settings.append(type(module))
+        _add_settings(vars(module), settings)
+    for config in configs:
+        _add_settings(vars(config), settings)
+    return tensors, settings
+
+
+def _add_settings(attributes: Mapping[str, Any], settings: list[Any]) -> None:
+    for name, value in attributes.items():
+        if name in _OF_EVERY_MODULE:
+            continue
+        if type(value) in _PLAIN or isinstance(value, _CODE):
+            settings += name, value
+        elif type(value) in (list, tuple, dict, set) and value:
+            members = list(value.items() if type(value) is dict else value)
+            flat = [one for pair in members for one in pair] if type(value) is dict else members
+            if all(type(one) in _PLAIN for one in flat):
+                settings += name, members
+
+
+def _has_modes() -> bool:
+    """Return True if a mode of this thread sees what PyTorch runs. A default device sees only what makes tensors."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 # ---- capture --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tilegym_db.models.call_site import (
     NOT_ROWS,
     CallSite,
     has_hooks,
+    is_autocast,
     rows,
     shadow_function,
     unpatched_class,
@@ -181,7 +182,7 @@ def add_norm_function(
         if unpatched_class(norm) is not norm_class or has_hooks(norm):
             site.bypass(HAS_HOOKS)
         elif not site.falls_back(norm.training, hidden, residual, *(kept := inputs_of(norm, hidden))):
-            if is_cast and torch.is_autocast_enabled(hidden.device.type):
+            if is_cast and is_autocast(hidden):
                 site.bypass(AUTOCAST)
             elif type(residual) is not torch.Tensor or not is_owned(box):
                 site.bypass(HELD)

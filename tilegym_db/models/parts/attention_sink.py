@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilegym_db.models.call_site import AUTOCAST
+from tilegym_db.models.call_site import AUTOCAST, is_autocast
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -171,7 +171,7 @@ def why_stock(
         value: [B, Hkv, Skv, D].
         options: the other arguments by name.
     """
-    if torch.is_autocast_enabled(query.device.type):
+    if is_autocast(query):
         return AUTOCAST
     if options.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return WEIGHTS

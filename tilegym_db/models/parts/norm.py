@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, rows
+from tilegym_db.models.call_site import AUTOCAST, NOT_ROWS, CallSite, are_rows, is_autocast, rows
 from tilegym_db.models.found import (
     WRAPPED,
     DefinitionMatch,
@@ -317,7 +317,7 @@ def norm_forward(
         kept = inputs_of(self, x)
         if site.falls_back(self.training, x, *kept):
             return None
-        if is_cast and torch.is_autocast_enabled(x.device.type):
+        if is_cast and is_autocast(x):
             site.bypass(AUTOCAST)
             return None
         heads_last = _heads_last(x)
