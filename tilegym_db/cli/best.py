@@ -21,7 +21,6 @@ from tilegym_db.cli.kit.options import (
 from tilegym_db.cli.kit.output import (
     Spark,
     by_size,
-    explain_command,
     note,
     print_by_size,
     print_table,
@@ -99,6 +98,8 @@ def best_command(
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
     print_by_size(_of_fastest(sized, rows), "{solution} on {gpu}, {dtypes_key}")
+    from tilegym_db.records.call import explain_command
+
     first = shown[0]
     why = explain_command(first["definition"], first["axes_key"], first["dtypes_key"], first["gpu"])
     note(f"speedup: against the model's own code. Why the first: {why}")

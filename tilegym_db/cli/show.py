@@ -11,7 +11,6 @@ from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_
 from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
-    explain_command,
     note,
     print_by_size,
     print_line,
@@ -93,6 +92,8 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
     from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
+    from tilegym_db.records.base import binding_key
+    from tilegym_db.records.call import explain_command
     from tilegym_db.store.queries import leaderboard_rows, size_rows
 
     solutions = solution_rows(catalog, [definition])
@@ -122,9 +123,8 @@ def show_definition(catalog: Catalog, definition: Definition, form: Form, spark:
         note(f"no workloads. Next: tilegym-db new workload {definition.name} --from-config FILE")
         return
     first = workloads[0]
-    dtypes = ",".join(f"{name}={dtype}" for name, dtype in first.dtypes.items())
     gpu = ranks[0]["gpu"] if ranks else ""
-    command = explain_command(definition.name, axes_key(first.axes), dtypes, gpu)
+    command = explain_command(definition.name, axes_key(first.axes), binding_key(first.dtypes), gpu)
     note(f"{len(workloads)} workloads. What the resolver would pick: {command}")
 
 

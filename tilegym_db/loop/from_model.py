@@ -31,7 +31,8 @@ from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, keep_workloads, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, config_content, load_config
 from tilegym_db.records import Workload, axes_key
-from tilegym_db.records.base import canonical_json
+from tilegym_db.records.base import binding_key, canonical_json
+from tilegym_db.records.call import explain_command
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate, ModelRun
@@ -544,11 +545,9 @@ def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: s
     fitting = [row for row in awards if row["definition"] == call.definition and dict(row["dtypes"]) == call.dtypes]
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
-        spelled = ",".join(f"{name}={dtype}" for name, dtype in call.dtypes.items())
         reason = (
             f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
-            f"the kernel that serves it: tilegym-db explain {call.definition} --axes {axes_key(call.axes)} "
-            f"--dtype {spelled} --gpu {gpu}"
+            f"the kernel that serves it: {explain_command(call.definition, axes_key(call.axes), binding_key(call.dtypes), gpu)}"
         )
         return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))

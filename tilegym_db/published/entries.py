@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from tilegym_db.catalog import SolutionFiles
 from tilegym_db.published.checked import shipped_keys, source_key
 from tilegym_db.published.input_files import damaged
+from tilegym_db.records.base import binding_key
 from tilegym_db.records.call import Call, Launch, Request, is_code_selecting
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import Scalar
@@ -130,7 +131,7 @@ def _entries(traces: Iterable[Mapping[str, Any]], path: Path, origin: str) -> tu
     try:
         for trace in traces:
             axes, dtypes, scalars, layouts = (trace.get(name, {}) for name in ("axes", "dtypes", "scalars", "layouts"))
-            key = (*(_spelled(part) for part in (axes, scalars, layouts)), trace["definition_digest"])
+            key = (*(binding_key(part) for part in (axes, scalars, layouts)), trace["definition_digest"])
             call = Call(trace["definition"], axes, dtypes, layouts, scalars)
             about = {name: trace[name] for name in ("definition_version", "definition_digest", "op_type")}
             grouped.setdefault(key, (call, about, []))[2].append(_candidate(trace, origin))
@@ -187,10 +188,6 @@ def _candidate(trace: Mapping[str, Any], origin: str) -> Candidate:
 def _ranges(said: Mapping[str, Any]) -> dict[str, tuple[float, float]] | None:
     found = said.get("scalars")
     return {name: (low, high) for name, (low, high) in found.items()} if found else None
-
-
-def _spelled(mapping: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={mapping[name]}" for name in sorted(mapping))
 
 
 # ---- may it serve? --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -172,6 +172,11 @@ def _keys_of(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _nearest_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     close = difflib.get_close_matches(str(loc[0])[:MAX_KEY], model.model_fields, n=1) if len(loc) == 1 else []
     return close[0] if close else ""
+
+
+def binding_key(values: Mapping[str, object]) -> str:
+    """Return a binding of names as canonical text, ``M=4096,N=4096``, for grouping, joining and command lines."""
+    return ",".join(f"{name}={values[name]}" for name in sorted(values))
 
 
 def canonical_json(value: Any) -> str:

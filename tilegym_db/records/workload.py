@@ -11,7 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tilegym_db.errors import RecordError
-from tilegym_db.records.base import NAME_PATTERN, Int64, Line, Real, Record, RecordPart, canonical_json, shown
+from tilegym_db.records.base import (
+    NAME_PATTERN,
+    Int64,
+    Line,
+    Real,
+    Record,
+    RecordPart,
+    binding_key,
+    canonical_json,
+    shown,
+)
 from tilegym_db.records.call import Call
 from tilegym_db.records.definition import Definition
 from tilegym_db.records.dtypes import STORED_BYTES, DType, Scalar
@@ -235,4 +245,4 @@ def content_uuid(value: dict[str, Any]) -> str:
 
 def axes_key(axes: dict[str, int]) -> str:
     """Return an axis binding as canonical text, ``M=4096,N=4096``, for grouping and joining."""
-    return ",".join(f"{name}={axes[name]}" for name in sorted(axes))
+    return binding_key(axes)

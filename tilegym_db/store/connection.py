@@ -27,6 +27,7 @@ from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
+from tilegym_db.records.base import binding_key
 from tilegym_db.store import statements
 from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
 from tilegym_db.store.database import (
@@ -588,7 +589,7 @@ def _workload_row(record: Row) -> Row:
         "uuid": record["uuid"],
         "definition": record["definition"],
         "axes_key": axes_key(record["axes"]),
-        "dtypes_key": ",".join(f"{name}={dtypes[name]}" for name in sorted(dtypes)),
+        "dtypes_key": binding_key(dtypes),
         "record": record,
     }
 

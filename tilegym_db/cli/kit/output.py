@@ -131,12 +131,6 @@ def spelled_call(row: Mapping[str, Any]) -> str:
     return " ".join([row["axes_key"], *(f"{name}@{sha256[:12]}" for name, _, sha256 in files)])
 
 
-def explain_command(definition: str, axes_key: str, dtypes_key: str, gpu: str = "") -> str:
-    """Return the command that explains one call: ``tilegym-db explain rms_norm --axes M=1,N=2048 --dtype T=bfloat16``."""
-    options = (("--axes", axes_key), ("--dtype", dtypes_key), ("--gpu", gpu))
-    return " ".join(["tilegym-db", "explain", definition, *(f"{name} {value}" for name, value in options if value)])
-
-
 def print_json(value: Any) -> None:
     """Print one JSON document. NaN and infinity become null, and dates ISO 8601."""
     print_line(json_text(value))
