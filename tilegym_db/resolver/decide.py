@@ -500,11 +500,11 @@ def _find_near(
         beyond = axes_beyond(definition, asked, dtypes, points)
         if isinstance(beyond, str):
             return beyond
-        unaligned = why_unaligned(definition, asked, points)
-        if unaligned:
-            return unaligned
+        unaligned = [why_unaligned(definition, asked, point) for point in points]
+        if all(unaligned):
+            return unaligned[0]
         nearest = min(
-            (one for one in entries if not why_unaligned(definition, asked, (one.call.axes,))),
+            (one for one, reason in zip(entries, unaligned, strict=True) if not reason),
             key=lambda one: (log_distance(definition, asked, one.call.axes), axes_key(dict(one.call.axes))),
         )
         padding = Padding(*padding_of_widths(definition, asked, nearest.call.axes))

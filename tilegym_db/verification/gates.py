@@ -467,7 +467,7 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
         candidates += _of_lanes(value, counted)
         if (
             actual.dim() == 2 and every == 1
-        ):  # elsewhere, a row has another head than the next, which may share a factor
+        ):  # rows of more dimensions are of several heads, each with a factor of its own
             candidates += [(found, slice(None)) for found, _ in _of_lanes(value.T, counted.T)]
     found, part = max(candidates, key=lambda one: _significance(one[0]))
     several = want[:, part][counted[:, part]].sort().values.diff() > 0 if abs(found[0]) > MAX_BIAS else None
@@ -502,19 +502,19 @@ def _of_lanes(error: torch.Tensor, counted: torch.Tensor) -> list[tuple[tuple[fl
     for step in (2, 4, LANES):
         for lane in range(step):
             others = [other for other in range(LANES) if other % step != lane]
-            means, errors = [], 0.0
-            for total, share in (
-                (sums[:, lane::step], shares[:, lane::step]),
-                (sums[:, others], shares[:, others]),
-            ):
-                if int((share > 0).sum()) < MIN_BIAS_SIDE:
-                    break
-                mean = total.sum() / share.sum()
-                means.append(float(mean))
-                errors += float(((total - mean * share) / share.sum()).square().sum())
-            if len(means) == 2:
-                found.append(((means[0] - means[1], math.sqrt(errors)), slice(lane, None, step)))
+            parts = [_of_columns(sums[:, part], shares[:, part]) for part in (slice(lane, None, step), others)]
+            if None not in parts:
+                (mean, variance), (of_others, further) = filter(None, parts)
+                found.append(((mean - of_others, math.sqrt(variance + further)), slice(lane, None, step)))
     return found
+
+
+def _of_columns(sums: torch.Tensor, shares: torch.Tensor) -> tuple[float, float] | None:
+    """Return the mean error by the sums of columns and its variance; None if too few columns have counted elements."""
+    if int((shares > 0).sum()) < MIN_BIAS_SIDE:
+        return None
+    mean = sums.sum() / shares.sum()
+    return float(mean), float(((sums - mean * shares) / shares.sum()).square().sum())
 
 
 def _significance(found: tuple[float, float]) -> float:

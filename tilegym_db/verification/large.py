@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilegym_db.errors import RecordError
@@ -85,16 +85,14 @@ def large_cases(
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
     octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
-    wanted = [(repeated, octaves[:1], False), *(([axis], VERY_MANY_ROWS, False) for axis in repeated)]
-    wanted += [(others, lengths[:1], False), (others, (VERY_LONG_ROWS,), False)]
-    wanted.append((repeated, (ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU,), True))
-    further = [(repeated, octave) for octave in octaves[1:]] + [(others, bounds) for bounds in lengths[1:]]
-    wanted += [(repeated, ((INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20)),), True)] * on_gpu
-    found = [
-        next(filter(None, (drawn.case(axes, bounds, elements=elements) for bounds in ranges)), None)
-        for axes, ranges, elements in wanted
-    ]
-    found[len(repeated) + 4 : len(repeated) + 4] = [drawn.case(axes, bounds, thin=True) for axes, bounds in further]
+    many, beyond = ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20))
+    found = [drawn.case(repeated, octaves[0])]
+    found += [drawn.first_case([axis], VERY_MANY_ROWS) for axis in repeated]
+    found += [drawn.case(others, bounds) for bounds in (lengths[0], VERY_LONG_ROWS)]
+    found.append(drawn.case(repeated, many, elements=True))
+    found += [drawn.case(repeated, bounds, thin=True) for bounds in octaves[1:]]
+    found += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
+    found += [drawn.case(repeated, beyond, elements=True)] if on_gpu else []
     return [large for large in found if large is not None]
 
 
@@ -114,6 +112,10 @@ class _Large:
     budget_bytes: int
     on_gpu: bool
     generator: random.Random
+
+    def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
+        """Return a case within the first of some bounds that allow one."""
+        return next(filter(None, (self.case(axes, bounds) for bounds in ranges)), None)
 
     def case(
         self, axes: Sequence[str], bounds: tuple[int, int], *, elements: bool = False, thin: bool = False

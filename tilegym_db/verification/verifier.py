@@ -81,15 +81,13 @@ def verify_slot(
     """
     first = one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s, first_in)
     judged = first if isinstance(first, Failure) else judge(definition, solution, expected, first)
-    if isinstance(first, Failure) or isinstance(judged, Failure):
-        assert isinstance(judged, Failure)
-        plain = (
-            PLAIN
-            if first_in == PLAIN
-            else one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s)
-        )
-        if isinstance(plain, Mapping) and not isinstance(judge(definition, solution, expected, plain), Failure):
+    if isinstance(judged, Failure) and first_in != PLAIN:
+        plain = one_call(worker, buffers, index, definition, expected, POISON_NAN, timeout_s)
+        if not isinstance(plain, Failure) and not isinstance(judge(definition, solution, expected, plain), Failure):
             return in_situation(judged, first_in)
+    if isinstance(first, Failure):
+        return first
+    if isinstance(judged, Failure):
         return judged
     for number in range(1, calls):
         poison = None if number == 1 else POISON_NAN

@@ -8,7 +8,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -82,6 +81,8 @@ CALLING = ("call", "repeat", "time", "run", "profile")
 """Requests that call the Solution."""
 FIRST_IN_SITUATION = 0.5
 """Share of the cases whose first call is made in a drawn situation, as the first call of a model is."""
+IN_TURN = 98
+"""Number of the situation of the call after another case; the calls before it have lower ones."""
 MAX_DEATHS = 3
 _WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
 
@@ -345,7 +346,7 @@ class WorkerHandle:
             self.solution.record,
             expected,
             first,
-            self.situation(expected.case, 98),
+            self.situation(expected.case, IN_TURN),
             timeout_s=self.limits.first_call_s,
         )
 
@@ -355,11 +356,9 @@ class WorkerHandle:
         if isinstance(found, Failure):
             return found
         judged = judge(self.definition, self.solution.record, nearly, found)
-        return (
-            replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
-            if isinstance(judged, Failure)
-            else None
-        )
+        if isinstance(judged, Failure):
+            return replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
+        return None
 
     def check_state(self) -> Failure | None:
         """Return a failure if the calls changed the process beyond their outputs, which must not happen in a model's process."""
@@ -386,9 +385,15 @@ class WorkerHandle:
         watched: int | None = None,
     ) -> Reply | Failure:
         """Make ``count`` calls on these slots in turn, or as many as fit in ``seconds``; see the worker's ``repeat``."""
-        limit = min(seconds, 1e6)
-        wanted: dict[str, Any] = {"slots": list(slots), "count": count, "threads": threads, "seconds": limit}
-        return self.ask("repeat", self.limits.first_call_s, **wanted, watched=watched)
+        return self.ask(
+            "repeat",
+            self.limits.first_call_s,
+            slots=list(slots),
+            count=count,
+            threads=threads,
+            seconds=min(seconds, 1e6),
+            watched=watched,
+        )
 
     def order(self, op: str, timeout_s: float, descriptors: Sequence[int] = (), **content: object) -> Failure | None:
         """Send a request whose answer only says that it is done."""

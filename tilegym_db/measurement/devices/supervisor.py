@@ -34,7 +34,7 @@ from tilegym_db.measurement.devices.messages import (
     WorkloadDone,
 )
 from tilegym_db.measurement.local_executor import Capacity, LocalExecutor
-from tilegym_db.measurement.machine import Machine, leaving_processors, require_healthy, select_machine
+from tilegym_db.measurement.machine import FIRST_GPU, Machine, leaving_processors, require_healthy, select_machine
 from tilegym_db.measurement.run_setup import RunContext
 from tilegym_db.measurement.runner import Runner
 from tilegym_db.measurement.timing import TimedCandidate
@@ -97,7 +97,7 @@ def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> No
     from tilegym_db.sandbox.worker import prepare_workers
 
     gpu = sys.argv[2]
-    device = CPU if gpu == CPU else "cuda:0"
+    device = CPU if gpu == CPU else FIRST_GPU
     prepare_workers(device)  # the fork server imports PyTorch while this process does
     from tilegym_db.measurement.devices.messages import Ready
 
