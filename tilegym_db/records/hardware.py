@@ -163,6 +163,7 @@ _GB = {
     "l40": 48, "l20": 48, "l4": 24, "a10": 24, "a40": 48, "a6000": 48, "rtx6000-ada": 48, "rtx5090": 32, "rtx4090": 24,
     "rtx3090": 24, "rtx-pro-6000": 96, "t4": 16,
 }  # fmt: skip
+"""Memory of GPUs whose slugs do not state it."""
 
 
 def memory_bytes(slug: str) -> int:
