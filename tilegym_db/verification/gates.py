@@ -465,9 +465,7 @@ def bias_of(actual: torch.Tensor, rows: Rows) -> tuple[float, float]:
         ]
     for value in signed:
         candidates += _of_lanes(value, counted)
-        if (
-            actual.dim() == 2 and every == 1
-        ):  # rows of more dimensions are of several heads, each with a factor of its own
+        if actual.dim() == 2 and every == 1:  # rows of more dimensions are of several heads, each with another factor
             candidates += [(found, slice(None)) for found, _ in _of_lanes(value.T, counted.T)]
     found, part = max(candidates, key=lambda one: _significance(one[0]))
     several = want[:, part][counted[:, part]].sort().values.diff() > 0 if abs(found[0]) > MAX_BIAS else None
