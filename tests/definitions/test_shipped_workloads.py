@@ -18,19 +18,21 @@ MODELS = {
 }  # what no other model does so
 STAGES = {"prefill", "decode"}
 STAGES_OF = {
+    "attention_bidirectional": {"prefill"},
     "layer_norm_no_bias": {"prefill"},
     "quick_gelu": {"prefill"},
     "cross_entropy": {"training"},
     "causal_conv1d": {"prefill"},
     "causal_conv1d_bias": {"prefill"},
     "causal_conv1d_update": {"decode"},
+    "causal_conv1d_update_bias": {"decode"},
     "gated_delta_rule_chunk": {"prefill"},
     "gated_delta_rule_recurrent": {"decode"},
     "mamba2_chunk_scan": {"prefill"},
     "mamba2_state_update": {"decode"},
 }
 """What models call at one stage, although its name does not say so."""
-SMALL = {"causal_conv1d_update", "gdn_gates"}
+SMALL = {"causal_conv1d_update", "causal_conv1d_update_bias", "gdn_gates"}
 """What has a few numbers a token in any model."""
 
 
