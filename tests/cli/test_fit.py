@@ -139,6 +139,7 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
     told = cli(*asked, "--lock", str(lock), "--json").json()
     assert told["lock"] == str(lock)
     assert (told["measured"], told["new_runs"], len(told["calls"])) == ({}, 0, len(found.calls))
+    assert told["kernels"] == ["rms_norm_in_place"]
     shown = cli(*asked, "--lock", str(lock))
     assert f"Next: tilegym_db.patch(model, lock='{lock}')" in shown.err
     assert shown.code == 0

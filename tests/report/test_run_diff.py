@@ -100,6 +100,7 @@ def test_run_is_found_by_an_id_prefix_and_unknown_ones_refused(two: Store) -> No
 
 @needs_chromium
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_page_opens_offline_and_axe_finds_nothing_serious(two: Store, tmp_path: Path) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

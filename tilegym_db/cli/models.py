@@ -114,6 +114,7 @@ def content_of(report: FitReport) -> dict[str, Any]:
         "pieces": [piece.to_dict() for piece in report.pieces],
         "runs": [run.model_dump(mode="json") for run in report.runs],
         "new_runs": report.new_runs,
+        "kernels": report.kernels,
         "lock": report.lock,
         "failed": report.failed,
         "notes": report.notes,
@@ -152,7 +153,7 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
         note(text)
     if report.interrupted:
         note("interrupted; run it again to continue.")
-    elif not report.failed and any(piece.served for piece in report.pieces):
+    elif not report.failed and report.kernels:
         note(f"Next: tilegym_db.patch(model{f', lock={report.lock!r}' if report.lock else ''})")
     elif not report.failed:
         note(

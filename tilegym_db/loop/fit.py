@@ -70,7 +70,7 @@ class FitReport:
     ``calls`` are the kinds of calls that the model makes. ``measured`` reports the measurements of this fit; None if nothing
     was left to measure. ``runs`` are the model's timings, stock against patched, and ``new_runs`` counts those of this fit.
     ``speedup`` is the timing of a model in memory. ``pieces`` give the share of the model's time per module class and the
-    kernels that serve it.
+    kernels that serve it. ``kernels`` names those that served the prompts or the generation after them.
     """
 
     model: str
@@ -81,6 +81,7 @@ class FitReport:
     pieces: list[Piece] = field(default_factory=list)
     runs: list[ModelRun] = field(default_factory=list)
     new_runs: int = 0
+    kernels: list[str] = field(default_factory=list)
     speedup: Speedups | None = None
     lock: str = ""
     """The file that names the kernels that served; empty if none was asked for, or no kernel served."""
@@ -265,13 +266,18 @@ def _fit(
     if not report.interrupted:
         _publish(report)
         report.pieces = pieces_of(model, prompts[0], tag).pieces
-        if lock is not None:
-            _lock(report, model, prompts, lock)
+        served = _kernels_that_serve(model, prompts)
+        report.kernels = sorted({kernel.solution for kernel in served})
+        if lock is not None and not served:
+            report.notes.append(f"no kernel served a call, so {lock} was not written")
+        elif lock is not None:
+            write_lock_file(lock, served)
+            report.lock = str(lock)
     return report
 
 
-def _lock(report: FitReport, model: Any, prompts: Sequence[ModelInputs], lock: Path) -> None:
-    """Write the kernels that serve the model on its prompts, and while it generates."""
+def _kernels_that_serve(model: Any, prompts: Sequence[ModelInputs]) -> set[LockedKernel]:
+    """Return the kernels that serve the model on its prompts, and while it generates."""
     served: set[LockedKernel] = set()
     for ids in prompts:
         handle = patch_what_fits(model, PatchOptions(graphs=False))
@@ -280,11 +286,7 @@ def _lock(report: FitReport, model: Any, prompts: Sequence[ModelInputs], lock: P
             served |= handle.kernels_that_served()
         finally:
             handle.unpatch()
-    if not served:
-        report.notes.append(f"no kernel served a call, so {lock} was not written")
-        return
-    write_lock_file(lock, served)
-    report.lock = str(lock)
+    return served
 
 
 def runnable_kernels(catalog: Catalog, definitions: Iterable[str], machine: Machine) -> list[str]:

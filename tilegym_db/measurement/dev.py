@@ -221,12 +221,17 @@ class DevSession:
         return replace(report, seconds=time.monotonic() - begun)
 
     def wait_for_change(self) -> None:
-        """Return when a file of the last round has changed; a file that is gone is waited for."""
+        """Return when a file of the last round has changed and is at rest; a file that is gone is waited for.
+
+        An editor empties a file before it writes it, so a state counts once it lasts from one look to the next.
+        """
+        last = self._seen
         while True:
-            now = _states(self._seen)
-            if now != self._seen and now[self.options.path] is not None:
-                return
             time.sleep(POLL_S)
+            now = _states(self._seen)
+            if now == last != self._seen and now[self.options.path] is not None:
+                return
+            last = now
 
     def _read(self) -> tuple[Solution, Sources]:
         options = self.options
