@@ -16,6 +16,12 @@ from docs_site.reference_pages import reference_pages
 __all__ = ["stage"]
 
 ROOT_PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ARCHITECTURES = """
+```{csv-table} Every architecture
+:file: architectures.csv
+:header-rows: 1
+```
+"""
 INDEX = Path(__file__).parent / "index.md"
 _KEYS_AND_TEXT = re.compile(r"^```toml\n(?P<keys>.*?)^```\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
@@ -28,6 +34,8 @@ def stage(folder: Path) -> None:
         (folder / target).write_text(as_page_of_docs((ROOT / source).read_text()))
     architecture = folder / "architecture.md"
     architecture.write_text(with_block(architecture.read_text(), "import graph", import_table()))
+    architectures = folder / "architectures.md"
+    architectures.write_text(architectures.read_text() + ARCHITECTURES)
     for pattern in (folder / "patterns").rglob("*.md"):
         pattern.write_text(as_pattern_page(pattern.read_text()))
     generated = {f"reference/{name}": text for name, text in reference_pages().items()}
