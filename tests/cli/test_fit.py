@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from user_catalog import slow_stock
 from write_checked_records import judged
 
 from tilegym_db import fit, patched
@@ -50,7 +51,7 @@ OPTIONS = FitOptions(prompts=(64,), new=2, dtype="float32", rounds=2)
 def config(checkout: Path, tmp_path: Path) -> Path:
     """A tiny model beside a catalog of its norm, with stock code and a kernel in PyTorch."""
     name = "rms_norm"
-    shutil.copytree(REAL / "solutions/norm" / name / f"{name}_stock", checkout / f"solutions/norm/{name}/{name}_stock")
+    slow_stock(checkout)
     (checkout / "definitions/norm").mkdir(parents=True, exist_ok=True)
     shutil.copy(REAL / f"definitions/norm/{name}.json", checkout / "definitions/norm")
     kernel = checkout / f"solutions/norm/{name}/{name}_in_place"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from published_tables import write_table
 from raising import raises
+from user_catalog import slow_stock
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, UsageError
@@ -140,9 +141,7 @@ TINY = [
 @pytest.fixture
 def norm(checkout: Path, home: Path) -> Catalog:
     """A catalog of one norm, with stock code and a kernel in PyTorch that was measured on the CPU at one point."""
-    shutil.copytree(
-        REAL / "solutions/norm/rms_norm/rms_norm_stock", checkout / "solutions/norm/rms_norm/rms_norm_stock"
-    )
+    slow_stock(checkout)
     (checkout / "definitions/norm").mkdir(parents=True, exist_ok=True)
     shutil.copy(REAL / "definitions/norm/rms_norm.json", checkout / "definitions/norm")
     kernel = checkout / "solutions/norm/rms_norm/rms_norm_in_place"
