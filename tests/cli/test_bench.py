@@ -39,7 +39,7 @@ def test_run_ends_with_a_summary_and_the_next_has_nothing_to_do(cli, row_scale, 
 
 
 def test_traces_are_printed_as_json_lines_and_failure_exits_1(cli, wrong):
-    result = cli("bench", "row_scale_wrong", "--json")
+    result = cli("bench", "row_scale_wrong", "row_scale_stock", "--json")
     traces = {trace["solution"]: trace for trace in map(json.loads, result.out.splitlines())}
     assert result.code == 1
     assert traces["row_scale_stock"]["status"] == "PASSED"

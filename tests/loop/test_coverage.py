@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_process import killed
 from published_tables import write_table
 from raising import raises
 from user_catalog import slow_stock
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, UsageError
+from tilegym_db.loop import coverage
 from tilegym_db.loop.coverage import ask, measure_next, plan_coverage, served_share
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.published.table import load_table
@@ -30,6 +34,8 @@ from tilegym_db.scaffold.model_calls import (
     published_costs,
     questions,
 )
+from tilegym_db.store import publish
+from tilegym_db.store.journal import Journal, journal_files, read_journal
 
 REAL = Path(__file__).resolve().parents[2]
 LLAMA = questions([one for one in known_models() if one["name"] == "llama-3.1-70b"], ASKED_STAGES, (1,))
@@ -188,6 +194,72 @@ def test_points_are_measured_published_and_not_repeated(norm: Catalog, home: Pat
     measured = {trace.workload_uuid for report in (cut_off, whole) if report.report for trace in report.report.traces}
     after = measure_next(TINY, 1.0, devices="cpu", costs=COSTS)
     assert not measured & {point.workload.uuid for point in after.plan.points}
+
+
+class EndsAt:
+    """A function of another module whose call number ``call`` ends the process, before or after its work."""
+
+    def __init__(self, owner: Any, name: str, call: int, *, after: bool) -> None:
+        self.owner, self.name, self.real = owner, name, getattr(owner, name)
+        self.left, self.after = call, after
+
+    def __enter__(self) -> None:
+        def deadly(*args: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = self.real(*args, **options)
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        setattr(self.owner, self.name, deadly)
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(self.owner, self.name, self.real)
+
+
+PHASES: dict[str, tuple[Any, str, int, bool, int]] = {
+    "planned": (coverage, "plan_coverage", 1, True, 0),
+    "workloads added": (Catalog, "add_workloads", 1, True, 0),
+    "a trace to write": (Journal, "append", 1, False, 0),
+    "a trace written": (Journal, "append", 1, True, 1),
+    "all traces of a point written": (Journal, "append", 2, True, 2),
+    "to publish": (publish, "publish", 1, False, 2),
+    "published": (publish, "publish", 1, True, 2),
+}
+"""Phase -> the function at which the process ends, its call, whether after its work, and the whole traces then."""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_measurement_goes_on_where_it_was(phase: str, norm: Catalog, home: Path) -> None:
+    owner, name, call, after, kept = PHASES[phase]
+    one = TINY[:1]
+
+    def traces() -> list[Trace]:
+        return [trace for path in journal_files(home) for trace in read_journal(path).traces]
+
+    def work() -> None:
+        with EndsAt(owner, name, call, after=after):
+            measure_next(one, 1.0, devices="cpu", costs=COSTS)
+
+    killed(work)
+    before = traces()
+    assert len(before) == kept
+    found = measure_next(one, 1.0, devices="cpu", costs=COSTS)
+    whole = traces()
+    assert {trace.trace_id for trace in before} <= {trace.trace_id for trace in whole}
+    assert {trace.tier for trace in whole} == {"promotion"}
+    judged = Counter(trace.solution for trace in whole if trace.solution == "rms_norm_in_place")
+    assert judged == {"rms_norm_in_place": 1}  # no verdict is lost, and none is repeated
+    assert found.left == 0
+    assert found.published == str(home / "published" / "cpu")
+    again = measure_next(one, 1.0, devices="cpu", costs=COSTS)
+    assert not again.plan.points
+    assert traces() == whole
 
 
 def test_time_to_measure_must_be_positive() -> None:

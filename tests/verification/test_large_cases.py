@@ -44,6 +44,14 @@ def test_large_sizes_are_whole_batches_and_odd_ones(operator):
     assert sum(size > 1 << 10 and size % 2 for size in sizes) >= 5
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_octaves_share_two_widths_so_that_little_compiles(seed, operator):
+    axes = [case.case.call.axes for case in large(operator(independent_axes=["M"]), seed=seed)]
+    thin = [one for one in axes if 1 << 10 <= one["M"] < 1 << 17 and one["N"] <= 3]
+    assert len(thin) >= 6
+    assert len({one["N"] for one in thin}) == 2
+
+
 def test_fewer_rows_are_tried_where_very_many_are_not_allowed(operator):
     definition = operator(independent_axes=["M"])
     rows = [case.case.call.axes["M"] for case in large(definition, "M <= 131072")]

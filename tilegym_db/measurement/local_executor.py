@@ -35,6 +35,7 @@ from tilegym_db.verification.contents import CONTENT_SETS, ExpectedCache, Worklo
 from tilegym_db.verification.phases import COMPILE, DRAW, VERIFY
 from tilegym_db.verification.session import (
     BaselineCheck,
+    Drawing,
     ShapesAhead,
     Verification,
     VerifiedWorkload,
@@ -225,10 +226,11 @@ def verify_batch(
     Raises:
         HardwareError: a worker was lost, and the device does not work anymore.
     """
-    asked, compared = _tasks_of(workload_runs, asked=True), _tasks_of(workload_runs, asked=False)
+    open_runs = [workload_run for workload_run in workload_runs if _is_open(workload_run)]
+    asked, compared = _tasks_of(workload_runs, asked=True), _tasks_of(open_runs, asked=False)
     is_few = 0 < sum(runner.solution.record.spec.provides != "stock" for runner, _ in asked.values()) <= MAX_ALONE
     with ThreadPoolExecutor(max_workers=1) as drawing:
-        ordered = _in_turn(workload_runs)
+        ordered = _in_turn(open_runs)
         for workload_run in ordered:
             workload_run.contents = drawing.submit(_draw, workload_run, context)
         ahead = FreshAhead(context.machine)
@@ -255,6 +257,12 @@ def verify_batch(
             raise
         finally:
             ahead.stop.set()
+
+
+def _is_open(workload_run: WorkloadRun) -> bool:
+    """Return False if every runner that is planned for itself is known to fail there: then nothing is drawn or compared."""
+    asked = [runner for runner in workload_run.runners if workload_run.is_asked(runner)]
+    return any(_decided(runner, workload_run.workload) is None for runner in asked) or not asked
 
 
 AHEAD_SHARE = 16
@@ -398,21 +406,27 @@ def _verify_runner(
     return lost
 
 
-def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunContext) -> VerifiedWorkload | Failure:
+def _decided(runner: Runner, workload: Workload) -> Failure | None:
+    """Return the failure of a runner on a workload if it is known without a call, and so without contents."""
     if runner.handle.broken is not None:
         return runner.handle.broken
-    unsupported = runner.unsupported(workload_run.workload)
-    if unsupported is not None:
-        return Failure("UNSUPPORTED", unsupported)
+    unsupported = runner.unsupported(workload)
+    return Failure("UNSUPPORTED", unsupported) if unsupported is not None else runner.verification.refusal(workload)
+
+
+def _verify_workload(runner: Runner, workload_run: WorkloadRun, context: RunContext) -> VerifiedWorkload | Failure:
+    decided = _decided(runner, workload_run.workload)
+    if decided is not None:
+        return decided
     with context.phases(COMPILE):
         not_loaded = runner.handle.load()  # while the contents are drawn
     if not_loaded is not None:
         return not_loaded
     assert workload_run.contents is not None
-    contents = workload_run.contents.result()
-    if isinstance(contents, Failure):
-        return contents
-    return runner.verification.verify(contents, workload_run.plan.workloads, context.seed, workload_run.cache)
+    drawing = Drawing(workload_run.workload, workload_run.contents)
+    if drawing.contents.done() and isinstance(failed := drawing.contents.result(), Failure):
+        return failed
+    return runner.verification.verify(drawing, workload_run.plan.workloads, context.seed, workload_run.cache)
 
 
 def _in_turn(workload_runs: Sequence[WorkloadRun]) -> list[WorkloadRun]:

@@ -231,7 +231,8 @@ def make_plan(
         item.workloads = _workloads(catalog, definition, machine, options, plan)
         for solution in solutions:
             _place(item, solution, machine, options, lacks, plan)
-        _choose_pairs(item, options, done, excluded or {}, tuned or {}, plan)
+        asked = [solution for solution in (*item.timed, *item.interpreted) if _is_named(solution, options)]
+        _choose_pairs(item, asked, options, done, excluded or {}, tuned or {}, plan)
         if likely_fastest and not options.quick:
             most = 1 if options.tier == "screen" else None
             _add_likely_fastest(item, catalog, machine, lacks, excluded or {}, likely_fastest, most, plan)
@@ -415,8 +416,15 @@ def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) 
     return lacks.of(solution) or f"{language} kernels run on a GPU only (here they can be compiled: tilegym-db compile)"
 
 
+def _is_named(solution: SolutionFiles, options: Options) -> bool:
+    """Return False for stock code that others were named beside: it is measured where one of them passes."""
+    record, names = solution.record, {*options.names}
+    return record.spec.provides != "stock" or not names or not names.isdisjoint({record.name, record.definition})
+
+
 def _choose_pairs(
     item: DefinitionPlan,
+    asked: Sequence[SolutionFiles],
     options: Options,
     done: Collection[DoneKey],
     excluded: Mapping[DoneKey, str],
@@ -425,7 +433,7 @@ def _choose_pairs(
 ) -> None:
     for workload in item.workloads:
         wanted = []
-        for solution in (*item.timed, *item.interpreted):
+        for solution in asked:
             pair = (solution.digest, item.definition.digest, workload.uuid)
             found = tuned.get(pair) if solution in item.timed else None
             for config in ({}, found) if found else ({},):

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.protocol import KernelUse, sum_uses
 from tilegym_db.sandbox.shared_buffers import same_bytes
-from tilegym_db.sandbox.situation import Described, Situation, changed_property, described, in_threads
+from tilegym_db.sandbox.situation import Described, Situation, changed_property, described, in_threads, take_device
 
 RECOMPILE_LIMIT = 64
 """Maximum number of graphs that torch.compile keeps for one function. Its default of 8 is less than the shapes, strides,
@@ -39,6 +39,10 @@ offsets and modes (inference or not) of one verification, and a function that mu
 
 WATCHED_SHARE = 0.25
 """Share of the calls of a watched run whose outputs are compared; a few wrong calls among thousands should be found."""
+
+
+MAX_UNUSED_BYTES = 1 << 30
+"""Memory that PyTorch may keep after a call on its own memory. It keeps some for each side stream, and gives none to another."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -168,6 +172,10 @@ class Worker:
 
         mismatch = situation.run(self.device, call)
         self._synchronize()
+        if situation.own_memory and self.device != "cpu":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if unused > MAX_UNUSED_BYTES:
+                self._give_back_memory()
         return {"mismatch": mismatch} if mismatch else {}
 
     def repeat(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +190,8 @@ class Worker:
         chance, first, differing = random.Random(watch), dict[int, list[torch.Tensor]](), 0
 
         def calls(own: list[int]) -> int:  # the part of one thread
-            if self.device != "cpu":
-                torch.cuda.set_device(self.device)  # of this thread
             nonlocal differing
+            take_device(self.device)
             bound = [(self.slots[index], self._bound(self.slots[index])) for index in own]
             with torch.inference_mode():
                 for number in range(count * len(own) // len(order)):
@@ -304,10 +311,13 @@ class Worker:
         return None
 
     def _give_back_memory(self) -> None:
-        if self.device != "cpu":
-            import torch
+        """Free what PyTorch keeps for later calls, as other workers and the next workload need the memory.
 
-            torch.cuda.empty_cache()  # the next workload needs it
+        Each thread and side stream in which PyTorch multiplied has a workspace of cuBLAS, which lives as long as the process.
+        """
+        if self.device != "cpu":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         if self.device != "cpu":

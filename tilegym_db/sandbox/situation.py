@@ -101,8 +101,7 @@ class Situation:
         return in_threads([lambda: self._within(device, call)])[0] if self.in_thread else self._within(device, call)
 
     def _within(self, device: str, call: Callable[[], Any]) -> Any:
-        if device != "cpu":
-            torch.cuda.set_device(device)  # of this thread
+        take_device(device)
         with _settings(self.default_dtype, self.precision), _gradient_mode(self.gradients):
             stream = torch.cuda.Stream(device) if self.on_stream else None  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
@@ -134,6 +133,17 @@ class Situation:
                 requires_grad = self.requires_grad and given[key].is_floating_point()
                 given[key] = torch.nn.Parameter(given[key], requires_grad=requires_grad)
         return {name: given.get(id(value), value) for name, value in slot.items()}
+
+
+def take_device(device: str) -> None:
+    """Make a device that of this thread, with its context, as in each thread of a model that has used it.
+
+    ``set_device`` alone leaves a new thread without a context if the device is the first one, since it has that number already.
+    A launcher that calls the driver then fails. Waiting for the device makes the context current.
+    """
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

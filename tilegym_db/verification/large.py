@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tilegym_db.errors import RecordError
 from tilegym_db.published.neighbours import largest_tensor
@@ -43,6 +43,8 @@ _MAX_DRAWN = 1 << 20
 _COMPARED_ROWS = 64
 _MARKS = (1 << 10, 1 << 15, 1 << 16)
 _LARGE_TRIES = 40
+_SIZES_OF_OTHERS = 2
+"""Number of sets of sizes of the other axes that cases of one kind share. A kernel compiles anew for most sets."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class _Large:
     budget_bytes: int
     on_gpu: bool
     generator: random.Random
+    shared: dict[Sequence[str], list[dict[str, int]]] = field(default_factory=dict)
+    """Kinds of sizes -> sets of sizes of all axes that a case was made with."""
 
     def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
         """Return a case within the first of some bounds that allow one."""
@@ -129,10 +133,8 @@ class _Large:
         for number in range(_LARGE_TRIES if axes else 0):
             kinds = ("tiny", "prime", "tile") if number < _LARGE_TRIES // 2 and not thin else ("one", "tiny")
             kinds = ("prime", "tile", "above a tile") if elements else kinds
-            small = [size for kind in kinds for size in SIZES[kind]]
             axis = self.generator.choice(axes)
-            sizes = {name: self.generator.choice(small) for name in self.definition.var_axes}
-            sizes = repaired(constraints, sizes, fixed, self.dtypes, self.generator)
+            sizes = repaired(constraints, self._sizes(kinds, number), fixed, self.dtypes, self.generator)
             low, high = bounds
             if elements:
                 one = self._bound({**sizes, axis: 1})
@@ -151,9 +153,25 @@ class _Large:
             rows = {name: self._rows(name, large) for name in self.repeated}
             compared = self._bound({**large, **{name: len(found) for name, found in rows.items()}})
             if base and compared and self._are_quick(base, compared):
+                self._share(kinds, sizes)
                 seed = self.generator.getrandbits(62)
                 return LargeCase(self._case_of(large, seed), self._case_of(base, seed), rows)
         return None
+
+    def _share(self, kinds: Sequence[str], sizes: dict[str, int]) -> None:
+        """Keep the sizes of a case if they are among the first ones of these kinds, with other widths than those before."""
+        shared = self.shared.setdefault(kinds, [])
+        widths = [[known[name] for name in known if name not in self.repeated] for known in (*shared, sizes)]
+        if len(shared) < _SIZES_OF_OTHERS and widths[-1] not in widths[:-1]:
+            shared.append(sizes)
+
+    def _sizes(self, kinds: Sequence[str], number: int) -> dict[str, int]:
+        """Return sizes of all axes: those of earlier cases of these kinds if there are enough sets of them, or new ones."""
+        shared = self.shared.get(kinds, [])
+        if len(shared) == _SIZES_OF_OTHERS and number % (_LARGE_TRIES // 2) < _SIZES_OF_OTHERS:
+            return self.generator.choice(shared)
+        small = [size for kind in kinds for size in SIZES[kind]]
+        return {name: self.generator.choice(small) for name in self.definition.var_axes}
 
     def _size(self, low: float, high: float) -> int:
         size = int(low * (high / low) ** self.generator.random())

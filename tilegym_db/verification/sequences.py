@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -91,6 +91,14 @@ def check_sequences(
         return chain
     equal = _equal_sizes(handle, cases, drawn, cache)
     return equal if isinstance(equal, Failure) else [*shapes, *chain, *equal]
+
+
+T = TypeVar("T")
+
+
+def _while_wanted(handle: WorkerHandle, items: Iterable[T]) -> Iterator[T]:
+    """Yield items until the worker is aborted because the Solution has failed elsewhere; the next request then says so."""
+    return itertools.takewhile(lambda _: not handle.aborted, items)
 
 
 # ---- memory of a sequence -------------------------------------------------------------------------
@@ -251,8 +259,10 @@ def _many_shapes(
 ) -> list[str] | Failure:
     axis, shapes = shapes_along(handle, cases, drawn)
     pairs = drawn_pairs(sorted(shapes), drawn)
-    lower = {size: expected for size in pairs if (expected := cache.get(shapes[size])) is not None}
-    upper = {size: expected for size in pairs.values() if (expected := cache.get(shapes[size])) is not None}
+    lower, upper = (
+        {size: expected for size in _while_wanted(handle, sizes) if (expected := cache.get(shapes[size])) is not None}
+        for sizes in (pairs, pairs.values())
+    )
     if not lower:
         return []
     steps, start = list[Step](), 0
@@ -263,7 +273,7 @@ def _many_shapes(
             if size in judged:
                 steps.append(Step(shapes[size], plan, judged[size].inputs, judged[size]))
         start = larger.size
-    for size in set(shapes) - {*pairs, *pairs.values()}:
+    for size in _while_wanted(handle, set(shapes) - {*pairs, *pairs.values()}):
         plan = _moved(plan_slot(handle.definition, shapes[size]), start)
         steps.append(Step(shapes[size], plan, draw_inputs(handle.definition, shapes[size], handle.device)))
         start = plan.size
@@ -311,13 +321,16 @@ def _long_run(memory: SequenceMemory, slots: Sequence[int], drawn: random.Random
     """Return the number of calls of a few shapes that need no more and more memory, and stay right to the end."""
     handle, how = memory.handle, "in a long run of calls"
     memory.fill(slots)
-    warm = memory.repeat(slots, WARM_UP_CALLS, seconds=LONG_RUN_S)
-    before = warm if isinstance(warm, Failure) else handle.ask("memory", handle.limits.call_s)
+    repeats = handle.solution.record.spec.deterministic and not handle.definition.in_place
+    # Watched like the run itself: a GPU loads the code of a comparison when it is first made.
+    warm = memory.repeat(slots, WARM_UP_CALLS, seconds=LONG_RUN_S, watched=drawn.getrandbits(62) if repeats else None)
+    if isinstance(warm, Failure):
+        return warm
+    before = handle.ask("memory", handle.limits.call_s)
     if isinstance(before, Failure):
         return before
     on_host, wanted = handle.memory_bytes(), drawn.randint(LONG_RUN_CALLS * 3 // 4, LONG_RUN_CALLS)
-    made, reports, differing = list[int](), [before.content], 0
-    repeats = handle.solution.record.spec.deterministic and not handle.definition.in_place
+    made, reports, differing = list[int](), [before.content], whole_number(warm, "differing")
     for _ in range(2):
         watched = drawn.getrandbits(62) if repeats else None
         run = memory.repeat(slots, wanted // 2, seconds=LONG_RUN_S / 2, watched=watched)
@@ -543,7 +556,7 @@ def _equal_sizes(
 ) -> list[str] | Failure:
     pairs = equal_pairs(handle, cases, drawn)
     empty = next((case for case in cases if 0 in case.call.axes.values()), None)
-    known = [(one, cache.once(one)) for pair in pairs for one in pair]
+    known = [(one, cache.once(one)) for one in _while_wanted(handle, itertools.chain.from_iterable(pairs))]
     steps, start = list[Step](), 0
     for case, expected in known:
         if expected is not None:
@@ -553,7 +566,7 @@ def _equal_sizes(
     if not steps:
         return []
     judged = range(len(steps))
-    for case in _in_other_dtypes(handle, [step.case for step in steps[:2]], drawn):
+    for case in in_other_dtypes(handle, [step.case for step in steps[:2]], drawn):
         plan = _moved(plan_slot(handle.definition, case), start)
         steps.append(Step(case, plan, draw_inputs(handle.definition, case, handle.device)))
         start = plan.size
@@ -569,7 +582,7 @@ def _equal_sizes(
     return outcome or [f"sequence: {len(judged)} calls of shapes of equal size, after an error and an empty call"]
 
 
-def _in_other_dtypes(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[Case]:
+def in_other_dtypes(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[Case]:
     """Return the cases in other dtypes that the Solution serves, as a process has them that serves two models."""
     definition, found = handle.definition, list[Case]()
     for case in cases:

@@ -25,7 +25,7 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import Scalar
 from tilegym_db.records.hardware import CPU
 from tilegym_db.sandbox.limits import available_processors
-from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, SlotPlan, plan_slot
 from tilegym_db.sandbox.worker import WorkerDied, WorkerProcess
 from tilegym_db.verification.case_queue import CaseQueue, Pair, Processors
 from tilegym_db.verification.cases import fuzz_cases, sibling_of
@@ -225,6 +225,14 @@ class VerifiedWorkload(ShapeResult):
     fuzz: FuzzOutcome
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """The contents of a workload, which another thread draws, or the reason why there are none."""
+
+    workload: Workload
+    contents: Future[WorkloadContents | Failure]
+
+
 T = TypeVar("T")
 
 
@@ -257,10 +265,17 @@ class Verification:
     """The helpers for large cases and for sequences."""
     _sides: SideBySide | None = None
 
+    def refusal(self, workload: Workload) -> Failure | None:
+        """Return the failure of the fuzz cases that serve this workload, if they were checked before."""
+        found = self.fuzz_outcomes.get(self._key_of(workload))
+        return found if isinstance(found, Failure) else None
+
     def verify(
-        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+        self, contents: WorkloadContents | Drawing, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
     ) -> VerifiedWorkload | Failure:
         """Fuzz once per dtype binding, then verify the workload's own shape with every content set.
+
+        Fuzz cases do not need the contents, so a failure there is known while these are still drawn.
 
         If the worker is lost, something else than the Solution may be the cause, so the Solution gets a second chance in a new
         worker. After a timeout it does not, because a repetition would wait again.
@@ -327,7 +342,7 @@ class Verification:
                 self._sides = None
 
     def _attempt(
-        self, contents: WorkloadContents, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
+        self, contents: WorkloadContents | Drawing, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
     ) -> VerifiedWorkload | Failure:
         if self.handle.broken is not None:
             return self.handle.broken
@@ -337,7 +352,10 @@ class Verification:
         try:
             with raising_out_of_memory():
                 fuzz = self._fuzz(contents.workload, anchors, seed, cache)
-                return fuzz if isinstance(fuzz, Failure) else self._check_shape(contents, fuzz)
+                if isinstance(fuzz, Failure):
+                    return fuzz
+                drawn = contents.contents.result() if isinstance(contents, Drawing) else contents
+                return drawn if isinstance(drawn, Failure) else self._check_shape(drawn, fuzz)
         except CANNOT_VERIFY as error:
             return cannot_verify(error)
 
@@ -695,8 +713,11 @@ def _check_large_cases(
     for case in large_cases(
         definition, record, dtypes, scalars, seed=seed, budget_bytes=budget, on_gpu=handle.device != CPU
     ):
+        if handle.aborted:  # the Solution has failed elsewhere, and an oracle may take long
+            return Failure("RUNTIME_ERROR", "its worker was ended before all large cases were checked")
         try:
-            with raising_out_of_memory(), handle.phases(LARGE, handle.solution.name):
+            room = _room_for(plan_slot(definition, case.case), handle.device)
+            with room, raising_out_of_memory(), handle.phases(LARGE, handle.solution.name):
                 large = make_large_case(definition, case, handle.device)
                 outcome = _check_large_case(handle, large) if large is not None else None
         except (StoreError, torch.OutOfMemoryError):
@@ -710,6 +731,24 @@ def _check_large_cases(
         if passed:
             fuzz.large.append(case.case.call.axes)
     return fuzz
+
+
+ROOMY_BYTES = 1 << 30
+"""Bytes of a call from which on it is checked while no other such call is: its copies may take all free memory of a GPU."""
+_large_call = threading.Lock()
+
+
+@contextmanager
+def _room_for(plan: SlotPlan, device: str) -> Iterator[None]:
+    """Check one call of many bytes at a time, and then free its copies, which PyTorch would keep from the workers."""
+    if device == CPU or plan.size < ROOMY_BYTES:
+        yield
+        return
+    with _large_call:
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,6 +86,15 @@ IN_TURN = 98
 """Number of the situation of the call after another case; the calls before it have lower ones."""
 MAX_DEATHS = 3
 _WORKERS = itertools.count(1)  # names a folder per worker, in a scratch folder that several runners share
+
+
+_NAMES_CUDA_ERROR = re.compile("CUDA error|CUDA_ERROR|cudaError")
+_REFUSED_LAUNCH = re.compile(
+    "CUDA error: (invalid (configuration )?argument|out of memory|too many resources requested for launch)|CUDA_ERROR_"
+    "(INVALID_VALUE|OUT_OF_MEMORY|LAUNCH_OUT_OF_RESOURCES)|cudaError(InvalidValue|InvalidConfiguration|"
+    "MemoryAllocation|LaunchOutOfResources)"
+)
+"""Errors that the driver gives before a kernel starts: the context stays as it was."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +428,9 @@ class WorkerHandle:
         return Failure(reply.failed_as, reason, reply.error, no_memory=reply.no_memory)
 
     def _note_spoilt(self, text: str) -> None:
-        """Note that the CUDA context is broken: after an illegal access, every later CUDA call of that process fails."""
-        if "CUDA error" in text or "CUDA_ERROR" in text or "cudaError" in text:
+        """Note that the CUDA context is broken: after an illegal access, every later CUDA call of that process fails.
+
+        A launch that the driver refuses, such as one with a grid beyond its limits, breaks nothing.
+        """
+        if _NAMES_CUDA_ERROR.search(_REFUSED_LAUNCH.sub("", text)):
             self.spoilt = True
