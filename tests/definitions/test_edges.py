@@ -22,7 +22,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Definition
-from tilegym_db.records.call import solve_axes, solve_dtypes
+from tilegym_db.records.call import scalars_with_axes, solve_axes, solve_dtypes
 from tilegym_db.records.case import Case
 from tilegym_db.verification.comparison import check_outputs, followed, reference_errors
 from tilegym_db.verification.inputs import draw_inputs
@@ -51,6 +51,8 @@ NORM_BACKWARDS = ["rms_norm_backward", "rms_norm_backward_x"]
 CASTS = ["per_token_cast", "per_block_cast", "per_channel_cast"]
 HALF = [torch.bfloat16, torch.float16]
 FLOATS = [torch.float32, *HALF]
+NEED_A_TOKEN = {"mamba2_state_update_stock"}
+"""Baselines that raise for an empty batch, as their traces hold their sources. The next version mends it; none serves a model."""
 
 Outputs = dict[str, torch.Tensor]
 Agree = Callable[..., Outputs]
@@ -101,6 +103,10 @@ def _baselines(
                 for key, value in inputs.items()
             }
             assert not spec.destination_passing_style
+            if entry.name in NEED_A_TOKEN and 0 in axes.values():
+                with pytest.raises(RuntimeError):
+                    load_entry(entry)(*given.values())
+                continue
             found[entry.name] = name_outputs(definition, load_entry(entry)(*given.values()), given, entry.name)
     return found
 
@@ -117,28 +123,36 @@ def packed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # -- every operator --------------------------------------------------------------------------------------------------------
 
 
-def nothing_to_do(catalog: Catalog, definition: Definition) -> tuple[str, Case]:
-    """The axis of tokens, M or the first that may be zero, and a tiny case without any."""
+def empty_cases(catalog: Catalog, definition: Definition) -> dict[str, Case]:
+    """A tiny case for each axis that may be zero, with that axis zero; the axis of tokens, M or the first, comes first."""
+    cases: dict[str, Case] = {}
     for workload in catalog.workloads_for(definition.name):
-        case = (
-            Case.of_workload(definition, workload, distribution="normal", seed=1) if "tiny" in workload.tags else None
-        )
-        for axis in sorted(definition.var_axes, key=lambda name: name != "M") if case else ():
+        for axis in sorted(definition.var_axes, key=lambda name: name != "M") if "tiny" in workload.tags else ():
             with contextlib.suppress(RecordError):
-                return axis, dataclasses.replace(
-                    case, call=dataclasses.replace(case.call, axes=definition.bind_axes({**workload.axes, axis: 0}))
+                axes = definition.bind_axes({**workload.axes, axis: 0})
+                case = Case.of_workload(definition, workload, distribution="normal", seed=1)
+                scalars = scalars_with_axes(definition, case.call.scalars, axes)
+                cases.setdefault(
+                    axis, dataclasses.replace(case, call=dataclasses.replace(case.call, axes=axes, scalars=scalars))
                 )
-    raise AssertionError(f"no axis of {definition.name} may be zero")
+    assert cases, f"no axis of {definition.name} may be zero"
+    return cases
 
 
 def test_no_tokens_give_an_empty_output(definition: Definition, catalog: Catalog, agree: Agree) -> None:
-    axis, case = nothing_to_do(catalog, definition)
+    axis, case = next(iter(empty_cases(catalog, definition).items()))
     values = draw_inputs(definition, case, "cpu").values()
     outputs = agree(definition.name, *values, independent=definition.op_type != "quant")
     for name, value in outputs.items():
         # What has no such dimension is a sum over it, or a table of which nothing was filled in.
         depends = axis in (definition.outputs[name].shape or ())
         assert value.numel() == 0 if depends else value.float().unique().numel() <= 1, name
+
+
+def test_every_axis_that_may_be_zero_works(definition: Definition, catalog: Catalog, agree: Agree) -> None:
+    for case in [*empty_cases(catalog, definition).values()][1:]:
+        values = draw_inputs(definition, case, "cpu").values()
+        agree(definition.name, *values, independent=definition.op_type != "quant")
 
 
 @pytest.mark.parametrize(
@@ -907,7 +921,7 @@ def test_batched_transpose_keeps_every_bit(agree: Agree) -> None:
 def test_batched_transpose_of_tails_and_strides(shape: tuple[int, ...], dtype: torch.dtype, agree: Agree) -> None:
     wide = torch.arange(math.prod(shape) * 2).reshape(*shape[:-1], 2 * shape[-1]).to(dtype)
     for x in (wide[..., : shape[-1]], wide[..., : shape[-1]].contiguous()):
-        out = agree("batched_transpose", x, independent=shape[0] > 0)["out"]
+        out = agree("batched_transpose", x)["out"]
         assert torch.equal(out, x.transpose(1, 2))
 
 

@@ -22,10 +22,10 @@ Tiny = tuple[Definition, Workload]
 
 PERMALINK = re.compile(r"^# Source: https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{40}/[\w./-]+#L\d+(-L\d+)?$")
 CITING_A_WHOLE_FILE = {
-    "fused_add_layer_norm", "gelu", "gelu_new", "gelu_new_backward", "layer_norm", "layer_norm_backward",
+    "fused_add_layer_norm", "gelu", "gelu_new", "layer_norm", "layer_norm_backward",
     "mla_expanded_decode", "quick_gelu", "relu_squared",
 }  # fmt: skip
-"""Operators whose traces were measured before their source named lines, and a gradient; their next version names them."""
+"""Operators whose traces were measured before their source named lines; their next version names them."""
 STATUS = re.compile(r"status:(open|library|verified)")
 
 
