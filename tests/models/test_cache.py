@@ -144,7 +144,7 @@ def test_a_cache_of_fixed_size_runs_its_own_update(concats: Catalog, prompt: Any
 def test_a_cache_with_an_update_of_its_own_is_asked(concats: Catalog, prompt: Any) -> None:
     calls = []
 
-    class Watched(DynamicCache):
+    class Watched(DynamicCache):  # type: ignore[misc]
         def update(self, *args: Any, **kwargs: Any) -> Any:
             calls.append(args[2])
             return super().update(*args, **kwargs)
