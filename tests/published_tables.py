@@ -7,7 +7,7 @@ whose keys are the fields of :class:`tilegym_db.published.entries.Candidate`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,27 @@ def write_table(
     published: str = "2026-11-20T10:00:00Z",
 ) -> None:
     """Write the trace files of a GPU's folder, ``.../<gpu>``, and their lock, signed with the key of a home folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    write_files(folder, table_files(entries), home, sm=sm, published=published)
+
+
+def table_files(entries: Sequence[dict[str, Any]]) -> dict[str, bytes]:
+    """Return the trace files of entries: content by the path below a GPU's folder."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         name = f"{entry['op_type']}/{entry['definition']}{SUFFIX}"
         lines.setdefault(name, []).extend(_trace(entry, candidate) for candidate in entry["candidates"])
-    for name, traces in lines.items():
+    return {name: packed(json_lines(traces)) for name, traces in lines.items()}
+
+
+def write_files(
+    folder: Path, files: Mapping[str, bytes], home: Path, *, sm: str, published: str = "2026-11-20T10:00:00Z"
+) -> None:
+    """Write trace files in place of those of a GPU's folder, and their lock, signed with the key of a home folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(packed(json_lines(traces)))
+        (folder / name).write_bytes(content)
     lock_folder(folder, home, gpu=folder.name, sm=sm, published=published)
 
 

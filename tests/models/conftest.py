@@ -13,14 +13,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from published_tables import write_table
+from published_tables import table_files, write_files
 from shipped_records import CATALOG as SHIPPED
 
 from tilegym_db.catalog import Catalog, SolutionFiles
@@ -246,8 +246,20 @@ def _source(solution: SolutionFiles) -> bytes:
     return re.sub(rb"\brun\(", b"run_of_family(", source) + f"\n\nrun = {entry}\n".encode()
 
 
-OFFERED: dict[tuple[Any, ...], tuple[dict[str, bytes], list[dict[str, Any]]]] = {}
-"""The files and the table of what was offered before, by what was asked for: hundreds of tests ask for the same."""
+@dataclass(frozen=True)
+class Offer:
+    """The kernels that a test is offered: the files of the overlay, and the entries published of them."""
+
+    files: dict[str, bytes]
+    entries: list[dict[str, Any]]
+
+    @functools.cached_property
+    def published(self) -> dict[str, bytes]:
+        return table_files(self.entries)
+
+
+OFFERED: dict[tuple[Any, ...], Offer] = {}
+"""What was offered before, by what was asked for: hundreds of tests ask for the same."""
 
 
 @dataclass
@@ -258,8 +270,13 @@ class Shop:
     home: Path
     gpu: str = "cpu"
     sm: str = "cpu"
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """What is published; a test may change it and call :meth:`republish`."""
+    offered: Offer | None = None
+    """What is published, until a test asks for the entries."""
+
+    @functools.cached_property
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries that are published; a test may change them and call :meth:`republish`."""
+        return copy.deepcopy(self.offered.entries) if self.offered else []
 
     def offer(
         self,
@@ -289,19 +306,20 @@ class Shop:
         asked = (body, rounding, without, ops, returning, device, smallest, smallest_of)
         is_first = not self.root.exists()
         if is_first and asked in OFFERED:
-            files, entries = OFFERED[asked]
-            for place, content in files.items():
+            offered = OFFERED[asked]
+            for place, content in offered.files.items():
                 (self.root / place).parent.mkdir(parents=True, exist_ok=True)
                 (self.root / place).write_bytes(content)
         else:
             for op in (op for op in ops if op not in without):
                 self._write(op, body, rounding, returns=op in returning)
-            entries = self._table(without, device, smallest, dict(smallest_of))
-        if is_first and asked not in OFFERED:
             written = [file for file in self.root.rglob("*") if file.is_file()]
-            OFFERED[asked] = {str(file.relative_to(self.root)): file.read_bytes() for file in written}, entries
-        self.gpu, self.sm = device
-        self.entries = copy.deepcopy(entries)  # a test may change them
+            files = {str(file.relative_to(self.root)): file.read_bytes() for file in written}
+            offered = Offer(files, self._table(without, device, smallest, dict(smallest_of)))
+            if is_first:
+                OFFERED[asked] = offered
+        self.gpu, self.sm, self.offered = *device, offered
+        vars(self).pop("entries", None)
         self.republish()
         return Catalog((shipped_root(), self.root))
 
@@ -317,7 +335,9 @@ class Shop:
 
     def republish(self) -> None:
         """Publish the entries as they are now."""
-        write_table(self.home / "published" / self.gpu, self.entries, self.home, sm=self.sm)
+        is_changed = "entries" in vars(self) or self.offered is None
+        files = table_files(self.entries) if is_changed else self.offered.published
+        write_files(self.home / "published" / self.gpu, files, self.home, sm=self.sm)
 
     def _folder(self, op: str) -> Path:
         return self.root / "solutions" / SHIPPED.definition(op).op_type / op / f"{op}_cpu"

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -213,7 +213,7 @@ class CatalogReader:
 
         cached = self._cache.get(path)
         if cached is None:
-            cached = Definition.from_json(read_bytes(path, "definition"), path)
+            cached = _definition(read_bytes(path, "definition"), path)
             if (cached.name, cached.op_type) != (path.stem, path.parent.name):
                 want = f"definitions/{cached.op_type}/{cached.name}.json"
                 raise RecordError(
@@ -314,6 +314,14 @@ class CatalogReader:
             self.definition(name)
         if name in self.solution_paths:
             self.solution(name)
+
+
+@lru_cache(maxsize=1024)
+def _definition(content: bytes, path: Path) -> Definition:
+    """Return the Definition of a text. Every reader of a process shares it, as checking a record takes milliseconds."""
+    from tilegym_db.records import Definition
+
+    return Definition.from_json(content, path)
 
 
 def is_place(name: str | Path, catalog: CatalogReader) -> bool:

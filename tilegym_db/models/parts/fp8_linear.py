@@ -61,14 +61,14 @@ Module = torch.nn.Module
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the linear layers with a matrix of FP8 codes, once per Definition that such a layer may call."""
     definitions = known.definitions("fp8_linear")
-    before = {definition.name: _before(definition, known) for definition in definitions}
     modules = [
         ModuleOfPart(module, definition.name, key=_setting(module), detail=device_of(module))
         for module in model.modules()
         if isinstance(module, torch.nn.Linear) and any(map(_are_codes, module._parameters.values()))
         for definition in definitions
     ]
-    return [replace(group, before=before[group.function]) for group in grouped("fp8_linear", modules)]
+    of_name = {definition.name: definition for definition in definitions}
+    return [replace(group, before=_before(of_name[group.function], known)) for group in grouped("fp8_linear", modules)]
 
 
 def _are_codes(parameter: torch.Tensor | None) -> bool:
