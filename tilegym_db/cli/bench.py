@@ -360,11 +360,8 @@ def print_report(report: TuneReport, asked: str = "") -> None:
         note("nothing was tuned.")
         return
     spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "none"
-    after = (
-        "The same command continues"
-        if report.interrupted
-        else f"Next: tilegym-db verify{asked} --gpu {report.machine.gpu}"
-    )
+    following = f"verify{asked} --gpu {report.machine.gpu}"
+    after = "The same command continues" if report.interrupted else f"Next: tilegym-db {following}"
     note(f"configs given up: {spelled}. {after}")
 
 
