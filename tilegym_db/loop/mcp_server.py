@@ -58,7 +58,7 @@ def make_server(allow_submit: bool) -> MCPServer:
         ) from None
     from mcp.server.mcpserver.exceptions import ToolError
 
-    class Server(MCPServer):
+    class Server(MCPServer):  # type: ignore[misc]  # the types of mcp are not read
         """A server that refuses an argument of a name that its tool does not have; the package would leave it out."""
 
         async def call_tool(self, name: str, arguments: dict[str, Any], *context: Any, **named: Any) -> Any:
