@@ -33,7 +33,7 @@ def test_run_ends_with_a_summary_and_the_next_has_nothing_to_do(cli, row_scale, 
     again = cli("bench", "--gpu", "cpu")
     assert again.code == 0
     assert "1 not run: already measured (--force repeats it)" in again.out
-    assert "traces: nothing new." in again.out
+    assert "traces: nothing new. Next: tilegym-db verify --gpu cpu" in again.out
     stored = cli("sql", "SELECT solution, status, gpu FROM traces", "--json").json()
     assert stored == [{"solution": "row_scale_stock", "status": "PASSED", "gpu": "cpu"}]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from tilegym_db.cli.bench import finish
+from tilegym_db.cli.bench import finish, spelled_words
 from tilegym_db.measurement.plan import BenchReport, Plan
 
 
@@ -68,3 +68,29 @@ def test_run_without_a_pass_shows_the_trace_that_says_why(
     shown = capsys.readouterr().out
     assert "Next: tilegym-db show bbbbbbbb" in shown
     assert "PASSED: " not in shown
+
+
+@pytest.mark.parametrize(
+    ("tier", "asked", "next_step"),
+    [
+        ("screen", " a --workload tiny", "verify a --workload tiny --gpu cpu"),
+        ("promotion", " a", "best d --gpu cpu"),
+        ("interpreter", " d", "compile a, then on a machine with a GPU: tilegym-db bench a"),
+    ],
+    ids=str,
+)
+def test_next_step_of_a_run_keeps_to_what_was_asked(
+    tier: str, asked: str, next_step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine: Any = SimpleNamespace(gpu="cpu", gpu_name="a processor")
+    stock: Any = SimpleNamespace(
+        solution="stock", definition="d", language="python", status="PASSED", reason="", performance=None,
+        tier="screen" if tier == "interpreter" else tier, workload_uuid="w", config={}, failure=None, role="baseline",
+    )  # fmt: skip
+    kernel: Any = SimpleNamespace(**{**vars(stock), "solution": "a", "tier": tier, "role": "kernel"})
+    finish(BenchReport("run", machine, Plan(), traces=[stock, kernel]), as_json=False, asked=asked, screens=True)
+    assert capsys.readouterr().out.endswith(f"Next: tilegym-db {next_step}\n")
+
+
+def test_words_that_chose_a_run_are_quoted_for_a_shell() -> None:
+    assert spelled_words(["a b"], language=None, workload="M=1,*") == " 'a b' --workload 'M=1,*'"

@@ -93,7 +93,7 @@ def test_from_a_draft_to_the_fastest_kernel_by_printed_commands(follow: Callable
     ]
     ran = follow(["new", "solution", "my_scale", "-l", "python", "-o", "a kernel"], 7)
     assert ran[1:3] == ["dev a kernel/", "add-solution a kernel/"]
-    assert {"bench my_scale_python", "verify --gpu cpu", "best --gpu cpu"} <= set(ran)
+    assert {"bench my_scale_python", "verify my_scale_python --gpu cpu", "best my_scale --gpu cpu"} <= set(ran)
 
 
 def test_commands_are_found_in_sentences() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tilegym_db.cli.kit.output import ASCII, BLOCKS, by_size, spark_line
@@ -38,6 +40,15 @@ def test_lines_are_left_out_of_a_pipe_and_fit_a_terminal(command, cli):
     assert with_line
     assert all(len(line) <= 80 for line in with_line)
     assert not set(BLOCKS) & set(cli(*command, "--spark", "--json").out)
+
+
+def test_lines_of_a_narrow_terminal_say_what_they_show(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "45")
+    shown = cli("best", "softmax", "--spark").out.splitlines()
+    labels = [above for above, line in pairwise(shown) if set(BLOCKS) & set(line)]
+    assert len(labels) > 1
+    assert len(labels) == len(set(labels))
+    assert all("softmax" in label and len(label) <= 45 for label in labels)
 
 
 def test_a_terminal_without_blocks_gets_characters_that_it_has(cli, monkeypatch):

@@ -40,7 +40,7 @@ def test_a_search_ends_with_a_table_and_the_next_step(cli, add_blocked, home):
     assert result.code == 0, result.err
     assert "row_scale_blocked" in result.out
     assert "ROWS=4" in result.out
-    assert "Next: tilegym-db verify --gpu cpu" in result.err
+    assert "Next: tilegym-db verify row_scale --gpu cpu" in result.err
     stored = cli("sql", "SELECT DISTINCT config FROM traces WHERE solution = 'row_scale_blocked'", "--json").json()
     assert {"ROWS": 4} in [
         json.loads(row["config"]) if isinstance(row["config"], str) else row["config"] for row in stored

@@ -19,7 +19,7 @@ def test_bench_screens_and_verify_verifies(cli, row_scale, home):
     assert "Next: tilegym-db verify --gpu cpu" in screened.out
     result = cli("verify", "--gpu", "cpu")
     assert result.code == 0
-    assert 'traces: {"PASSED": 1}. Next: tilegym-db best --gpu cpu' in result.out
+    assert 'traces: {"PASSED": 1}. Next: tilegym-db best row_scale --gpu cpu' in result.out
     tiers = cli("sql", "SELECT tier, status, sandbox_level >= 2 AS confined FROM traces ORDER BY timestamp", "--json")
     assert tiers.json() == [
         {"tier": "screen", "status": "PASSED", "confined": True},

@@ -140,21 +140,71 @@ def test_without_leave_nothing_that_writes_is_offered(home: Path) -> None:
     assert not (home / "loop").exists()
 
 
+GOOD: dict[str, dict[str, Any]] = {
+    "check_architecture": {},
+    "list_awards": {"op_type": "norm"},
+    "list_definitions": {"op_type": "norm"},
+    "recommend": {"config": "CONFIG", "gpu": "h200"},
+    "show_definition": {"name": "rms_norm"},
+    "task_create": {"definition": "rms_norm", "gpu": "h200", "workload": "M=1024,N=4096"},
+    "task_from_model": {"config": "CONFIG", "gpu": "cpu"},
+    "task_prompt": {"task": "TASK"},
+    "task_status": {"task": "TASK"},
+    "task_submit": {"task": "TASK", "kernel": CHEAT, "solution": SOLUTION},
+}
+"""Arguments for each tool."""
+UNKNOWN = {
+    "list_awards": {"op_type": "nrm"},
+    "list_definitions": {"op_type": "nrm"},
+    "recommend": {"config": "/nowhere/config.json"},
+    "show_definition": {"name": "rms_nrom"},
+    "task_create": {"language": "trion"},
+    "task_from_model": {"language": "cuda"},
+    "task_prompt": {"task": "nothing"},
+    "task_status": {"task": "nothing"},
+    "task_submit": {"task": "nothing"},
+}
+"""An argument for each tool that names what does not exist."""
+COSTLY = {"check_architecture", "task_from_model"}
+"""Tools whose answer takes minutes; other tests ask them."""
+
+
+def refusals(given: dict[str, Any], tool: str) -> list[tuple[dict[str, Any], str]]:
+    """Bad arguments for a tool, of each class, with a part of the reason that the client has to read."""
+    bad: list[tuple[dict[str, Any], str]] = [({**given, "more": 1}, "no argument 'more'")]
+    bad += [({**given, **UNKNOWN[tool]}, str(next(iter(UNKNOWN[tool].values()))))] if tool in UNKNOWN else []
+    for name, value in given.items():
+        bad += [({**given, name: 5}, name)]
+        if isinstance(value, str) and name != "kernel":
+            bad += [({**given, name: "a\0b"}, "null"), ({**given, name: "x" * 200_000}, "200,0")]
+    return bad
+
+
 @pytest.mark.slow
-def test_client_reads_the_reason_of_a_refused_call(home: Path) -> None:
-    refused = [
-        ("show_definition", {"name": "rms_nrom"}, "Did you mean 'rms_norm'"),
-        ("task_status", {"task": "nothing"}, "nothing"),
-        ("task_prompt", {"task": "nothing"}, "nothing"),
-        ("list_definitions", {"op_type": "nrm"}, "nrm"),
-        ("recommend", {"config": "/nowhere/config.json", "gpu": "h100"}, "/nowhere/config.json"),
-        ("task_create", {"definition": "rms_norm", "language": "trion"}, "trion"),
-        ("show_definition", {"name": "a\0b"}, "values"),
-    ]
-    _, answers = asked(home, [(name, given) for name, given, _ in refused], "--allow-submit")
-    for answer, (name, _, reason) in zip(answers, refused, strict=True):
-        assert reason in answer["error"], (name, answer)
-        assert "Traceback" not in answer["error"]
+def test_client_reads_the_reason_of_every_refusal(home: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    good = {
+        tool: {name: str(config) if value == "CONFIG" else value for name, value in given.items()}
+        for tool, given in GOOD.items()
+    }
+    walk: list[tuple[str, dict[str, Any], str | None]] = [("task_create", good["task_create"], None)]
+    walk += [(tool, given, None) for tool, given in good.items() if tool not in COSTLY]
+    walk += [(tool, bad, reason) for tool, given in good.items() for bad, reason in refusals(given, tool)]
+    tools, answers = asked(home, [(tool, given) for tool, given, _ in walk], "--allow-submit")
+    assert tools == set(GOOD)
+    for answer, (tool, given, reason) in zip(answers, walk, strict=True):
+        error = answer.get("error", "") if isinstance(answer, dict) else ""
+        assert (reason or "") in error, (tool, str(given)[:200], error[:500])
+        assert bool(error) == (reason is not None), (tool, str(given)[:200], error[:500])
+        assert "Traceback" not in error
+        assert sys.executable not in error
+
+
+@pytest.mark.slow
+def test_misspelt_name_is_answered_with_the_nearest(home: Path) -> None:
+    _, (answer,) = asked(home, [("show_definition", {"name": "rms_nrom"})])
+    assert "Did you mean 'rms_norm'" in answer["error"]
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tilegym_db.measurement.plan import BenchReport, SummaryRow
     from tilegym_db.measurement.regress import RegressionReport
     from tilegym_db.measurement.tune.tune import TuneReport, TuneResult
+    from tilegym_db.records.trace import Trace
     from tilegym_db.verification.phases import Spent
 
 LanguageWithOthers = Annotated[
@@ -117,7 +119,8 @@ def bench_command(
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
-    finish(report, as_json=as_json, times=times)
+    asked = spelled_words(names, language=language, workload=workload)
+    finish(report, as_json=as_json, times=times, asked=asked, screens=not verify)
 
 
 def verify_command(
@@ -153,7 +156,7 @@ def verify_command(
             allow_unsandboxed=allow_unsandboxed,
             observer=progress.observer(),
         )
-    finish(report, as_json=as_json, times=times)
+    finish(report, as_json=as_json, times=times, asked=spelled_words(names, language=language, workload=workload))
 
 
 def _refuse_times(times: Path | None) -> None:
@@ -162,13 +165,26 @@ def _refuse_times(times: Path | None) -> None:
         refuse_unwritable(times, "a file of times")
 
 
-def finish(report: BenchReport, *, as_json: bool, times: Path | None = None) -> None:
-    """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``."""
+def spelled_words(names: Sequence[str] | None, **options: str | None) -> str:
+    """Return names and options as words of a command line, each after a space."""
+    named = [word for option, value in options.items() if value is not None for word in (f"--{option}", value)]
+    return "".join(f" {shlex.quote(word)}" for word in (*(names or ()), *named))
+
+
+def finish(
+    report: BenchReport, *, as_json: bool, times: Path | None = None, asked: str = "", screens: bool = False
+) -> None:
+    """Print a run and exit: status 130 if interrupted, 1 if something failed. Save its times by phase to ``times``.
+
+    Args:
+        asked: the names and options that chose what ran, as :func:`spelled_words` returns them.
+        screens: the command verifies nothing for good.
+    """
     if as_json:
         for trace in report.traces:
             typer.echo(trace.to_json())
     else:
-        print_summary(report)
+        print_summary(report, asked, screens=screens)
     if times is not None:
         times.parent.mkdir(parents=True, exist_ok=True)
         times.write_text(json.dumps(report.times, indent=1) + "\n")
@@ -210,7 +226,7 @@ def note_times(report: BenchReport) -> None:
         note(f"first trace after {report.arrived[0]:.1f} s, last after {report.arrived[-1]:.1f} s")
 
 
-def print_summary(report: BenchReport) -> None:
+def print_summary(report: BenchReport, asked: str = "", *, screens: bool = False) -> None:
     """Print one row per solution: workloads passed, geometric mean against stock, and the failures with their reasons."""
     from rich.console import Console
     from rich.markup import escape
@@ -246,9 +262,27 @@ def print_summary(report: BenchReport) -> None:
         command = next(iter(report.drafts.values())).add_command
         console.print(f"traces: {counts}. Next: {escape(command)}", highlight=False, soft_wrap=True)
         return
-    screened = bool(report.traces) and all(trace.tier != "promotion" for trace in report.traces)
-    after = f"verify --gpu {report.machine.gpu}" if screened else f"best --gpu {report.machine.gpu}"
-    console.print(f"traces: {counts}. Next: tilegym-db {after}", highlight=False)
+    after = _next_command(report, tried, asked, screens=screens)
+    console.print(f"traces: {counts}. Next: tilegym-db {escape(after)}", highlight=False, soft_wrap=True)
+
+
+def _next_command(report: BenchReport, tried: Sequence[Trace], asked: str, *, screens: bool) -> str:
+    """Return the command after a run that failed nothing, without the program's name."""
+    from tilegym_db.measurement.plan import ALREADY_MEASURED, VERIFICATION
+
+    gpu = report.machine.gpu
+    if tried and all(trace.tier == "interpreter" for trace in tried):
+        # Nothing verifies an interpreted kernel on this machine.
+        names = " ".join(dict.fromkeys(trace.solution for trace in tried))
+        return f"compile {names}, then on a machine with a GPU: tilegym-db bench {names}"
+    if report.traces:
+        waiting = all(trace.tier != VERIFICATION for trace in report.traces)
+    else:
+        waiting = screens and any(item.reason == ALREADY_MEASURED for item in report.plan.skipped)
+    if waiting:
+        return f"verify{asked} --gpu {gpu}"
+    definitions = {trace.definition for trace in report.traces}
+    return f"best {definitions.pop()} --gpu {gpu}" if len(definitions) == 1 else f"best --gpu {gpu}"
 
 
 def _summary_cells(row: SummaryRow) -> tuple[str, ...]:
@@ -301,7 +335,7 @@ def tune_command(
     if as_json:
         print_json(report_record(report))
     else:
-        print_report(report)
+        print_report(report, spelled_words(names, language=language, workload=workload))
     for remark in report.notes:
         note(remark)
     if report.interrupted:
@@ -313,7 +347,7 @@ def tune_command(
 COLUMNS = ("solution", "axes", "dtypes", "config", "vs defaults", "tried", "left", "why")
 
 
-def print_report(report: TuneReport) -> None:
+def print_report(report: TuneReport, asked: str = "") -> None:
     """Print one row per pair, what was left out with the reasons, and the next step."""
     if report.results:
         print_table(COLUMNS, [_cells(result) for result in report.results], prose=("why",), least=("left", "dtypes"))
@@ -326,9 +360,8 @@ def print_report(report: TuneReport) -> None:
         note("nothing was tuned.")
         return
     spelled = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())) or "none"
-    after = (
-        "The same command continues" if report.interrupted else f"Next: tilegym-db verify --gpu {report.machine.gpu}"
-    )
+    following = f"verify{asked} --gpu {report.machine.gpu}"
+    after = "The same command continues" if report.interrupted else f"Next: tilegym-db {following}"
     note(f"configs given up: {spelled}. {after}")
 
 

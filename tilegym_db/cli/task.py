@@ -181,7 +181,12 @@ def status(
     elif rows:
         shown = rows if task or form.wide else _with_short_ids(rows)
         print_table(
-            [*rows[0]], [tuple(row.values()) for row in shown], wide=form.wide, prose=("reason",), least=("device_s",)
+            [*rows[0]],
+            [tuple(row.values()) for row in shown],
+            wide=form.wide,
+            prose=("reason",),
+            least=("device_s", "objective"),
+            most=("status", "verdict"),
         )
         if task is None:
             note(
@@ -341,7 +346,9 @@ def recommend_command(
         tuple("" if value is None else value for value in (getattr(call, name) for name in columns))
         for call in found.calls
     ]
-    print_table(columns, rows, prose=("reason",), least=("over", "dtypes"))
+    print_table(
+        columns, rows, prose=("reason",), least=("over", "dtypes", "applied", "stage"), most=("definition", "op_ratio")
+    )
     if found.model_runs:
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])

@@ -7,6 +7,8 @@ with that permission.
 
 from __future__ import annotations
 
+import errno
+import inspect
 import json
 import subprocess
 import sys
@@ -54,7 +56,19 @@ def make_server(allow_submit: bool) -> MCPServer:
         raise MissingPackageError(
             "the server needs the package mcp. Try: pip install 'tilegym-db[mcp]'", code="package_missing"
         ) from None
-    server = MCPServer(
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    class Server(MCPServer):  # type: ignore[misc]  # the types of mcp are not read
+        """A server that refuses an argument of a name that its tool does not have; the package would leave it out."""
+
+        async def call_tool(self, name: str, arguments: dict[str, Any], *context: Any, **named: Any) -> Any:
+            tool = next((tool for tool in READERS + WRITERS if tool.__name__ == name), None)
+            names = arguments if tool is None else inspect.signature(tool).parameters
+            if unknown := [word for word in arguments if word not in names]:
+                raise ToolError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(names) or 'none'}.")
+            return await super().call_tool(name, arguments, *context, **named)
+
+    server = Server(
         "tilegym-db",
         instructions=INSTRUCTIONS,
         version=tilegym_db.__version__,
@@ -91,8 +105,13 @@ async def _text(command: str, *values: str | None, answers: Sequence[int] = (0,)
     async with _processes():
         try:
             done = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False)
-        except (ValueError, OSError) as error:  # a value with a null character, or one that is too long
+        except ValueError as error:  # a value with a null character
             raise ToolError(f"the values cannot be passed to a command: {error}") from None
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            longest = max(map(len, words))
+            raise ToolError(f"the values cannot be passed to a command: one has {longest:,} characters") from None
     if done.returncode not in answers:
         raise ToolError(_reason(done.stderr.decode(errors="replace"), done.returncode))
     return done.stdout.decode()

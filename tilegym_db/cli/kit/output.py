@@ -397,15 +397,23 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
 
 
 def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
-    """Print a line for each row with enough sizes: its label, its spark line, and the first and last time."""
+    """Print a line for each row with enough sizes: its label, its spark line, and the first and last time.
+
+    On a terminal so narrow that little of a label would be left, each label has a line to itself.
+    """
+    drawn = []
     for row in rows:
         values = row["latencies_us"]
         if len(values) >= MIN_SIZES:
             ends = f"{values[0]:.4g} to {values[-1]:.4g} us at {len(values)} sizes"
             free = table_width() - len(ends) - len(":  ")
-            what = cut(label.format(**row), max(free - WIDTH, WIDTH))
-            width = max(WIDTH, min(3 * WIDTH, free - len(what)))
-            typer.echo(f"{what}: {spark_line(values, min(values), max(values), width=width)} {ends}")
+            named = label.format(**row)
+            drawn.append((named, cut(named, max(free - WIDTH, WIDTH)), values, free, ends))
+    apart = any(short != named and text_width(short) < 2 * WIDTH for named, short, *_ in drawn)
+    for named, short, values, free, ends in drawn:
+        what = cut(named, table_width() - 1) + ":\n" if apart else f"{short}: "
+        width = max(WIDTH, min(3 * WIDTH, free if apart else free - text_width(short)))
+        typer.echo(f"{what}{spark_line(values, min(values), max(values), width=width)} {ends}")
 
 
 def _prints_blocks() -> bool:
