@@ -417,6 +417,7 @@ class PublishedTables:
         self._catalog = catalog
         self.launch = launch
         self._held: dict[tuple[int, ...], _Placement] = {}
+        self._table = functools.cache(lambda gpu: table_for(catalog, gpu))
 
     @functools.cached_property
     def _products(self) -> Operators:
@@ -451,7 +452,7 @@ class PublishedTables:
             gpu, sm = device_gpu(device)
             reasons[gpu] = why_never_served(
                 definition,
-                table_for(self._catalog, gpu),
+                self._table(gpu),
                 solutions,
                 gpu=gpu,
                 sm=sm,

@@ -16,8 +16,8 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import FunctionType
+from functools import cache, lru_cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,8 +98,11 @@ def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.Functio
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
     """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return None
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(_source(code))
     except (OSError, SyntaxError):
         return None
     function = tree.body[0] if tree.body else None
@@ -109,6 +112,12 @@ def parsed(forward: FunctionType) -> ast.FunctionDef | None:
         return None
     function.decorator_list = []
     return function
+
+
+@lru_cache(1024)
+def _source(code: CodeType) -> str:
+    """Return the source of a function. Reading it takes longer than all else of a patch, and a deep model asks often."""
+    return textwrap.dedent(inspect.getsource(code))
 
 
 def _forget_annotations(function: ast.FunctionDef) -> None:

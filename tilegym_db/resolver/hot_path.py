@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from threading import get_ident
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.errors import UsageError
@@ -157,10 +159,16 @@ def _compile(
     )
     namespace: dict[str, Any] = {f"_{name}": function for name, function in functions.items()}
     namespace |= {"_threads": threads, "_key_here": key_here}
-    exec(compile(source, f"<call site of {definition.name}>", "exec"), namespace)
+    exec(_code(source, definition.name), namespace)
     compiled: Callable[..., Any] = namespace["_call"]
     compiled.__name__ = compiled.__qualname__ = definition.name
     return compiled
+
+
+@lru_cache(1024)
+def _code(source: str, name: str) -> CodeType:
+    """Return compiled source, once for all layers of a model that make the same call."""
+    return compile(source, f"<call site of {name}>", "exec")
 
 
 def size_of(definition: Definition, axis: str) -> tuple[str, int]:

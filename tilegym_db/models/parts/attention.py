@@ -37,7 +37,7 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of, drawn_inputs
 from tilegym_db.models.rewrite import parsed
-from tilegym_db.models.upstream_code import fingerprint, undecorated
+from tilegym_db.models.upstream_code import fingerprint, once_per_function, undecorated
 from tilegym_db.records import Definition
 from tilegym_db.records.definition_parts import ModelCode
 
@@ -513,6 +513,7 @@ READ_OF_MODULE = {"num_key_value_groups", "is_causal", "layer_idx", "training"}
 CHECKED = {"dropout", "scaling", "is_causal", "output_attentions"}
 """The options that a call site checks itself."""
 HEAD_SIZE = 64
+NO_SOURCE = "it is no plain function with a source"
 
 
 def other_options(function: Any) -> frozenset[str] | str:
@@ -520,9 +521,16 @@ def other_options(function: Any) -> frozenset[str] | str:
 
     A call with such an option is one that no Definition describes. All other options have no effect.
     """
-    tree = parsed(function) if isinstance(function, FunctionType) and not hasattr(function, "__wrapped__") else None
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return NO_SOURCE
+    return _options_in(function)
+
+
+@once_per_function
+def _options_in(function: FunctionType) -> frozenset[str] | str:
+    tree = parsed(function)
     if tree is None:
-        return "it is no plain function with a source"
+        return NO_SOURCE
     module, *others = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     rest = tree.args.kwarg.arg if tree.args.kwarg else ""
     if len(others) < POSITIONAL - 1 or tree.args.vararg:
