@@ -113,8 +113,7 @@ def test_call_sites_whose_calls_never_match_leave_the_model(shop: Any, build: An
     run(model, ids, patch_handle.PATIENCE)
     assert wrapped(model) <= {"LlamaAttention", "LlamaForCausalLM"}  # single positions and the loss were never called
     reasons = {site.definition: site.reason for site in handle.report().sites}
-    never_called = ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy")
-    for definition in (*never_called, "kv_cache_concat"):
+    for definition in ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy"):
         assert reasons.pop(definition) == ""
     assert "float32" in reasons.pop("fused_linear_cross_entropy")  # its kernels are for other dtypes
     assert all("calls; it runs the model's own code" in reason for reason in reasons.values())
