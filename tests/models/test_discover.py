@@ -130,7 +130,6 @@ def test_discovery_changes_nothing_and_runs_no_hook(kernels: Catalog, build: Any
     assert {site.reason for site in handle.report().sites} == {"dry run"}
     assert {site.definition for site in handle.report().sites} == {
         "cross_entropy",
-        "fused_linear_cross_entropy",
         "rms_norm",
         "fused_add_rms_norm",
         "swiglu",

@@ -49,7 +49,6 @@ from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
 
 CHECK_FIRST = "first"
 """The value of ``check`` that has kernels checked at first calls."""
-NOT_STATED = "patch(model, {}=True) lets kernels serve it; its help says what changes"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class PatchOptions:
     graphs: bool = True
     check: str | None = None
     lock: str | Path | None = None
-    skip_logits: bool = False
 
 
 def patch(
@@ -82,7 +80,6 @@ def patch(
     graphs: bool = True,
     check: str | None = None,
     lock: str | Path | None = None,
-    skip_logits: bool = False,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -116,8 +113,6 @@ def patch(
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
         lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
-        skip_logits: the caller does not read the logits of training. If a kernel computes the loss from the hidden states, the
-            output has None for them. Without labels and in evaluation, it has them.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
@@ -125,7 +120,7 @@ def patch(
             a kernel of ``lock`` is missing, has changed or cannot run here.
         RecordError: ``lock`` is no lock.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock, skip_logits)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock)
     _undo_earlier(model)
     handle = patch_what_fits(model, options)
     if not handle.report().sites and not is_disabled():
@@ -270,9 +265,6 @@ def _sharing_a_forward(found: Sequence[ModuleGroup]) -> list[list[ModuleGroup]]:
 def _why_not(found: ModuleGroup, options: PatchOptions, served: PublishedTables) -> str:
     """Return the reason for a group to stay stock; empty if it is to be patched."""
     reason = found.reason or _why_left_out(found.definition, options, served)
-    asked = getattr(parts.part(found.kind), "OPTION", "")
-    if asked and not getattr(options, asked):
-        return reason or served.why_never_served(found) or NOT_STATED.format(asked)
     return reason or ("" if options.verify else served.why_never_served(found))
 
 
