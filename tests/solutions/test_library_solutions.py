@@ -113,7 +113,7 @@ def test_listed_member_of_a_library_has_a_stand_in_and_a_use() -> None:
 
 def test_baseline_without_its_library_is_left_out_by_package(tmp_path) -> None:
     plan = RunSetup.of("cpu", CATALOG, tmp_path).plan(Options(("softmax_flashinfer",), workload="tiny"))
-    assert [solution.name for item in plan.definitions for solution in item.timed] == ["softmax_stock"]
+    assert plan.definitions == []  # stock code alone would compare nothing
     (skipped,) = [item for item in plan.skipped if item.solution == "softmax_flashinfer"]
     fix = "pip install 'flashinfer-python>=0.7.2'"
     assert skipped.reason == f"needs flashinfer-python>=0.7.2, but it is not installed. Fix: {fix}"
