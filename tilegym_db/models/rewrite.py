@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from types import CodeType, FunctionType
+from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
-from tilegym_db.models.upstream_code import is_known_decorator, once_per_function, undecorated, without_checkpointing
+from tilegym_db.models.upstream_code import (
+    is_known_decorator,
+    once_per_function,
+    source_of,
+    undecorated,
+    without_checkpointing,
+)
 
 _uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 _callback_of_dynamo: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -98,12 +102,9 @@ def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.Functio
 
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
     """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
-        return None
     try:
-        tree = ast.parse(_source(code))
-    except (OSError, SyntaxError):
+        tree = ast.parse(source_of(forward))
+    except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0] if tree.body else None
     if not isinstance(function, ast.FunctionDef) or function.name != forward.__name__:
@@ -112,12 +113,6 @@ def parsed(forward: FunctionType) -> ast.FunctionDef | None:
         return None
     function.decorator_list = []
     return function
-
-
-@lru_cache(1024)
-def _source(code: CodeType) -> str:
-    """Return the source of a function. Reading it takes longer than all else of a patch, and a deep model asks often."""
-    return textwrap.dedent(inspect.getsource(code))
 
 
 def _forget_annotations(function: ast.FunctionDef) -> None:

@@ -55,9 +55,20 @@ def fingerprint(function: Any) -> str | None:
 
 
 @once_per_function
+def source_of(function: FunctionType) -> str:
+    """Return the text of a function without its indentation. A patch of a deep model asks often, and reading takes long.
+
+    Raises:
+        OSError: it has no source.
+        TypeError: it wraps an object that is no function.
+    """
+    return textwrap.dedent(inspect.getsource(function))
+
+
+@once_per_function
 def _of_source(function: FunctionType) -> str | None:
     try:
-        source = inspect.getsource(function)
+        source = source_of(function)
     except OSError:
         return None
     return source_fingerprint(source)
@@ -362,7 +373,7 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
     if hasattr(function, "__wrapped__"):
         return None
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        body = ast.parse(source_of(function)).body
     except (OSError, SyntaxError):
         return None
     return body[0] if body and isinstance(body[0], ast.FunctionDef) else None

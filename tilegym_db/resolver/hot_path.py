@@ -167,7 +167,7 @@ def _compile(
 
 @lru_cache(1024)
 def _code(source: str, name: str) -> CodeType:
-    """Return compiled source, once for all layers of a model that make the same call."""
+    """Compile source once for all call sites that have it, such as those of the layers of a model."""
     return compile(source, f"<call site of {name}>", "exec")
 
 
