@@ -17,12 +17,12 @@ import argparse
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -31,7 +31,6 @@ from tilegym_db.backends.stand_ins import pretend_device
 from tilegym_db.backends.toolchains import prepare_environment
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.records import Definition, Workload
-from tilegym_db.records.call import Call
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.shared_buffers import plan_slot, tensors_of_slot
 from tilegym_db.verification.cases import fuzz_cases
@@ -44,22 +43,9 @@ FREE_BYTES = 130 << 30
 """Free memory of an H200; a sixth of it is the limit of a large case."""
 
 
-@dataclass
-class Counter:
-    """The specialisations that launches asked for."""
-
-    keys: set[object] = field(default_factory=set)
-    launches: int = 0
-
-    def add(self, key: object) -> None:
-        """Count a launch; the key is that of the compiled code."""
-        self.launches += 1
-        self.keys.add(key)
-
-
 @contextlib.contextmanager
-def counting_triton(counter: Counter) -> Iterator[None]:
-    """Count what Triton would compile."""
+def counting_triton(keys: set[object]) -> Iterator[None]:
+    """Add the key of each specialisation that Triton would compile."""
     from triton.runtime.jit import JITFunction
 
     from tilegym_db.backends import triton
@@ -68,46 +54,38 @@ def counting_triton(counter: Counter) -> Iterator[None]:
         asm, metadata = {"cubin": b""}, SimpleNamespace(name=function.__name__, shared=0)
         return SimpleNamespace(hash=str((function.__module__, function.__name__, key)), asm=asm, metadata=metadata)
 
-    before = JITFunction._do_compile
-    JITFunction._do_compile = compile_nothing
-    try:
-        with triton.recording(TARGET) as recorder:
-            recorder.add = lambda artifact: counter.add(artifact.key)  # type: ignore[method-assign]
-            yield
-    finally:
-        JITFunction._do_compile = before
+    with (
+        patch.object(JITFunction, "_do_compile", compile_nothing),
+        triton.recording(TARGET) as recorder,
+        patch.object(recorder, "add", lambda artifact: keys.add(artifact.key)),
+    ):
+        yield
 
 
 @contextlib.contextmanager
-def counting_cutile(counter: Counter) -> Iterator[None]:
-    """Count what cuTile would compile."""
+def counting_cutile(keys: set[object]) -> Iterator[None]:
+    """Add the key of each specialisation that cuTile would compile."""
     from tilegym_db.backends import cutile
 
-    before = cutile.export_kernel
-    cutile.export_kernel = lambda *arguments, **options: None
-    try:
-        with cutile.recording(TARGET, "count") as recorder:
-            recorder.add = lambda artifact: counter.add(artifact.key)  # type: ignore[method-assign]
-            yield
-    finally:
-        cutile.export_kernel = before
+    with (
+        patch.object(cutile, "export_kernel", lambda *arguments, **options: None),
+        cutile.recording(TARGET, "count") as recorder,
+        patch.object(recorder, "add", lambda artifact: keys.add(artifact.key)),
+    ):
+        yield
 
 
 @contextlib.contextmanager
-def counting_tilelang(counter: Counter) -> Iterator[None]:
-    """Count what TileLang would compile; a kernel whose factory was called before is not counted again."""
+def counting_tilelang(keys: set[object]) -> Iterator[None]:
+    """Add the arguments of each factory whose kernel TileLang would compile."""
     from tilelang.jit import JITImpl
 
     def compile_nothing(factory: Any, *args: Any, **named: Any) -> Callable[..., None]:
         key = factory.func.__name__ if hasattr(factory.func, "__name__") else id(factory), args, tuple(named.items())
-        return lambda *arguments, **more: counter.add(repr(key))
+        return lambda *arguments, **more: keys.add(repr(key))
 
-    before = JITImpl.compile
-    JITImpl.compile = compile_nothing
-    try:
+    with patch.object(JITImpl, "compile", compile_nothing):
         yield
-    finally:
-        JITImpl.compile = before
 
 
 COUNTING = {"triton": counting_triton, "cutile": counting_cutile, "tilelang": counting_tilelang}
@@ -121,15 +99,10 @@ def arguments_of(definition: Definition, case: Case) -> list[Any]:
     return [given[name] for name in (*definition.inputs, *definition.written_outputs)]
 
 
-@dataclass(frozen=True)
-class Calls:
-    """The calls that one promotion makes for one dtype binding, by phase."""
-
-    phases: Mapping[str, Sequence[Case]]
-
-
-def calls_of(handle: WorkerHandle, workloads: Sequence[Workload], workload: Workload, seed: int) -> Calls:
-    """Draw the calls for the dtypes of a Workload."""
+def calls_of(
+    handle: WorkerHandle, workloads: Sequence[Workload], workload: Workload, seed: int
+) -> dict[str, Sequence[Case]]:
+    """Draw the calls by phase that one promotion makes for the dtypes of a Workload."""
     definition, record = handle.definition, handle.solution.record
     dtypes, scalars = definition.bind_dtypes(workload.dtypes), workload.scalars()
     anchors = [one.axes for one in workloads]
@@ -143,21 +116,17 @@ def calls_of(handle: WorkerHandle, workloads: Sequence[Workload], workload: Work
     other = in_other_dtypes(handle, equal[:2], drawn)
     judged = [shapes[size] for size in (*pairs, *pairs.values())] + equal + other
     own = [
-        Case(
-            Call(definition.name, definition.bind_axes(one.axes), dict(dtypes), dict(one.layouts), one.scalars()),
-            seed=0,
-        )
+        Case.of_workload(definition, one, distribution="normal", seed=0)
         for one in workloads
         if definition.bind_dtypes(one.dtypes) == dtypes
     ]
-    found = {
+    return {
         "fuzz": cases,
         "large": [one.case for one in large],
         "judged": judged,
         "shapes": [*shapes.values()],
         "own": own,
     }
-    return Calls(found)
 
 
 def count(solution: SolutionFiles, definition: Definition, workloads: Sequence[Workload], seed: int) -> dict[str, Any]:
@@ -173,9 +142,9 @@ def count(solution: SolutionFiles, definition: Definition, workloads: Sequence[W
     ]
     calls = calls_of(handle, supported, supported[0], seed)
     keys, errors = dict[str, set[object]](), dict[str, str]()
-    for phase, cases in calls.phases.items():
-        counter = Counter()
-        with COUNTING[record.spec.language](counter), pretend_device(TARGET):
+    for phase, cases in calls.items():
+        keys[phase] = set()
+        with COUNTING[record.spec.language](keys[phase]), pretend_device(TARGET):
             entry = load_entry(solution)
             for case in cases:
                 try:
@@ -183,11 +152,10 @@ def count(solution: SolutionFiles, definition: Definition, workloads: Sequence[W
                 except Exception as error:  # counted elsewhere: a promotion reports it
                     errors.setdefault(f"{phase} {type(error).__name__}", f"{error} at {case}"[:200])
             unload_entry(solution)
-        keys[phase] = counter.keys
     keys["gates"] = keys["fuzz"] | keys["large"] | keys["judged"]
     keys["all"] = keys["gates"] | keys["own"]
     counts = {phase: len(found) for phase, found in keys.items()}
-    return {"phases": counts, "calls": {phase: len(cases) for phase, cases in calls.phases.items()}, "errors": errors}
+    return {"phases": counts, "calls": {phase: len(cases) for phase, cases in calls.items()}, "errors": errors}
 
 
 def main() -> None:
