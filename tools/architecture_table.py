@@ -1,4 +1,4 @@
-"""Write docs/architectures.csv: for every architecture of transformers, recognised call sites, and a patched run beside stock.
+"""Write docs/architectures.csv, with the recognised call sites of each architecture and a patched run beside stock.
 
 A small random model of each architecture runs on the CPU in float32, as it is and patched. Every call site is forced to take a
 kernel that computes what stock code does. So a difference between the two runs is an error of a call site and not of a kernel.
@@ -168,11 +168,11 @@ def result(error: float, again: float = 0.0) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table as CSV, one line for each architecture that ran."""
+    """Return the rows of architectures that ran as CSV."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
-    for one in sorted((one for one in rows if "problem" not in one), key=lambda one: one["architecture"]):
+    for one in sorted(rows, key=lambda one: one["architecture"]):
         sites = ", ".join(f"{name} {count}" for name, count in one["sites"].items()) or "none"
         after = result(one["after"], one["again"]) if one["classes"] else "other classes"
         forced = result(one["forced"], one["again"])
@@ -180,11 +180,10 @@ def table(rows: list[Row]) -> str:
     return text.getvalue()
 
 
-def summary(rows: list[Row]) -> str:
-    """Return what the page says of all architectures."""
+def summary(good: list[Row], failed: int) -> str:
+    """Return the sentences of the page on the rows of architectures that ran, and the number of those that did not."""
     import transformers
 
-    good = [one for one in rows if "problem" not in one]
     return SUMMARY.format(
         version=transformers.__version__,
         total=len(good),
@@ -193,7 +192,7 @@ def summary(rows: list[Row]) -> str:
         close=sum(0 < one["forced"] <= CLOSE for one in good),
         bound=CLOSE,
         exact=sum(one["after"] <= one["again"] and one["classes"] for one in good),
-        failed=len(rows) - len(good),
+        failed=failed,
     )
 
 
@@ -206,8 +205,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.write:
         rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
-        TABLE.write_text(table(rows), encoding="utf-8")
-        PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), "architectures", summary(rows)), encoding="utf-8")
+        good = [one for one in rows if "problem" not in one]
+        TABLE.write_text(table(good), encoding="utf-8")
+        text = summary(good, len(rows) - len(good))
+        PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), "architectures", text), encoding="utf-8")
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ GPU = "cuda:0"
 
 
 class PretendedGpu:
-    """The calls of ``torch.cuda`` so far, each with whether the main thread made it, and the bytes that PyTorch keeps."""
+    """The calls of ``torch.cuda`` by the main thread, those by other threads, and the bytes that PyTorch keeps."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

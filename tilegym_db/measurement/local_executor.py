@@ -260,7 +260,7 @@ def verify_batch(
 
 
 def _is_open(workload_run: WorkloadRun) -> bool:
-    """Return False if every runner that is planned for itself is known to fail there: then nothing is drawn or compared."""
+    """Return True unless every runner that is planned for itself is known to fail. Then nothing is drawn or compared."""
     asked = [runner for runner in workload_run.runners if workload_run.is_asked(runner)]
     return any(_decided(runner, workload_run.workload) is None for runner in asked) or not asked
 

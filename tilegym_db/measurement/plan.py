@@ -417,7 +417,7 @@ def _why_untimed(solution: SolutionFiles, machine: Machine, lacks: Unavailable) 
 
 
 def _is_named(solution: SolutionFiles, options: Options) -> bool:
-    """Return False for stock code that others were named beside: it is measured where one of them passes."""
+    """Return False for stock code if only other Solutions are named. It is measured where one of them passes."""
     record, names = solution.record, {*options.names}
     return record.spec.provides != "stock" or not names or not names.isdisjoint({record.name, record.definition})
 

@@ -168,6 +168,7 @@ class _Large:
     def _sizes(self, kinds: Sequence[str], number: int) -> dict[str, int]:
         """Return sizes of all axes: those of earlier cases of these kinds if there are enough sets of them, or new ones."""
         shared = self.shared.get(kinds, [])
+        # The first tries of each half take shared sizes. New ones follow if no case within the bounds has those.
         if len(shared) == _SIZES_OF_OTHERS and number % (_LARGE_TRIES // 2) < _SIZES_OF_OTHERS:
             return self.generator.choice(shared)
         small = [size for kind in kinds for size in SIZES[kind]]
