@@ -38,17 +38,23 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @triton.jit
 def _rows(x, batch, head, start, b_stride, h_stride, row_stride, size, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-          BY_TMA: tl.constexpr):  # fmt: skip
-    """Load rows from ``start`` on; zeros past ``size`` and past D."""
+          BY_TMA: tl.constexpr, TRANSPOSED: tl.constexpr = False):  # fmt: skip
+    """Load rows from ``start`` on, or their transpose; zeros past ``size`` and past D."""
     if BY_TMA:
         tile = x.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
+        if TRANSPOSED:
+            tile = tile.T
     else:
+        # A tile that is transposed after it was loaded like this is multiplied wrongly (Triton 3.6).
         rows = start + tl.arange(0, ROWS)
         cols = tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < size) & (cols[None, :] < D)
-        place = tl.cast(batch, tl.int64) * b_stride + tl.cast(head, tl.int64) * h_stride
-        places = place + rows.to(tl.int64)[:, None] * row_stride
-        tile = tl.load(x + places + cols[None, :], mask=inside, other=0.0)
+        x += tl.cast(batch, tl.int64) * b_stride + tl.cast(head, tl.int64) * h_stride
+        if TRANSPOSED:
+            inside = (rows[None, :] < size) & (cols[:, None] < D)
+            tile = tl.load(x + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
+        else:
+            inside = (rows[:, None] < size) & (cols[None, :] < D)
+            tile = tl.load(x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
     return tile
 
 
@@ -75,18 +81,18 @@ def _attend(
         row, split = unit // splits, unit % splits
         batch, head = row // Hkv, row % Hkv
         start = (split * steps + step) * BLOCK_N
-        queries = _rows(q, batch, head, 0, q_b, q_kv, q_h, group, D, BLOCK_G, BLOCK_D, BY_TMA)
+        queries = _rows(q, batch, head, 0, q_b, q_kv, q_h, group, D, BLOCK_G, BLOCK_D, BY_TMA, True)
         keys = _rows(k, batch, head, start, k_b, k_h, k_s, L, D, BLOCK_N, BLOCK_D, BY_TMA)
-        values = _rows(v, batch, head, start, v_b, v_h, v_s, L, D, BLOCK_N, BLOCK_D, BY_TMA)
+        values = _rows(v, batch, head, start, v_b, v_h, v_s, L, D, BLOCK_N, BLOCK_D, BY_TMA, True)
         # What earlier tiles of the unit before would add is worth nothing at the first step.
         kept = tl.where(step == 0, 0.0, 1.0)
         largest = tl.where(step == 0, NOTHING, largest)
-        scores = tl.dot(keys, queries.T) * scale
+        scores = tl.dot(keys, queries) * scale
         scores = tl.where((start + places)[:, None] < L, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 0))
         weights = tl.exp2(scores - new_largest[None, :])
         shrink = tl.exp2(largest - new_largest) * kept
-        acc = tl.dot(values.T, weights.to(values.dtype), acc * shrink[None, :])
+        acc = tl.dot(values, weights.to(values.dtype), acc * shrink[None, :])
         sums = sums * shrink + tl.sum(weights, 0)
         largest = new_largest
         if step == steps - 1:

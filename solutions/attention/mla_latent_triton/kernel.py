@@ -1,7 +1,7 @@
 """Latent attention of one position, Triton: each latent is read once for up to 64 heads, as key and as value.
 
 Few heads are columns of the products, whose rows are keys: the fast instructions have 64 rows and as few as 8 columns. Many heads
-are rows. Positions are split among programs, and a second kernel joins the parts.
+are rows, and so are few where rows of latents begin anywhere. Positions are split among programs, and a second kernel joins the parts.
 """
 
 import torch
@@ -13,7 +13,7 @@ LOG2_E = 1.4426950408889634
 NOTHING = tl.constexpr(-1.0e30)
 """The largest score of a head that has seen no key: finite, so that no difference of two is NaN."""
 FEW_HEADS = 32
-"""Up to so many heads of a program are columns."""
+"""Up to so many heads of a program are columns, where latents come by the tensor memory accelerator."""
 MOST_HEADS = 64
 MOST_SPLITS = 64
 
@@ -167,12 +167,13 @@ def run(
         return
     block_h = max(16, min(MOST_HEADS, 1 << (H - 1).bit_length()))
     groups = -(-H // block_h)
-    by_keys = block_h <= FEW_HEADS
+    by_tma = _is_addressable(kv_nope) and _is_addressable(k_rot)
+    # Without copies ahead of the loop, the compiler (Triton 3.6) multiplies transposed keys wrongly.
+    by_keys = block_h <= FEW_HEADS and by_tma
     block_r, block_e = max(16, 1 << (R - 1).bit_length()), max(16, 1 << (E - 1).bit_length())
     block_n = 64
     heads = B * H
     splits, tiles = _spans(B * groups, -(-L // block_n), PROGRAMS)
-    by_tma = _is_addressable(kv_nope) and _is_addressable(k_rot)
     latents, rotated = kv_nope, k_rot
     if by_tma:
         latents, rotated = _tiles(kv_nope, block_n, block_r), _tiles(k_rot, block_n, block_e)

@@ -15,6 +15,8 @@ def decode(
 
     Slots without a position are zeros in the copies: a weight of zero times NaN would be NaN.
     """
+    if q.data_ptr() % 16:
+        q = q.clone()  # cuDNN fails on a query at such an address
     places = torch.arange(table.shape[1] * k_cache.shape[1], device=q.device)
     seen = places < lengths[:, None]
     pages = torch.where(seen[:, :: k_cache.shape[1]], table, 0)

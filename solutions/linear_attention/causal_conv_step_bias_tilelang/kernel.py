@@ -11,8 +11,9 @@ WIDTH = 4
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def update_kernel(D, dtype, vec, threads):
-    """Compile for D channels, of which a thread has `vec`."""
+def update_kernel(D, dtype, vec, aligned, threads):
+    """Compile for D channels, of which a thread has `vec`; `aligned` if whole states and weights may be accessed at once."""
+    of_states = T.vectorized if aligned else T.unroll
     N = T.dynamic("N", "int64")
     exact = dtype == torch.float32  # else the cast to T hides the last bits of the fast exponential and reciprocal
 
@@ -40,11 +41,11 @@ def update_kernel(D, dtype, vec, threads):
             total = T.alloc_local((vec,), "float32")
 
             if first < N:
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     inputs[v] = state[first * WIDTH + v]
                 for v in T.vectorized(vec):
                     newest[v] = x[first + v]
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     weights[v] = weight[first % D * WIDTH + v]
                 for v in T.vectorized(vec):
                     biases[v] = bias[first % D + v]
@@ -52,7 +53,7 @@ def update_kernel(D, dtype, vec, threads):
                     for j in T.unroll(WIDTH - 1):
                         shifted[v * WIDTH + j] = inputs[v * WIDTH + j + 1]
                     shifted[v * WIDTH + WIDTH - 1] = newest[v]
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     state[first * WIDTH + v] = shifted[v]
                 for v in T.unroll(vec):
                     total[v] = 0.0
@@ -91,5 +92,7 @@ def run(
     # The widest power of two that divides the channels and all addresses, of x and of the states.
     bits = D | 16 // (itemsize * WIDTH) | (x.data_ptr() | out.data_ptr() | bias.data_ptr()) // itemsize
     bits |= (conv_state.data_ptr() | weight.data_ptr()) // (itemsize * WIDTH)
-    kernel = update_kernel(D, dtype, bits & -bits, threads)
+    aligned = (conv_state.data_ptr() | weight.data_ptr()) % 16 == 0
+    vec = bits & -bits if aligned else 1
+    kernel = update_kernel(D, dtype, vec, aligned, threads)
     kernel(x.view(-1), conv_state.view(-1), weight.view(-1), bias, out.view(-1))

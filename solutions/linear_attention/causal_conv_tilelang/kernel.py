@@ -172,8 +172,9 @@ def run_causal_conv1d_bias(
 
 @functools.cache
 @tilelang.jit(pass_configs={"tl.enable_lower_ldgstg": True})
-def update_kernel(D, dtype, vec, threads):
-    """Compile for D channels, of which a thread has `vec`."""
+def update_kernel(D, dtype, vec, aligned, threads):
+    """Compile for D channels, of which a thread has `vec`; `aligned` if whole states and weights may be accessed at once."""
+    of_states = T.vectorized if aligned else T.unroll
     N = T.dynamic("N", "int64")
     exact = dtype == torch.float32
 
@@ -195,17 +196,17 @@ def update_kernel(D, dtype, vec, threads):
             total = T.alloc_local((vec,), "float32")
 
             if first < N:
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     inputs[v] = state[first * WIDTH + v]
                 for v in T.vectorized(vec):
                     newest[v] = x[first + v]
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     weights[v] = weight[first % D * WIDTH + v]
                 for v in T.unroll(vec):
                     for j in T.unroll(WIDTH - 1):
                         shifted[v * WIDTH + j] = inputs[v * WIDTH + j + 1]
                     shifted[v * WIDTH + WIDTH - 1] = newest[v]
-                for v in T.vectorized(vec * WIDTH):
+                for v in of_states(vec * WIDTH):
                     state[first * WIDTH + v] = shifted[v]
                 for v in T.unroll(vec):
                     total[v] = 0.0
@@ -237,4 +238,7 @@ def run_causal_conv1d_update(
     # The widest power of two that divides the channels and all addresses, of x and of the states.
     bits = D | 16 // (itemsize * WIDTH) | (x.data_ptr() | out.data_ptr()) // itemsize
     bits |= (conv_state.data_ptr() | weight.data_ptr()) // (itemsize * WIDTH)
-    update_kernel(D, dtype, bits & -bits, threads)(x.view(-1), conv_state.view(-1), weight.view(-1), out.view(-1))
+    aligned = (conv_state.data_ptr() | weight.data_ptr()) % 16 == 0
+    vec = bits & -bits if aligned else 1
+    kernel = update_kernel(D, dtype, vec, aligned, threads)
+    kernel(x.view(-1), conv_state.view(-1), weight.view(-1), out.view(-1))
