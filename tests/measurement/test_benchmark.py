@@ -11,8 +11,8 @@ from verdicts import conclusive
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError
-from tilegym_db.measurement.benchmark import bench, verify
-from tilegym_db.measurement.plan import BenchReport
+from tilegym_db.measurement.benchmark import bench, tiers_of, verify
+from tilegym_db.measurement.plan import BenchReport, Options
 from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.records import Trace
 from tilegym_db.store.connection import open_store
@@ -186,6 +186,21 @@ def test_bench_can_promote_what_passed_in_one_go(catalog, tmp_path):
     report = bench(("row_scale_stock",), devices="cpu", quick=True, verify=True, catalog=catalog, store_home=tmp_path)
     tiers = [(trace.tier, trace.status) for trace in report.traces if trace.status != "UNSUPPORTED"]
     assert tiers == [("screen", "PASSED"), ("promotion", "PASSED")]
+
+
+@pytest.mark.parametrize(
+    ("then_verify", "on_gpu", "quick", "omits", "tiers"),
+    [
+        (False, True, False, False, ("screen",)),
+        (True, True, False, False, ("promotion",)),
+        (True, False, False, False, ("screen", "promotion")),
+        (True, True, True, False, ("screen", "promotion")),
+        (True, True, False, True, ("screen", "promotion")),
+    ],
+)
+def test_only_a_gpu_verifies_without_a_screen(then_verify, on_gpu, quick, omits, tiers):
+    options = Options((), None, None, quick)
+    assert tiers_of(options, then_verify=then_verify, on_gpu=on_gpu, omits=omits) == tiers
 
 
 def test_promotion_is_refused_where_workers_cannot_be_confined(catalog, tmp_path, monkeypatch):

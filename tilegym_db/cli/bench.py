@@ -92,7 +92,9 @@ def bench_command(
     workload: WorkloadGlob = None,
     quick: Quick = False,
     force: Force = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Then verify what passed (see verify).")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Then verify what passed (see verify); on a GPU, verify at once.")
+    ] = False,
     allow_unsandboxed: AllowUnsandboxed = False,
     times: Times = None,
     as_json: TraceLines = False,

@@ -28,7 +28,15 @@ from tilegym_db.measurement.devices.pool import Callbacks, DevicePool
 from tilegym_db.measurement.drafts import catalog_with_drafts
 from tilegym_db.measurement.local_executor import LocalExecutor
 from tilegym_db.measurement.machine import Machine, leaving_processors
-from tilegym_db.measurement.plan import BenchReport, Options, Plan, current_best_alone, names_of, refuse_omitting
+from tilegym_db.measurement.plan import (
+    BenchReport,
+    Options,
+    Plan,
+    current_best_alone,
+    names_of,
+    omitting,
+    refuse_omitting,
+)
 from tilegym_db.measurement.run_setup import Observer, RunContext, RunSetup, timing_budget
 from tilegym_db.measurement.timing import TimingBudget
 from tilegym_db.paths import scratch_folder
@@ -90,7 +98,8 @@ def bench(
             must match.
         quick: few workloads and few samples.
         force: also measure pairs that already have a trace.
-        verify: then verify what passed, as :func:`verify` does; the report contains its traces. Not for a function or path.
+        verify: then verify what passed, as :func:`verify` does; on a GPU, verify at once. The report contains its traces. Not
+            for a function or path.
         allow_unsandboxed: verify every source even if this machine cannot confine a worker; such traces are marked and
             never published. Without it, such a machine verifies only sources that the package ships, for its own user.
         catalog: the records; the shipped ones and the user's overlay by default.
@@ -187,15 +196,34 @@ def run_tiers(
         setup = _prepared(pool, devices.gpu, catalog, store_home)
         limits = _limits(setup, options, pool) if confined else None
         confined = confined and limits is None
-        if options.tier == "promotion":
+        first, *others = tiers_of(
+            options,
+            then_verify=then_verify,
+            on_gpu=setup.machine.is_gpu,
+            omits=bool(omitting(setup.catalog, options.names)),
+        )
+        if first == "promotion":
             refuse_omitting(setup.catalog, options.names)
-        report = _run(setup, options, watch, pool, limits, confined=confined)
-        if then_verify and not report.interrupted:
-            final = replace(options, tier="promotion")
+        report = _run(setup, replace(options, tier=first), watch, pool, limits, confined=confined)
+        for tier in () if report.interrupted else others:
+            final = replace(options, tier=tier)
             report = report.followed_by(_run(setup, final, watch, pool, limits, confined=confined))
     if limits is not None:
         report.notes.append(sandbox_note(setup.machine, limits))
     return report
+
+
+def tiers_of(
+    options: Options, *, then_verify: bool, on_gpu: bool, omits: bool
+) -> tuple[Literal["screen", "promotion"], ...]:
+    """Return the tiers to run, in order.
+
+    A verification on a GPU goes without a screen: it finds a wrong kernel as soon, and its cases include those of a screen. On a
+    CPU, kernels of tile languages have nothing but a screen. ``omits``: a named Solution omits an output, and is only screened.
+    """
+    if not then_verify:
+        return (options.tier,)
+    return ("promotion",) if on_gpu and not options.quick and not omits else ("screen", "promotion")
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:

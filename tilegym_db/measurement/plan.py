@@ -245,12 +245,15 @@ def make_plan(
 
 def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
     """Raise :class:`UsageError` if a name to verify is a Solution that omits an output."""
+    for name, reason in omitting(catalog, names).items():
+        raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
+
+
+def omitting(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
+    """Return the named Solutions that omit an output, each with the reason why it is not timed."""
     solutions = catalog.solutions_among(names)
-    for name in names:
-        found = solutions.get(name)
-        reason = why_not_timed(name, found.record.spec.omits) if found is not None else None
-        if reason is not None:
-            raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
+    reasons = {name: why_not_timed(name, solutions[name].record.spec.omits) for name in names if name in solutions}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def current_best_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,6 +107,13 @@ def _may_be_ill_conditioned(
     wrong = round((1.0 - verdict.matched_ratio) * elements)
     moved = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
     return verdict.gate in _GATES and wrong <= max(1, int(share * elements)) and moved + elements <= MAX_ELEMENTS
+
+
+def may_be_moved(definition: Definition, axes: Mapping[str, int]) -> bool:
+    """Return True if the numbers of a call and of each output are few enough for evaluations of moved inputs."""
+    inputs = sum(math.prod(definition.shape_of(name, axes)) for name in definition.tensor_inputs)
+    outputs = (math.prod(definition.shape_of(name, axes)) for name in definition.outputs)
+    return inputs + max(outputs, default=0) <= MAX_ELEMENTS
 
 
 class Uncertainties:

@@ -17,7 +17,8 @@ from tilegym_db.records import Definition, Workload
 from tilegym_db.records.case import Case
 from tilegym_db.sandbox.limits import available_memory
 from tilegym_db.sandbox.shared_buffers import plan_slot
-from tilegym_db.verification.distributions import BLANK, RANGES, VARIED, allowed_modifiers, vary_scalars
+from tilegym_db.verification.conditioning import may_be_moved
+from tilegym_db.verification.distributions import BLANK, RANGES, ROW_SCALE, VARIED, allowed_modifiers, vary_scalars
 from tilegym_db.verification.expected import OracleCase, make_oracle_case, make_oracle_cases
 from tilegym_db.verification.inputs import BlobReader, draws_noise, draws_spread, spreads_otherwise
 from tilegym_db.verification.phases import MAKE_ORACLE, ORACLE, Phases
@@ -26,7 +27,9 @@ SLOW_ORACLE_S = 0.5
 """Seconds of an oracle above which those of several contents are evaluated together."""
 MAX_FRESH_AT_ONCE = 8
 
-CONTENT_SETS = ("normal", "row_scale", "outliers", "small_integers")
+CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
+
+_NEVER_TOO_LARGE = tuple(name for name in CONTENT_SETS if name != ROW_SCALE)
 
 # The seeds of one run are one secret number plus these offsets, so that no two cases share contents.
 _OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
@@ -154,7 +157,7 @@ class WorkloadContents:
         contents._check_memory()
         others = unusual_distributions(definition, workload, seed)
         for kept, distributions, typical, offset in (
-            (contents.sets, CONTENT_SETS[:1] if contents.is_fixed else CONTENT_SETS, True, _OWN_SHAPE),
+            (contents.sets, contents._distributions(), True, _OWN_SHAPE),
             (contents.unusual, others, False, _UNUSUAL),
         ):
             cases = [
@@ -172,6 +175,17 @@ class WorkloadContents:
             scalars = vary_scalars(definition, case.call.scalars, VARIED, case.seed)
             contents.other = cache.once(replace(case, call=replace(case.call, scalars=scalars)))
         return contents
+
+    def _distributions(self) -> tuple[str, ...]:
+        """Return the content sets of the workload's own shape.
+
+        Rows far apart in scale leave a few elements among millions that are right only within what moving the inputs shows.
+        A call that is too large to be moved goes without them; fuzz cases have them at smaller shapes.
+        """
+        if self.is_fixed:
+            return CONTENT_SETS[:1]
+        axes = self._case(CONTENT_SETS[0], _OWN_SHAPE).call.axes
+        return CONTENT_SETS if may_be_moved(self.definition, axes) else _NEVER_TOO_LARGE
 
     @property
     def verified(self) -> list[OracleCase]:

@@ -22,11 +22,13 @@ STEPS = "code_steps"
 """Contents for operators that return codes: group maxima near a code times a power of two, and values between two codes."""
 VARIED = "varied"
 """A different distribution for every input (:func:`tilegym_db.verification.distributions.styles_of`)."""
-REFERENCE_MAY_FAIL = frozenset({"max_quarter", "row_scale"})
+ROW_SCALE = "row_scale"
+"""Rows of scales that differ by orders of magnitude."""
+REFERENCE_MAY_FAIL = frozenset({"max_quarter", ROW_SCALE})
 """Distributions on which the reference as written may overflow, so that the case is dropped."""
 MASSIVE = "massive"
 """Modifier on which it may overflow too (:func:`may_overflow`)."""
-ILL_CONDITIONED = frozenset({"row_scale", "outliers", "max_quarter"})
+ILL_CONDITIONED = frozenset({ROW_SCALE, "outliers", "max_quarter"})
 """Contents whose range alone makes an operator ill-conditioned; scalars must not grow with them."""
 EXTREME = frozenset({"large", "channels", "shifted"})
 """Contents that at most one input of a call has."""
@@ -203,7 +205,7 @@ def plant(value: torch.Tensor, generator: torch.Generator, specials: tuple[str, 
 
 DISTRIBUTIONS: dict[str, Draw] = {
     "normal": _normal,
-    "row_scale": _row_scale,
+    ROW_SCALE: _row_scale,
     "outliers": _outliers,
     EXACT: _small_integers,
     "constant_rows": _constant_rows,
