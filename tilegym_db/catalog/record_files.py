@@ -572,6 +572,11 @@ def shipped_file() -> Path:
     return shipped_root() / "solutions" / FILE_NAME
 
 
+def recall_shipped_sources() -> None:
+    """Load the headers that come with the package, which take 3 ms to read and the sources themselves more than a second."""
+    recall_headers(_shipped(shipped_file()))
+
+
 @contextmanager
 def keeping_parsed_sources(home: Path) -> Iterator[None]:
     """Load the headers of sources that earlier commands parsed; save the new ones after the block.
@@ -579,7 +584,7 @@ def keeping_parsed_sources(home: Path) -> Iterator[None]:
     Without a home folder nothing is saved. If two processes save at once, one of the two files stays, complete.
     """
     path = home / FILE_NAME
-    shipped, known = _read(shipped_file(), ANY_PARSER), _read(path, PARSER)
+    shipped, known = _shipped(shipped_file()), _read(path, PARSER)
     recall_headers({**known, **shipped})
     yield
     found = {key: text for key, text in headers_of_large_sources().items() if key not in shipped}
@@ -590,6 +595,11 @@ def keeping_parsed_sources(home: Path) -> Iterator[None]:
         content = json.dumps({"parser": PARSER, "headers": {}}).encode()
     with suppress(TilegymDBError):
         write_atomically(path, content)
+
+
+@lru_cache(maxsize=4)
+def _shipped(path: Path) -> dict[str, str]:
+    return _read(path, ANY_PARSER)
 
 
 def _read(path: Path, parser: str) -> dict[str, str]:
