@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -108,6 +109,30 @@ def busy_machine_decides() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGYM_DB_MAX_WAITING", "inf")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
+    """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
+    from tilegym_db.store import connection, statements
+    from tilegym_db.store.database import Store, connect
+
+    folder = tmp_path_factory.mktemp("stores")
+    made: dict[tuple[object, ...], Path] = {}
+    make = connection.new_store
+
+    def copied(path: Path) -> Store:
+        state = (statements.SCHEMA_VERSION, statements.schema_sql(), statements.tables_and_views_sql())
+        if state not in made:
+            first = folder / f"{len(made)}.duckdb"
+            make(first).close()
+            made[state] = first
+        shutil.copyfile(made[state], path)
+        return Store(path, connect(path, read_only=False, timeout_s=0.0), read_only=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "new_store", copied)
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import ANY_PARSER, FILE_NAME, keeping_parsed_sources, shipped_file
 from tilegym_db.errors import RecordError
 from tilegym_db.paths import shipped_root
+from tilegym_db.records import python_source
 from tilegym_db.records.python_source import (
     LARGE,
     forget_sources,
@@ -102,15 +103,29 @@ def test_nothing_is_written_without_a_usable_home(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).is_dir()
 
 
-def test_packaged_sources_are_what_parsing_finds_and_nearly_all() -> None:
+def test_packaged_sources_are_what_parsing_finds_and_nearly_all(tmp_path: Path, ship: Callable[[Path], Path]) -> None:
     content = json.loads(shipped_file().read_bytes())
     shipped = content["headers"]
     assert content["parser"] == ANY_PARSER
-    _ = Catalog((shipped_root(),)).solutions  # parses all, since nothing was recalled
+    catalog = Catalog((shipped_root(),))
+    ship(tmp_path / "nothing")
+    _ = catalog.solutions  # parses all, since nothing was recalled
     found = headers_of_large_sources()
     known = found.keys() & shipped.keys()
     assert {key: found[key] for key in known} == {key: shipped[key] for key in known}
     assert len(known) > 0.75 * len(found), "run: python tools/write_parsed_sources.py"
+
+
+def test_a_catalog_parses_no_shipped_source_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog((shipped_root(),))
+    known = json.loads(shipped_file().read_bytes())["headers"].keys()
+    parsed: list[str] = []
+    found = python_source._functions
+    monkeypatch.setattr(python_source, "_functions", lambda text, key="": (parsed.append(key), found(text, key))[1])
+    for definition in ("rms_norm", "gemm"):
+        assert catalog.solutions_for(definition)
+    assert len(parsed) > 4
+    assert not known & set(parsed)
 
 
 def test_new_home_parses_no_shipped_source_and_keeps_its_own(tmp_path: Path) -> None:

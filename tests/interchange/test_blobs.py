@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -74,15 +75,21 @@ def family(shipped: Catalog, tmp_path: Path) -> Path:
 
 
 def planned(shipped: Catalog) -> list[Blob]:
-    """The smallest blob of every shipped Definition that needs any."""
+    """A blob of every shipped Definition that needs any: of the Workload whose inputs are the smallest, as all are drawn."""
     found: dict[str, Blob] = {}
-    for item in shipped.all_workloads():
+    for item in sorted(shipped.all_workloads(), key=lambda item: elements(shipped.definition(item.definition), item)):
         source = shipped.definition(item.definition)
-        if not item.layout_classes(source):
+        if source.name not in found and not item.layout_classes(source):
             blob = blob_of(source, item, source.bind_dtypes(item.dtypes), "blob", item.definition)
             if blob is not None:
-                found[source.name] = min(found.get(source.name, blob), blob, key=lambda blob: blob.nbytes)
+                found[source.name] = blob
     return list(found.values())
+
+
+def elements(definition: Definition, workload: Workload) -> int:
+    """The number of elements of all inputs."""
+    axes = definition.bind_axes(workload.axes)
+    return sum(math.prod(definition.shape_of(name, axes)) for name in definition.tensor_inputs)
 
 
 # -- which inputs, and what is in them ----------------------------------------------------------------------------------------

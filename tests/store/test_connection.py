@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import duckdb
@@ -18,7 +18,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import FILE_NAME as PARSED_SOURCES
 from tilegym_db.errors import StoreError
 from tilegym_db.published.input_files import packed, trace_lines
-from tilegym_db.store import database
+from tilegym_db.store import connection, database
 from tilegym_db.store.connection import ingest, open_store, rebuild
 from tilegym_db.store.database import LOCK_TIMEOUT_S, ROW_GROUP_SIZE
 from tilegym_db.store.journal import Journal
@@ -33,6 +33,12 @@ connection = duckdb.connect(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def stores_are_made(make_store: Callable[[Path], database.Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files' stores begin as copies."""
+    monkeypatch.setattr(connection, "new_store", make_store)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tilegym_db.catalog.record_files import (
     misplaced,
     name_at,
     of_family_file,
+    recall_shipped_sources,
     record_paths,
     visible,
     warn_once,
@@ -273,7 +274,8 @@ class CatalogReader:
 
     @cached_property
     def _sources(self) -> dict[Path, bytes]:
-        """Path -> bytes of every source that was read."""
+        """Path -> bytes of every source that was read. Before the first one, the headers of shipped sources are recalled."""
+        recall_shipped_sources()
         return {}
 
     # -- broken records -----------------------------------------------------------------------------------------------

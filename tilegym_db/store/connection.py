@@ -40,7 +40,7 @@ from tilegym_db.store.database import (
     write_ahead_log,
     writer_lock,
 )
-from tilegym_db.store.fingerprints import fingerprints, outdated
+from tilegym_db.store.fingerprints import fingerprints, outdated, views_fingerprint
 from tilegym_db.store.imported import sync_imported
 from tilegym_db.store.journal import journal_files
 from tilegym_db.store.loading import (
@@ -271,7 +271,7 @@ def create_database(
     staging = path.with_name(f".{path.name}.new")
     try:
         remove_database(staging)  # left by a killed process
-        with Store(staging, connect(staging, read_only=False, timeout_s=0.0), read_only=False) as store:
+        with new_store(staging) as store:
             report = _fill(store, path, catalog, history, keep_traces)
         write_ahead_log(path).unlink(missing_ok=True)  # it must not be replayed into the new file
         staging.replace(path)
@@ -282,12 +282,25 @@ def create_database(
     return report
 
 
+def new_store(path: Path) -> Store:
+    """Create a database with all tables and views and no rows, and return it open for writing."""
+    store = Store(path, connect(path, read_only=False, timeout_s=0.0), read_only=False)
+    try:
+        with store.transaction("create") as connection:
+            connection.execute(statements.schema_sql())
+            version = {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)}
+            connection.execute(statements.REMEMBER_META, version)
+            connection.execute(statements.tables_and_views_sql())
+            connection.execute(statements.REMEMBER_META, {"key": "views", "value": views_fingerprint()})
+        return store
+    except BaseException:
+        store.close()
+        raise
+
+
 def _fill(store: Store, path: Path, catalog: Catalog, history: Path | None, keep_traces: bool) -> IngestReport:
     wanted = fingerprints(catalog, path.parent)
-    with store.transaction("create") as connection:
-        connection.execute(statements.schema_sql())
-        connection.execute(statements.REMEMBER_META, {"key": "schema_version", "value": str(statements.SCHEMA_VERSION)})
-    shipped = refresh(store, catalog, wanted, wanted.keys())
+    shipped = refresh(store, catalog, wanted, wanted.keys() - {"views"})
     journaled = load_home(store)
     for note in journaled.notes:
         _log.warning("%s", note)
@@ -451,7 +464,7 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
     checked = Checked(catalog)
     with store.transaction("bring the catalog into") as connection:
         if "views" in parts:
-            connection.execute(statements.views_sql())
+            connection.execute(statements.tables_and_views_sql())
         if "catalog" in parts:
             with keeping_parsed_sources(store.home):
                 _sync_catalog(connection, catalog, checked)
@@ -465,7 +478,7 @@ def refresh(store: Store, catalog: Catalog, wanted: dict[str, str], parts: Colle
             _insert(connection, statements.SYNC_PUBLISHED_MODEL_RUNS, rows)
         if "imported" in parts:
             sync_imported(connection, store.home)
-        if "loop" in parts:  # after the views that its views query
+        if "loop" in parts:
             sync_loop(connection, store.home, catalog)
         if not {"catalog", "peaks"}.isdisjoint(parts) and judge_passes(connection):
             mark_newest(connection)

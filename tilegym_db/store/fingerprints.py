@@ -36,24 +36,25 @@ def fingerprints(catalog: Catalog, home: Path) -> dict[str, str]:
     """
     locks = shipped_locks(catalog)
     return {
-        "views": length_prefixed_digest([statements.views_sql().encode()]),
+        "views": views_fingerprint(),
         "catalog": fingerprint(record_files(catalog)),
         "shipped_traces": fingerprint([*shipped_traces(catalog), *locks]),
         "peaks": fingerprint([*own_peaks_files(home), *published_peaks_files(catalog), *locks]),
         "searches": fingerprint([*published_tuning_files(catalog), *locks]),
         "model_runs": fingerprint([*published_model_files(catalog), *locks]),
-        "imported": _with_text(statements.imported_sql(), imported_manifests(home)),
-        "loop": _with_text(statements.loop_sql(), loop_files(home, catalog)),
+        "imported": fingerprint(imported_manifests(home)),
+        "loop": fingerprint(loop_files(home, catalog)),
     }
+
+
+def views_fingerprint() -> str:
+    """Return the ``meta`` of the views of this package."""
+    return length_prefixed_digest([statements.tables_and_views_sql().encode()])
 
 
 def outdated(meta: dict[str, str], wanted: dict[str, str]) -> list[str]:
     """Return the outdated parts of a store, by their key in ``meta``."""
     return [key for key, value in wanted.items() if meta.get(key) != value]
-
-
-def _with_text(text: str, paths: Iterable[Path]) -> str:
-    return length_prefixed_digest([text.encode(), fingerprint(paths).encode()])
 
 
 def fingerprint(paths: Iterable[Path]) -> str:

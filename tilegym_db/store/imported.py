@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tilegym_db.errors import NotFoundError, StoreError, UsageError, did_you_mean
 from tilegym_db.files import write_atomically
 from tilegym_db.published.input_files import imported_folder, imported_manifests
-from tilegym_db.store import statements
 from tilegym_db.store.database import writer_lock
 
 if TYPE_CHECKING:
@@ -447,7 +446,6 @@ def records_name(content: bytes) -> str:
 
 def sync_imported(connection: DuckDBPyConnection, home: Path) -> None:
     """Replace the database's copy of all imported records."""
-    connection.execute(statements.imported_sql())
     connection.execute("DELETE FROM imported_records")
     paths = [path for manifest in imported_manifests(home) if (path := whole_records_file(manifest)) is not None]
     if paths:

@@ -26,7 +26,6 @@ from tilegym_db.published.input_files import loop_folder, pattern_files
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records.base import Record
 from tilegym_db.records.loop import Attempt, Award, Experiment, Pattern, Task
-from tilegym_db.store import statements
 from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_lines
 
 if TYPE_CHECKING:
@@ -140,7 +139,6 @@ def _path(kind: type[Record], home: Path | None) -> Path:
 
 def sync_loop(connection: DuckDBPyConnection, home: Path, catalog: Catalog) -> None:
     """Replace the rows of ``loop_records`` by every record of the loop."""
-    connection.execute(statements.loop_sql())
     connection.execute("DELETE FROM loop_records")
     rows: list[dict[str, Any]] = []
     for kind in JOURNALED:

@@ -47,6 +47,11 @@ def views_sql(tiers: tuple[str, ...] = VERIFIED_TIERS) -> str:
     )
 
 
+def tables_and_views_sql() -> str:
+    """Return :func:`views_sql`, and the tables and views of imported records and of the loop, which query those."""
+    return f"{views_sql()}\n{imported_sql()}\n{loop_sql()}"
+
+
 def imported_sql() -> str:
     """Return the statements that create the table and the views of imported records."""
     return files(__package__).joinpath("imported.sql").read_text(encoding="utf-8")
