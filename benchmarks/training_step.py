@@ -375,7 +375,7 @@ def race(settings: Settings, ways: Sequence[str], rounds: int, seconds: float = 
     found, handle, liger = Race(), None, None
     if "patched" in ways:
         models["patched"] = twin_of(model)
-        handle = patch(models["patched"])
+        handle = patch(models["patched"], skip_logits=True)
     if "compile" in ways:
         models["compile"] = torch.compile(twin_of(model))
 
@@ -520,7 +520,7 @@ def print_race(result: Mapping[str, Any]) -> None:
 def curve(settings: Settings, steps: int, *, is_patched: bool, is_sharded: bool) -> dict[str, Any]:
     """Train a model and return the loss of each step; several processes share every batch."""
     model = built(settings)
-    handle = patch(model) if is_patched else None
+    handle = patch(model, skip_logits=True) if is_patched else None
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     trained = model if world == 1 else _sharded(model) if is_sharded else _replicated(model, settings)
     optimizer, language = optimizer_of(trained, settings), Language(model.config.vocab_size)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from shipped_records import CATALOG
 
 from tilegym_db.backends.load import load_entry
 from tilegym_db.catalog import Catalog
-from tilegym_db.verification.oracle import load_function
+from tilegym_db.records.call import Call
+from tilegym_db.records.case import Case
+from tilegym_db.verification.comparison import check_outputs
+from tilegym_db.verification.expected import OracleCase, make_oracle_case
+from tilegym_db.verification.oracle import load_function, run_reference
 
 IGNORED = -100
 INF = float("inf")
@@ -91,3 +98,67 @@ def test_the_fused_head_is_the_head_and_its_loss(catalog: Catalog) -> None:
     found = run(hidden, weight, labels, factors, IGNORED)
     for value, wanted in zip(found, (want, *gradients), strict=True):
         torch.testing.assert_close(value.double(), wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+# -- planted errors at vocabularies of models, through the gates that judge every kernel -------------------------------
+
+LOSSES = ["cross_entropy", "cross_entropy_backward", "cross_entropy_smoothed", "fused_linear_cross_entropy"]
+NUMBERS = {"ignore_index": IGNORED, "smoothing": 0.1, "z_weight": 1e-3}
+KINDS = ("normal", "row_scale", "outliers", "small_integers", "one_hot", "constant_rows", "channels", "large")
+
+
+@cache
+def cases_of(name: str, tokens: int, vocabulary: int) -> tuple[OracleCase, ...]:
+    definition, sizes = CATALOG.definition(name), {"M": tokens, "V": vocabulary, "H": 8}
+    axes = definition.bind_axes({axis: sizes[axis] for axis in definition.axes})
+    scalars = {key: value for key, value in NUMBERS.items() if key in definition.inputs}
+    call = Call(name, axes, {"T": "bfloat16"}, scalars=scalars)
+    drawn = (make_oracle_case(definition, Case(call, distribution=kind, seed=11), "cpu") for kind in KINDS)
+    return tuple(case for case in drawn if case is not None)
+
+
+def is_refused(name: str, source: str, cases: Iterable[OracleCase]) -> bool:
+    definition = CATALOG.definition(name)
+    for case in cases:
+        outputs = run_reference(definition, case.inputs, source=source)
+        judged = check_outputs(
+            definition, case.case.call.dtypes, case.inputs, case.outputs, outputs, case.e_base,
+            exact=case.exact, conditioned=case.conditioned,
+        )  # fmt: skip
+        if not all(verdict.passed for verdict in judged.values()):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 262_208])
+@pytest.mark.parametrize("name", LOSSES)
+def test_honest_losses_pass_the_gates(name: str, vocabulary: int) -> None:
+    definition = CATALOG.definition(name)
+    cases = cases_of(name, 6, vocabulary)
+    assert len(cases) >= 6
+    assert definition.self_test is not None
+    assert not is_refused(name, definition.reference, cases)
+    assert not is_refused(name, definition.self_test.independent, cases)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_planted_errors_of_losses_are_refused(name: str) -> None:
+    definition = CATALOG.definition(name)
+    assert definition.self_test is not None
+    # Sums over tokens need more of them before their roundings add up.
+    cases = (*cases_of(name, 6, 262_208), *cases_of(name, 600, 33))
+    passed = [
+        error.why
+        for error in definition.self_test.planted_errors
+        if not is_refused(name, definition.reference.replace(error.find, error.replace), cases)
+    ]
+    assert passed == []
+
+
+def test_a_weight_gradient_summed_in_bf16_is_refused() -> None:
+    definition, name = CATALOG.definition("fused_linear_cross_entropy"), "fused_linear_cross_entropy"
+    line = "grad_weight += grad.float().T @ hidden[rows].float()"
+    rounded = line.replace("+= ", "= (grad_weight.bfloat16() + (") + ").bfloat16()).float()"
+    source = definition.reference.replace(line, rounded).replace("CHUNK = 1024", "CHUNK = 4")
+    assert source.count("bfloat16") == 2
+    assert is_refused(name, source, cases_of(name, 2048, 33))

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,7 +240,10 @@ def _source(solution: SolutionFiles) -> bytes:
     """Return the source of a Solution, whose entry function is ``run`` in it: a family shares one, with an entry of each."""
     file, _, entry = solution.record.spec.entry_point.partition("::")
     source = solution.sources[file]
-    return source if entry == "run" else source + f"\n\nrun = {entry}\n".encode()
+    if entry == "run":
+        return source
+    # The entry may call the function that the file names "run", which gets another name.
+    return re.sub(rb"\brun\(", b"run_of_family(", source) + f"\n\nrun = {entry}\n".encode()
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
 }
 
+GROWING = ("dynamic cache", "chunked prefill")
+"""Ways with a cache that grows by new tensors."""
+
 
 def beside_attention(report: Any) -> tuple[dict[str, int], list[Any]]:
-    """Calls by a kernel, and the call sites, of all that depends neither on masks nor on labels."""
-    sites = [site for site in report.sites if site.counts and not site.kind.startswith(("attention", "loss"))]
+    """Calls by a kernel, and the call sites, of all that depends neither on masks, caches nor labels."""
+    sites = [site for site in report.sites if site.counts and not site.kind.startswith(("attention", "cache", "loss"))]
     hits = report.hits()
     return {op: hits[op] for site in sites for op in (counts.definition for counts in site.all_counts)}, sites
 

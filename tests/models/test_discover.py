@@ -138,6 +138,7 @@ def test_discovery_changes_nothing_and_runs_no_hook(kernels: Catalog, build: Any
         "attention_decode",
         "attention_masked_prefill",
         "attention_masked_decode",
+        "kv_cache_concat",
     }
     assert not seen
     assert torch.equal(torch.get_rng_state(), state)

@@ -70,7 +70,7 @@ def test_without_a_kernel_the_norm_alone_is_served(shop: Any, logits: Any, build
     assert handle.report().hits() == {
         **{"rms_norm": 5, "swiglu": 2, "rope_neox": 2},
         **{"attention_prefill": 2, "attention_decode": 0, "cross_entropy": 0},
-        **{"attention_masked_prefill": 0, "attention_masked_decode": 0},
+        **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0},
     }
 
 

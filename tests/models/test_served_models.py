@@ -21,7 +21,14 @@ def test_every_dtype_is_served(dtype: torch.dtype, kernels: Catalog, logits: Any
     with patched(model, catalog=kernels) as handle:
         assert torch.equal(logits(model, ids), stock)
     hits = handle.report().hits()
-    for definition in ("attention_decode", "attention_masked_prefill", "attention_masked_decode", "cross_entropy"):
+    others = (
+        "attention_decode",
+        "attention_masked_prefill",
+        "attention_masked_decode",
+        "cross_entropy",
+        "kv_cache_concat",
+    )
+    for definition in others:
         assert hits.pop(definition) == 0  # a prompt alone, without padding and labels
     assert all(count > 0 for count in hits.values())
 
@@ -82,7 +89,7 @@ def test_raising_kernel_is_quarantined_and_stock_runs(shop: Any, logits: Any, bu
     assert failures == {  # one a key, not one a call
         **{"rope_neox": 1, "swiglu": 1, "rms_norm": 3, "fused_add_rms_norm": 1},
         **{"attention_prefill": 1, "attention_decode": 0, "cross_entropy": 0},
-        **{"attention_masked_prefill": 0, "attention_masked_decode": 0},
+        **{"attention_masked_prefill": 0, "attention_masked_decode": 0, "kv_cache_concat": 0},
     }
 
 

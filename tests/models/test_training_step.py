@@ -77,6 +77,16 @@ def test_curves_of_stock_and_patched_agree(
     assert result["curves"]["patched"]["hits"]["rms_norm_backward"] == 20 * 5
 
 
+def test_a_curve_without_logits_agrees_with_stock(
+    training_step: ModuleType, training_kernels: Catalog, tmp_path: Path
+) -> None:
+    code, found = run(training_step, tmp_path / "curve.json", "--loss-curve", "20", "--dtype", "bfloat16")
+    (result,) = found["results"]
+    assert (code, found["findings"]) == (0, [])
+    assert result["curves"]["patched"]["hits"]["fused_linear_cross_entropy"] == 20
+    assert result["distances"]["patched"] < 1e-2
+
+
 def test_a_curve_that_leaves_stock_is_a_finding(
     training_step: ModuleType, shop: Any, training_kernels: Catalog, tmp_path: Path
 ) -> None:

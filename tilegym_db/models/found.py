@@ -116,7 +116,7 @@ class FunctionOverrides(NamedTuple):
 
 
 class MemberOverrides(NamedTuple):
-    """Members of a class other than its forward, such as a property through which the forward finds a function."""
+    """Members of a class, such as a property through which the forward finds a function; the forward may be among them."""
 
     members: Mapping[str, Any]
 
@@ -142,6 +142,7 @@ class OwnCode(NamedTuple):
 class Part(Protocol):
     """One kind of part of a model: a module of :mod:`tilegym_db.models.parts`.
 
+    A part that changes what a caller sees has ``OPTION``, the name of the option of a patch that states that the caller agrees.
     A part whose code has several execution modes also has ``own_code(found) -> OwnCode``. One whose results need not have the
     same bits has ``AGREES(returned, expected) -> bool``.
     """

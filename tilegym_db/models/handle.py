@@ -248,8 +248,8 @@ class Handle:
         modules = calls[0].found.modules
         base = calls[0].found.module_class
         made = _forward(calls)
-        members = made.members if isinstance(made, MemberOverrides) else {}
-        ours = subclass(base, base.forward if isinstance(made, MemberOverrides) else made, members)
+        members = made.members if isinstance(made, MemberOverrides) else {"forward": made}
+        ours = subclass(base, members.get("forward", base.forward), members)
         installed = _Installed(
             weakref.ref(ours), [weakref.ref(module) for module in modules], [site for _, site in calls]
         )
@@ -385,6 +385,8 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any] | MemberOverrides:
     for call in calls:
         by_kind.setdefault(call.found.kind, []).append(call)
     made = [part(kind).forward(stock, of_kind) for kind, of_kind in by_kind.items()]
+    if len(made) > 1 and isinstance(made[0], MemberOverrides):
+        return _on_top(calls[0].found.module_class, made[0], list(by_kind.items())[1:])
     if not isinstance(made[0], FunctionOverrides):
         alone: Callable[..., Any] | MemberOverrides = made[0]
         return alone
@@ -396,6 +398,18 @@ def _forward(calls: Sequence[PartCall]) -> Callable[..., Any] | MemberOverrides:
     shadow = _shadowed(stock, inference, rewrites, sites[0])
     of_training = _shadowed(stock, training, [], sites[0]) if training else None
     return shared_forward(stock, shadow, of_training, counting, sites)
+
+
+def _on_top(
+    base: type[Module], below: MemberOverrides, later: Sequence[tuple[str, Sequence[PartCall]]]
+) -> MemberOverrides:
+    """Return the members of several parts of one class: each part is given a class with the members of those before it."""
+    members = dict(below.members)
+    for kind, calls in later:
+        between: Any = type(base.__name__, (base,), dict(members))
+        on_it = [PartCall(replace(found, module_class=between), site) for found, site in calls]
+        members.update(part(kind).forward(between.forward, on_it).members)
+    return MemberOverrides(members)
 
 
 def _shadowed(

@@ -65,6 +65,7 @@ class PatchOptions:
     graphs: bool = True
     check: str | None = None
     lock: str | Path | None = None
+    skip_logits: bool = False
 
 
 def patch(
@@ -80,6 +81,7 @@ def patch(
     graphs: bool = True,
     check: str | None = None,
     lock: str | Path | None = None,
+    skip_logits: bool = False,
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -113,6 +115,8 @@ def patch(
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
         lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
+        skip_logits: the caller does not read the logits of training. If a kernel computes the loss from the hidden states, the
+            output has None for them. Without labels and in evaluation, it has them.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
@@ -120,7 +124,7 @@ def patch(
             a kernel of ``lock`` is missing, has changed or cannot run here.
         RecordError: ``lock`` is no lock.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock)
+    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock, skip_logits)
     _undo_earlier(model)
     handle = patch_what_fits(model, options)
     if not handle.report().sites and not is_disabled():
@@ -192,7 +196,7 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
 
 def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchOptions) -> Handle:
     with _without_autocast():
-        found = discover(model, records)
+        found = discover(model, records, options)
     if options.verify and not found:
         return Handle()  # nothing to verify
     return _patch(model, found, records, options)
@@ -505,17 +509,21 @@ def _placement_of(parameters: Collection[torch.Tensor]) -> _Placement:
 NOT_IN_MEMORY = "its weights are not in memory"
 
 
-def discover(model: torch.nn.Module, catalog: Catalog) -> list[ModuleGroup]:
+def discover(model: torch.nn.Module, catalog: Catalog, options: PatchOptions | None = None) -> list[ModuleGroup]:
     """Return every group of modules that looks like a part that can be served, in the order of the model.
 
-    Parts that consist of other parts come last.
+    Parts that consist of other parts come last. A part that changes what a caller sees is searched only if its option is
+    given in ``options``.
     """
-    known = KnownCode(catalog)
+    known, options = KnownCode(catalog), options or PatchOptions()
     _warn_of_unknown_parts(known)
     place = {id(module): index for index, module in enumerate(model.modules())}
     found: list[ModuleGroup] = []
     for name in parts.PARTS:
         module: Part = parts.part(name)
+        option = getattr(module, "OPTION", "")
+        if option and not getattr(options, option):
+            continue
         found += [_judge(group, module, known) for group in module.find(model, known, found)]
     return sorted(found, key=lambda group: (group.norm is not None, place[id(group.modules[0])]))
 

@@ -72,8 +72,13 @@ def loss_of(module: Module) -> Function:
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     """Look up the source of the loss function."""
-    function: Any = loss_of(found.modules[0])
-    matches = known.look_up(KIND, function, getattr(function, "__globals__", {}), f"its loss {found.function}", {})
+    return known_loss(KIND, loss_of(found.modules[0]), known)
+
+
+def known_loss(part: str, function: Any, known: KnownCode) -> MatchCandidates | str:
+    """Return the Definitions of a part that state a loss function, or the reason if there is no such Definition."""
+    named = f"its loss {getattr(function, '__name__', type(function).__name__)}"
+    matches = known.look_up(part, function, getattr(function, "__globals__", {}), named, {})
     return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
@@ -148,32 +153,45 @@ def loss_function(stock: Function, site: CallSite) -> Function:
 
 def _served(site: CallSite, module: Any, given: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the loss by a kernel, or None if stock code must compute it."""
-    logits, ignore_index, items = given["logits"], given["ignore_index"], given["num_items_in_batch"]
+    logits, ignore_index = given["logits"], given["ignore_index"]
     if not isinstance(logits, torch.Tensor):
         site.bypass(NOT_PLAIN)
         return None
     if site.falls_back(module.training, logits):
         return None
-    matrix, shifted = rows(logits), given.get(SHIFTED)
-    labels = given["labels"] if shifted is None else shifted
+    matrix = rows(logits)
     if matrix is None:
         site.bypass(NOT_ROWS)
         return None
-    if matrix.shape[1] != given["vocab_size"]:
-        site.bypass(OTHER_VOCABULARY)
-        return None
-    is_plain = type(labels) is torch.Tensor and labels.dtype == torch.int64 and type(ignore_index) is int
-    if not is_plain or labels.numel() != matrix.shape[0]:
-        site.bypass(OTHER_LABELS)
-        return None
-    is_next = SHIFTED in given and shifted is None
-    targets = (targets_of(labels, ignore_index) if is_next else labels.reshape(-1)).to(logits.device)
-    found = site.ask(module.training, matrix, targets, ignore_index)
-    if found is None:
+    targets = targets_given(site, given, len(matrix), matrix.shape[1], logits.device)
+    found = None if targets is None else site.ask(module.training, matrix, targets, ignore_index)
+    if targets is None or found is None:
         return None
     learned = targets != ignore_index
     # The product makes the gradient of the losses a whole tensor: that of a sum alone is one number, expanded.
-    total: torch.Tensor = (found[0] * learned).sum()
-    count: Any = learned.sum() if items is None else items
-    mean: torch.Tensor = total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+    mean: torch.Tensor = (found[0] * learned).sum() / count_of(learned, given["num_items_in_batch"])
     return mean
+
+
+def targets_given(
+    site: CallSite, given: Mapping[str, Any], tokens: int, vocabulary: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return the label of each token [tokens] from the arguments of a loss, or None, counted, if stock code must take them."""
+    shifted, ignore_index = given.get(SHIFTED), given["ignore_index"]
+    labels = given["labels"] if shifted is None else shifted
+    if vocabulary != given["vocab_size"]:
+        site.bypass(OTHER_VOCABULARY)
+        return None
+    is_plain = type(labels) is torch.Tensor and labels.dtype == torch.int64 and type(ignore_index) is int
+    if not is_plain or labels.numel() != tokens:
+        site.bypass(OTHER_LABELS)
+        return None
+    is_next = SHIFTED in given and shifted is None
+    return (targets_of(labels, ignore_index) if is_next else labels.reshape(-1)).to(device)
+
+
+def count_of(learned: torch.Tensor, items: Any) -> Any:
+    """Return what a sum of losses is divided by: the given number of items, or that of the learned tokens [M]."""
+    if items is None:
+        return learned.sum()
+    return items.to(learned.device) if isinstance(items, torch.Tensor) else items
