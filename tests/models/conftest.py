@@ -111,6 +111,14 @@ GLM5_NEXT = {
     "linear_num_heads": 4,
     "index_kpool": 2,
 }
+KIMI_LINEAR = {
+    **MLA,
+    "head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
 LOCAL_AND_GLOBAL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 QWEN4_EXP = {
     **MOE,
@@ -156,6 +164,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4),
     "glm5_next": ("Glm5Next", GLM5_NEXT),
     "qwen4_exp": ("Qwen4Exp", QWEN4_EXP),
+    "kimi_linear": ("KimiLinear", KIMI_LINEAR),
 }
 NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 
