@@ -151,6 +151,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", LOCAL_AND_GLOBAL),
     "glm4": ("Glm4", {}),
+    "gemma2": ("Gemma2", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
+    "vaultgemma": ("VaultGemma", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
     "qwen2_moe": ("Qwen2Moe", MOE),
     "qwen3_moe": ("Qwen3Moe", MOE),
