@@ -3,9 +3,10 @@
 Each architecture is built at the default sizes of its config, without memory, in bf16. Its parts are found and probed as in
 :func:`tilegym_db.patch`. Then one prompt and one decode step run on the meta device, and ``roofline_meter.py`` adds the times of
 their operations. An operation of a recognised part is one that a kernel of the catalog may replace, measured or not. Products
-of linear layers are library code; with ``--gemm-rows N`` those of at most N rows count as the operator ``gemm``. What a submodule
-without weights and without a row in the report does, such as an activation, counts as work of the module around it. Means are
-weighted by ``popularity.json``, which also has sizes for some architectures.
+of linear layers are library code. In a decode step that ``generate`` runs in a graph, those that ask for a kernel are parts, and
+the share without them is printed too. What a submodule without weights and without a row in the report does, such as an
+activation, counts as work of the module around it. Means are weighted by ``popularity.json``, which also has sizes for some
+architectures.
 
     python benchmarks/recognised_share.py                                   # every architecture of the list, some minutes
     python benchmarks/recognised_share.py --architectures llama qwen3_moe --json share.json
@@ -21,19 +22,22 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
-from roofline_meter import FusedAttention, Meter, Row, attention, experts
+from roofline_meter import FusedAttention, Meter, Products, Row, attention, experts
 
 from tilegym_db.catalog import Catalog, stock_of
 from tilegym_db.models.call_site import CallSite, unpatched_class
+from tilegym_db.models.decoding import CACHE, why_stock
 from tilegym_db.models.found import ModuleGroup, undescribed
 from tilegym_db.models.handle import Handle
 from tilegym_db.models.patch import discover
+from tilegym_db.models.products import MAX_ROWS, Operators
 from tilegym_db.models.random_model import model_class
 from tilegym_db.models.upstream_code import wrapper_of
 from tilegym_db.records import Definition
@@ -187,6 +191,11 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, dtype=torch.bfloat16, device="meta"), **decoded}
 
 
+def without_autocast() -> AbstractContextManager[Any]:
+    """Return a context in which no device has autocast: the meta device has none, and asking for it raises."""
+    return mock.patch.object(torch, "is_autocast_enabled", return_value=False)
+
+
 @contextlib.contextmanager
 def running(meter: Meter, rows: set[str]) -> Iterator[None]:
     """Count at a meter what models do in the block, by the innermost module that has weights, submodules or a row."""
@@ -201,20 +210,26 @@ def running(meter: Meter, rows: set[str]) -> Iterator[None]:
         finally:
             meter.modules.pop()
 
-    # The meta device has no autocast, and asking for it raises.
     with (
-        mock.patch.object(torch.nn.Module, "__call__", called),
-        mock.patch.object(torch, "is_autocast_enabled", return_value=False),
+        mock.patch.object(torch.nn.Module, "__call__", called), without_autocast(),
         torch.no_grad(), torch.device("meta"), meter, FusedAttention(meter),
     ):  # fmt: skip
         yield
 
 
-def stages(
-    kind: str, entry: Mapping[str, Any], catalog: Catalog, gemm_rows: int = 0
-) -> tuple[dict[str, Taken], set[str]]:
+def products(model: Any, cache: Any, catalog: Catalog, meter: Meter) -> AbstractContextManager[Any]:
+    """Return a context that counts the products of a decode step as parts, if ``generate`` runs that step in a graph."""
+    name = Operators.of(catalog).one
+    config = getattr(model, "generation_config", None)
+    with without_autocast():
+        if name is None or config is None or why_stock(model, config, {CACHE: cache}, "greedy_search"):
+            return contextlib.nullcontext()
+    return Products(meter, model.parameters(), name, MAX_ROWS)
+
+
+def stages(kind: str, entry: Mapping[str, Any], catalog: Catalog) -> tuple[dict[str, Taken], set[str]]:
     """Return the times of a prefill and of one decode step, and the classes of modules with a row in the report."""
-    model, meter = built(kind, entry), Meter(gemm_rows)
+    model, meter = built(kind, entry), Meter()
     rows, given = install(model, catalog, meter), inputs_of(model)
     with running(meter, rows):
         out = model(**given)
@@ -227,14 +242,18 @@ def stages(
             encoded = (out.encoder_last_hidden_state,)
             last = {"encoder_outputs": encoded, "decoder_input_ids": last["decoder_input_ids"]}
         meter.taken.clear()
-        with running(meter, rows):
+        in_graph = products(model, cache, catalog, meter)
+        with running(meter, rows), in_graph:
             model(**last, **{name: cache})
         taken["decode"] = dict(meter.taken)
     return taken, rows
 
 
-def summary(taken: Mapping[str, Taken], rows: set[str]) -> dict[str, Any]:
-    """Return the shares of each stage, and the classes of modules that take much time and have no row."""
+def summary(taken: Mapping[str, Taken], rows: set[str], product: str | None) -> dict[str, Any]:
+    """Return the shares of each stage, and the classes of modules that take much time and have no row.
+
+    ``product`` is the Definition of a product of a linear layer, whose share is also given alone.
+    """
     found: dict[str, Any] = {}
     missing: dict[str, float] = {}
     for stage, of_stage in taken.items():
@@ -251,6 +270,7 @@ def summary(taken: Mapping[str, Taken], rows: set[str]) -> dict[str, Any]:
         found[stage] = {
             "us": round(1e6 * total, 1),
             "recognised": round(sum(parts.values()), 4),
+            "products": round(parts[product or ""], 4),
             "library": round(library, 4),
             "parts": {name: round(share, 4) for name, share in parts.most_common()},
             "others": {name: round(share, 4) for name, share in others.most_common() if share >= LARGE},
@@ -288,16 +308,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", help="model types; by default those of popularity.json")
     parser.add_argument("--all", action="store_true", help="every model type of transformers")
-    parser.add_argument("--gemm-rows", type=int, default=0, help="count products of at most so many rows as recognised")
     parser.add_argument("--json", type=Path, help="file for the shares of every architecture")
     options = parser.parse_args()
     entries = json.loads(POPULARITY.read_text(encoding="utf-8"))
     catalog, found, failed = Catalog.default(), dict[str, Any](), dict[str, str]()
+    product = Operators.of(catalog).one
     warnings.simplefilter("ignore")
     print(f"{'architecture':24} prefill library  decode library  largest parts of the rest")
     for kind in options.architectures or (sorted({*entries, *CONFIG_MAPPING}) if options.all else entries):
         try:
-            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog, options.gemm_rows))
+            found[kind] = summary(*stages(kind, entries.get(kind, {}), catalog), product)
         except Exception as error:  # code of models refuses its own defaults, or the meta device, in many ways
             failed[kind] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"{kind}: {failed[kind]}", file=sys.stderr)
@@ -305,14 +325,13 @@ def main() -> None:
         print(line(kind, found[kind]), flush=True)
     weights = {kind: entries.get(kind, {}).get("weight", 1) for kind in found}
     means = {
-        stage: {share: round(mean(found, weights, stage, share), 4) for share in ("recognised", "library")}
+        stage: {share: round(mean(found, weights, stage, share), 4) for share in ("recognised", "products", "library")}
         for stage in STAGES
     }
     for stage, got in means.items():
         count = sum(stage in one for one in found.values())
-        print(
-            f"{stage}, weighted mean of {count}: {got['recognised']:.1%} recognised, {got['library']:.1%} library products"
-        )
+        parts = f"{got['recognised']:.1%} recognised, {got['recognised'] - got['products']:.1%} without products of linear layers"
+        print(f"{stage}, weighted mean of {count}: {parts}; {got['library']:.1%} library products")
     if options.json:
         content = {"mean": means, "architectures": found, "failed": failed}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ LAUNCH_S = 2e-6
 aten = torch.ops.aten
 LIBRARY = {aten.mm, aten.addmm, aten.convolution}
 """Products with weights. Batched products belong to the code of a model."""
-PRODUCTS = {aten.mm, aten.addmm}
 SELECTIONS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operations that read only the selected elements of their first input."""
 UNKNOWN = {aten._local_scalar_dense.default: 1, aten.equal.default: False}
@@ -57,11 +56,10 @@ def seconds(flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
 class Meter(TorchDispatchMode):
     """The time of every operation in a ``with`` block, by :class:`Row`."""
 
-    def __init__(self, gemm_rows: int = 0) -> None:
-        """Start at zero. A product with weights of at most ``gemm_rows`` rows counts as the recognised part ``gemm``."""
+    def __init__(self) -> None:
+        """Start at zero."""
         super().__init__()
         self.taken: Counter[Row] = Counter()
-        self.gemm_rows = gemm_rows
         self.modules: list[str] = []
         self._definitions: list[str] = []
         self._is_counting = True
@@ -82,9 +80,7 @@ class Meter(TorchDispatchMode):
         if packet in SELECTIONS:
             moved = 2 * sum(map(bytes_of, results))
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        is_gemm = packet in PRODUCTS and 0 < results[0].shape[0] <= self.gemm_rows
-        with self.recognised("gemm") if is_gemm and not self._definitions else contextlib.nullcontext():
-            self.add(seconds(flops, moved, results[0].dtype), library=packet in LIBRARY)
+        self.add(seconds(flops, moved, results[0].dtype), library=packet in LIBRARY)
         return out
 
     def add(self, taken: float, *, library: bool = False) -> None:
@@ -92,6 +88,11 @@ class Meter(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         definition = self._definitions[-1] if self._definitions else ""
         self.taken[Row(module, definition, library and not definition)] += taken
+
+    @property
+    def is_in_part(self) -> bool:
+        """True if operations count as those of a recognised part."""
+        return bool(self._definitions)
 
     @contextlib.contextmanager
     def recognised(self, definition: str) -> Iterator[None]:
@@ -142,6 +143,34 @@ class FusedAttention(TorchFunctionMode):
         named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
         with self._meter.alone():
             return attention(self._meter, *(named.get(name) for name in ("query", "key", "value", "attn_mask")))
+
+
+class Products(TorchFunctionMode):
+    """Products of linear layers in a ``with`` block as a recognised part, as a graph of a decoding step has them."""
+
+    def __init__(self, meter: Meter, weights: Iterable[torch.Tensor], definition: str, rows: int) -> None:
+        """Count at a meter.
+
+        Args:
+            weights: the parameters of the model.
+            definition: the Definition of a product.
+            rows: the most rows of an input that is not left to the library.
+        """
+        super().__init__()
+        self._meter, self._definition, self._rows = meter, definition, rows
+        self._weights = {id(weight) for weight in weights}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a product without bias and of few rows as the part; run every function as it is."""
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.linear:
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight = given["input"], given["weight"]
+        is_few = x.numel() // max(1, x.shape[-1]) <= self._rows
+        is_part = is_few and given.get("bias") is None and id(weight) in self._weights and not self._meter.is_in_part
+        with self._meter.recognised(self._definition) if is_part else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
 
 def experts(meter: Meter, weights: Sequence[torch.Tensor], definition: str, states: Any, ids: Any) -> torch.Tensor:

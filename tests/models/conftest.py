@@ -112,6 +112,14 @@ GLM5_NEXT = {
     "linear_num_heads": 4,
     "index_kpool": 2,
 }
+KIMI_LINEAR = {
+    **MLA,
+    "head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
 LOCAL_AND_GLOBAL = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 QWEN4_EXP = {
     **MOE,
@@ -144,6 +152,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", LOCAL_AND_GLOBAL),
     "glm4": ("Glm4", {}),
+    "gemma2": ("Gemma2", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
+    "vaultgemma": ("VaultGemma", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {**LOCAL_AND_GLOBAL, "query_pre_attn_scalar": 16}),
     "qwen2_moe": ("Qwen2Moe", MOE),
     "qwen3_moe": ("Qwen3Moe", MOE),
@@ -157,6 +167,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4),
     "glm5_next": ("Glm5Next", GLM5_NEXT),
     "qwen4_exp": ("Qwen4Exp", QWEN4_EXP),
+    "kimi_linear": ("KimiLinear", KIMI_LINEAR),
 }
 NAN = "    for value in {outputs}:\n        value.fill_(float('nan'))\n"
 

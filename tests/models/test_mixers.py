@@ -453,3 +453,64 @@ def test_hooks_of_the_convolution_still_run(mixers: Catalog, logits: Any, build:
         logits(model, prompt())
     assert calls == ["before", "after"]
     assert handle.report().hits()["causal_conv1d"] == 1
+
+
+# -- a decay of each row of the state ---------------------------------------------------------------------------------
+
+OF_ROWS = ("kda_chunk", "kda_recurrent")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_decays_of_rows_give_the_tokens_of_stock(way: str, shop: Any, build: Any, left_padded: Any) -> None:
+    model, options = build("kimi_linear"), {**TOKENS, **WAYS[way]}
+    inputs = left_padded((9, 4, 7))
+    stock = model.generate(**inputs, **options)
+    with patched(model, catalog=shop.offer(ops=OF_ROWS), ops=OF_ROWS) as handle:
+        assert torch.equal(model.generate(**inputs, **options), stock)
+    hits = handle.report().hits()
+    assert [bool(hits[name]) for name in OF_ROWS] == [True, way != "no cache"]
+    assert torch.equal(model.generate(**inputs, **options), stock)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decays_of_rows_give_the_bits_of_stock(
+    dtype: torch.dtype, shop: Any, logits: Any, build: Any, prompt: Any
+) -> None:
+    model, ids = build("kimi_linear", dtype), prompt(2, 80)  # more than a chunk of 64
+    stock = logits(model, ids)
+    with patched(model, catalog=shop.offer(ops=OF_ROWS), ops=OF_ROWS) as handle:
+        assert torch.equal(logits(model, ids), stock)
+    assert handle.report().hits()["kda_chunk"]
+    assert torch.equal(logits(model, ids), stock)
+
+
+def test_decays_of_rows_have_the_gradients_of_stock(shop: Any, build: Any, prompt: Any) -> None:
+    model, ids = build("kimi_linear"), prompt(2)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    stock = gradients()
+    with patched(model, catalog=shop.offer(ops=OF_ROWS), ops=OF_ROWS) as handle:
+        assert all(map(torch.equal, gradients(), stock))
+    assert handle.report().hits()["kda_chunk"] == 0
+
+
+@pytest.mark.parametrize("sizes", [{}, {"T": 1}])
+def test_unknown_rule_is_known_by_the_decays_that_it_takes(sizes: dict[str, int], build: Any) -> None:
+    kimi = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    token = bool(sizes)
+    rules = [getattr(kimi, f"{'recurrent' if token else 'chunk'}_kimi_delta_attention")]
+    rules.append(torch_text(f"torch_{'recurrent' if token else 'chunk'}_gated_delta_rule"))
+    names = ["kda_recurrent", "gated_delta_rule_recurrent"] if token else ["kda_chunk", "gated_delta_rule_chunk"]
+    known = KnownCode(CATALOG)
+    for rule, expected in zip(rules, names, strict=True):
+        nominated = [one for one in known.nominated(delta_rule.KIND) if delta_rule.is_of_one_token(one) == token]
+        taken = [
+            one.definition.name
+            for one in nominated
+            if delta_rule.takes_inputs_of(inspect.unwrap(rule), one, torch.device("cpu"))
+        ]
+        assert taken == [expected]

@@ -41,6 +41,9 @@ def test_shares_of_two_architectures_are_estimated(
     assert mixture["prefill"]["parts"]["moe_experts"] > 0.4
     for one in (llama, mixture):
         assert one["without_row"] == {}
+        assert (one["prefill"]["products"], one["prefill"]["library"] > 0) == (0, True)
+        # No layer has a bias, and a step of generation runs in a graph.
+        assert (one["decode"]["products"], one["decode"]["library"]) == (one["decode"]["parts"]["gemm"], 0)
         for stage in ("prefill", "decode"):
             assert 0.9 < one[stage]["recognised"] + one[stage]["library"] + sum(one[stage]["others"].values()) <= 1.001
     # Reading the weights of 6.7 billion parameters takes 3.5 ms.

@@ -58,10 +58,12 @@ def arguments_of(function: FunctionType) -> Arguments:
 
 
 def groups(
-    kind: str, model: Module, pattern: str, detail: Callable[[Module], Any] = device_of
+    kind: str, model: Module, patterns: Sequence[str], detail: Callable[[Module], Any] = device_of
 ) -> Iterator[ModuleGroup]:
-    """Yield the modules whose forward calls a function with ``pattern`` in its name, once per function."""
-    named = of_class(lambda cls: tuple(name for name in names_in_code(cls.forward) if pattern in name))
+    """Yield the modules whose forward calls a function with one of ``patterns`` in its name, once per function."""
+    named = of_class(
+        lambda cls: tuple(name for name in names_in_code(cls.forward) if any([pattern in name for pattern in patterns]))
+    )
     return grouped(
         kind,
         [

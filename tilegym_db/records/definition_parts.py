@@ -210,10 +210,10 @@ class Serving(RecordPart):
     """Facts that the resolver and a model integration need to serve the Definition."""
 
     part: Identifier | None = None
-    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink, add_norm,
-    cache, experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection, hyper_post, engram_gate, fp8_linear,
-    loss. Two are for any code: ``function`` is one that a forward calls, and ``module`` one without submodules. Their inputs are
-    the parameters of the code, or attributes of the module."""
+    """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink,
+    attention_softcap, add_norm, cache, experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection,
+    hyper_post, engram_gate, fp8_linear, loss. Two are for any code: ``function`` is one that a forward calls, and ``module`` one
+    without submodules. Their inputs are the parameters of the code, or attributes of the module."""
     code: tuple[ModelCode, ...] = ()
     """Code that is known to compute it; a probe confirms it bit for bit."""
     includes: str | None = None

@@ -68,6 +68,8 @@ KEY_WIDTH, VALUE_WIDTH = "qk_head_dim", "v_head_dim"
 """Attributes of a module of latent attention."""
 MASK = "mask"
 """The input of a Definition that takes flags, True at what a position sees."""
+SOFTCAP = "softcap"
+"""An argument of eager attention that bounds its scores."""
 SINKS = "s_aux"
 """An argument of eager attention; stock code may ignore it, but no Definition with it is served here."""
 
@@ -78,11 +80,13 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward asks the registry of attention functions, once per Definition of some of its calls."""
-    return attention_modules("attention", model, known, lambda forward: not has_sinks(forward))
+    return attention_modules(
+        "attention", model, known, lambda module: not has_sinks(type(module).forward) and softcap_of(module) is None
+    )
 
 
 def attention_modules(
-    part: str, model: Module, known: KnownCode, is_of_part: Callable[[Any], bool]
+    part: str, model: Module, known: KnownCode, is_of_part: Callable[[Module], bool]
 ) -> Iterable[ModuleGroup]:
     """Return the modules of a part whose forward asks the registry, once per Definition of the part.
 
@@ -90,9 +94,9 @@ def attention_modules(
     values have another width than their keys have Definitions with two widths, and all other modules have the others. A
     class with causal modules has the causal Definition of whole prompts, and one with others has the bidirectional one.
     """
-    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward) and is_of_part(cls.forward))
+    asks = of_class(lambda cls: REGISTRY in names_in_code(cls.forward))
     definitions = sorted(known.definitions(part), key=lambda one: (has_mask(one), is_decode(one), one.name))
-    modules = [module for module in model.modules() if asks(module)]
+    modules = [module for module in model.modules() if asks(module) and is_of_part(module)]
     causalities: dict[type[Module], set[bool]] = {}
     for module in modules:
         causalities.setdefault(type(module), set()).add(states_causal(module))
@@ -111,6 +115,34 @@ def attention_modules(
 def has_sinks(forward: Any) -> bool:
     """Return True if the eager function that an attention forward names reads sinks; such a model has no other attention."""
     return "sinks" in names_in_code(eager_function(undecorated(forward)))
+
+
+def softcap_of(module: Module) -> Any:
+    """Return the soft cap of scores that a module passes on to its attention; None if it has none.
+
+    Most code that could pass one states None, and has ``sdpa`` attention as well.
+    """
+    forward: Any = undecorated(type(module).forward)
+    name = _softcap_attribute(forward) if isinstance(forward, FunctionType) else ""
+    return getattr(module, name, None) if name else None
+
+
+@once_per_function
+def _softcap_attribute(forward: FunctionType) -> str:
+    """Return the attribute of the module that a forward passes by the name of a soft cap; empty if it passes none."""
+    function = parsed(forward) if any(SOFTCAP in _texts(one) for one in forward.__code__.co_consts) else None
+    for node in ast.walk(function) if function is not None else ():
+        match node:
+            case ast.keyword(arg=name, value=ast.Attribute(value=ast.Name(id="self"), attr=attribute)) if (
+                name == SOFTCAP
+            ):
+                return attribute
+    return ""
+
+
+def _texts(constant: Any) -> tuple[Any, ...]:
+    """Return the elements of a constant that is a tuple, such as the names of arguments in a call."""
+    return constant if isinstance(constant, tuple) else ()
 
 
 def eager_function(forward: Any) -> Any:

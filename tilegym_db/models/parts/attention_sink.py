@@ -71,7 +71,7 @@ Function = Callable[..., Any]
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward asks the registry and has an eager function with sinks, once per Definition."""
-    return attention_modules("attention_sink", model, known, has_sinks)
+    return attention_modules("attention_sink", model, known, lambda module: has_sinks(type(module).forward))
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:

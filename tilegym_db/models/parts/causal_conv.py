@@ -44,7 +44,7 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward calls a causal convolution, once per function."""
-    return groups(KIND, model, NAME, lambda module: (device_of(module), has_bias(module)))
+    return groups(KIND, model, (NAME,), lambda module: (device_of(module), has_bias(module)))
 
 
 def has_bias(module: Module) -> bool:

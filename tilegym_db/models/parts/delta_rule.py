@@ -1,7 +1,8 @@
 """The gated delta rule: a function that a mixer's forward calls, over a sequence or for one token.
 
-The inputs of a Definition are queries, keys, values, decays and rates [B, T, H, ...] and the state before the first token. Its
-outputs are the values and the state after the last token. In models, the state may be missing at first, and unwanted after.
+The inputs of a Definition are queries, keys, values, decays and rates [B, T, H, ...] and the state before the first token. A
+head has one decay, or one for each row of its state. The outputs are the values and the state after the last token. In models,
+the state may be missing at first, and unwanted after.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from tilegym_db.models.probe import Draw, Probe, are_close, device_of
 from tilegym_db.models.upstream_code import of_models
 
 KIND = "delta_rule"
-NAME = "gated_delta_rule"
+NAMES = ("delta_rule", "delta_attention", "kda")
+"""Parts of the names of such functions."""
 TENSORS = 5
 STATE, KEEPS, NORMALISES, CHUNK = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "chunk_size"
 OPTIONS = frozenset({STATE, KEEPS, NORMALISES})
 NOT_NORMALISED = "its queries and keys are not normalised inside"
 NOT_ONE_TOKEN = "it is the rule for one token, and the call has more"
 OTHER_RATES = "its rates of writing may be up to two; kernels are verified up to one"
-SIZES = {"B": 2, "T": 70, "Hk": 2, "Hv": 4, "K": 16, "V": 16}
+SIZES = {"B": 2, "T": 70, "H": 4, "Hk": 2, "Hv": 4, "K": 16, "V": 16}
 """Sizes of the probe: more tokens than a chunk of 64."""
 AGREES = are_close
 
@@ -45,7 +47,7 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward calls a gated delta rule, once per function."""
-    return groups(KIND, model, NAME)
+    return groups(KIND, model, NAMES)
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
@@ -59,12 +61,26 @@ def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
     names = set(inspect.signature(function).parameters)
     if isinstance(matches, str) and names >= OPTIONS:
         one_token = CHUNK not in names
-        matches = [one for one in known.nominated(KIND) if _is_of_one_token(one) == one_token] or matches
+        device = device_of(found.modules[0])
+        matches = [
+            one
+            for one in known.nominated(KIND)
+            if is_of_one_token(one) == one_token and (device.type == "meta" or takes_inputs_of(function, one, device))
+        ] or matches
     return matches if isinstance(matches, str) else MatchCandidates(matches)
 
 
-def _is_of_one_token(match: DefinitionMatch) -> bool:
+def is_of_one_token(match: DefinitionMatch) -> bool:
+    """Return True if a Definition is of single tokens."""
     return (next(iter(match.definition.inputs.values())).shape or ())[1] == 1
+
+
+def takes_inputs_of(function: FunctionType, match: DefinitionMatch, device: torch.device) -> bool:
+    """Return True if a function runs on inputs of a Definition, such as a decay of each row of the state."""
+    try:
+        return not isinstance(probe_function(function, match, device), str)
+    except of_models():
+        return False
 
 
 def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe | str:
@@ -80,7 +96,7 @@ def probe(found: ModuleGroup, module: Module, match: DefinitionMatch) -> Probe |
 def probe_function(function: Callable[..., Any], match: DefinitionMatch, device: torch.device) -> Probe | str:
     """Probe the function itself with a state; the same call without a state must be the one with zeros."""
     draw, definition = Draw(device), match.definition
-    sizes = {**SIZES, "T": 1} if _is_of_one_token(match) else SIZES
+    sizes = {**SIZES, "T": 1} if is_of_one_token(match) else SIZES
     try:
         inputs = _drawn(draw, definition, sizes)
         returned = _run(function, *inputs.values())
@@ -124,7 +140,7 @@ def _rule_of(
 ) -> Callable[..., Any]:
     assert found.match is not None, "only confirmed groups are patched"
     defaults = {one.name: one.default for one in inspect.signature(function).parameters.values()}
-    return delta_rule(stock, site, arguments_of(function), defaults, one_token=_is_of_one_token(found.match))
+    return delta_rule(stock, site, arguments_of(function), defaults, one_token=is_of_one_token(found.match))
 
 
 def delta_rule(
@@ -148,6 +164,7 @@ def delta_rule(
         if any(not isinstance(given.get(name), torch.Tensor) for name in names):
             return None
         q, k, v, g, beta = (given[name] for name in names)
+        g = g.float()  # stock code does so too
         state = given.get(STATE)
         reason = why_stock(given)
         kept = () if state is None else (state,)

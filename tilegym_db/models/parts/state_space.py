@@ -57,7 +57,7 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward scans a sequence or updates a state, once per function."""
-    return itertools.chain(groups(KIND, model, SCAN), groups(KIND, model, UPDATE))
+    return itertools.chain(groups(KIND, model, (SCAN,)), groups(KIND, model, (UPDATE,)))
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
