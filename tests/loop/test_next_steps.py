@@ -103,7 +103,7 @@ def test_a_kernel_that_was_too_short_to_tell_is_not_called_slow(
     assert ("may be fast enough" in refusal.reason) == is_open
 
 
-def test_fit_without_a_kernel_names_each_reason_and_its_config_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_names_each_reason_and_its_config_once(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = [Piece("LlamaAttention", 0.4, 1, name) for name in ("rope_neox", "attention_prefill", "attention_decode")]
     report = FitReport("tiny", cpu_machine(), [], pieces=[*pieces, Piece("Linear", 0.2, 4)])
     print_report(report, Path("my models/config.json"))
