@@ -69,6 +69,18 @@ def test_nothing_is_stated_of_a_solution_without_the_promise(traces: dict[str, T
     assert "batch_slices" not in traces["says_nothing"].to_dict()["envelope"]
 
 
+@pytest.mark.slow
+def test_promise_is_tried_at_batches_of_a_prompt(make_catalog: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A launch that takes other blocks from 512 rows on is right at every small batch."""
+    monkeypatch.setattr("tilegym_db.sandbox.scan.scan_sources", lambda solution, sources: ())
+    switching = {"switches": (ROUNDED.replace("len(x) > 2", "len(x) >= 512"), PROMISED)}
+    catalog = make_catalog(tmp_path / "catalog", switching, definition={"independent_axes": ["M"]})
+    report = bench("switches", devices="cpu", catalog=catalog, store_home=tmp_path / "home", verify=True)
+    found = {trace.tier: trace for trace in report.traces if trace.solution == "switches"}
+    assert found["screen"].status == "PASSED"
+    assert (found["promotion"].status, found["promotion"].failure.gate) == ("INCORRECT_NUMERICAL", "batch invariance")
+
+
 def test_slices_are_one_row_and_some_of_the_others() -> None:
     for seed in range(50):
         slices = slices_along(40, seed)

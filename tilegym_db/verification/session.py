@@ -741,10 +741,11 @@ def _check_large_cases(
         raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
         if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
             return outcome
-        passed = large is not None and outcome is None
+        passed = large is not None and isinstance(outcome, int)
         (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
-        if passed:
+        if isinstance(outcome, int):
             fuzz.large.append(case.case.call.axes)
+            fuzz.slices += outcome
     return fuzz
 
 
@@ -766,17 +767,14 @@ def _room_for(plan: SlotPlan, device: str) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:
+def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> int | Failure:
+    """Call once at a large size; return the number of rows that were called alone, too, or the failure."""
     with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
-        failure = handle.attach(buffers, large.given.case)
-        if failure is None:
-            found = handle.one_call(buffers, large.given, POISON_NAN)
-            if isinstance(found, Failure):
-                failure = found
-            else:
-                failure = judge_large(handle.definition, handle.solution.record, large, found)
+        found = handle.attach(buffers, large.given.case) or handle.one_call(buffers, large.given, POISON_NAN)
+        if not isinstance(found, Failure):
+            found = judge_large(handle.definition, handle.solution.record, large, found) or found
         handle.detach()
-    return failure
+    return found if isinstance(found, Failure) else handle.check_slices(large.given, found, single=True)
 
 
 # ---- check of stock code --------------------------------------------------------------------------

@@ -387,10 +387,12 @@ class WorkerHandle:
             return replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
         return None
 
-    def check_slices(self, expected: OracleCase, first: Mapping[str, torch.Tensor]) -> int | Failure:
+    def check_slices(
+        self, expected: OracleCase, first: Mapping[str, torch.Tensor], *, single: bool = False
+    ) -> int | Failure:
         """Call slices of a case along the batch axis alone, if the Solution promises that this changes no bit of them.
 
-        No memory may be attached. ``first`` has the outputs of the whole call.
+        No memory may be attached. ``first`` has the outputs of the whole call. With ``single``, only one row is called alone.
 
         Returns:
             The number of slices whose outputs had the bytes that they have in ``first``, or the failure.
@@ -398,7 +400,8 @@ class WorkerHandle:
         if not self.solution.record.spec.batch_invariant:
             return 0
         axis, same = self.definition.batch_axis, 0
-        for start, length in slices_along(expected.case.call.axes[axis], expected.case.seed):
+        slices = slices_along(expected.case.call.axes[axis], expected.case.seed)
+        for start, length in slices[:1] if single else slices:
             part = self._slice(expected, axis, start, length)
             if part is None:
                 continue
