@@ -83,7 +83,7 @@ def _trace(entry: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     envelope = {"cases": candidate["envelope_cases"]}
     if candidate.get("scalar_ranges"):
         envelope["scalars"] = candidate["scalar_ranges"]
-    envelope |= {name: candidate[name] for name in ("largest", "largest_elements") if name in candidate}
+    envelope |= {name: candidate[name] for name in ("largest", "largest_elements", "batch_slices") if name in candidate}
     about = (
         "solution",
         "solution_digest",
@@ -99,6 +99,7 @@ def _trace(entry: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: value for name, value in entry.items() if name != "candidates"},
         **{name: candidate[name] for name in about if candidate.get(name) is not None},
+        **({"correctness": {"deterministic": True}} if candidate.get("deterministic") else {}),
         "status": "PASSED",
         "run_id": "a-run",
         "performance": {**times, "comparisons": [stock]},

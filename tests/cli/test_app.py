@@ -93,3 +93,10 @@ def test_an_interrupt_exits_130_without_a_traceback(home):
         text = process.stderr.read()
         assert process.wait(timeout=20) == 130
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("words", "meant"), [("task list", "task status"), ("ls", "list"), ("task stats", "--help")])
+def test_word_of_another_tool_is_answered_with_the_command(cli, words, meant):
+    result = cli(*words.split())
+    assert (result.code, result.cause) == (2, "command_unknown")
+    assert result.err.strip().endswith(meant)

@@ -189,3 +189,11 @@ def test_doctor_reads_no_more_files_than_it_has_time_for(cli, row_scale, home, j
     monkeypatch.setattr("tilegym_db.store.broken_files.BUDGET_S", -1.0)
     (check,) = [check for check in cli("doctor", "--json").json() if check["what"] == "journals"]
     assert (check["state"], check["detail"].split(",")[0]) == ("ok", "1 older journals were not read")
+
+
+def test_doctor_says_that_serving_is_off_and_how_to_turn_it_on(cli, row_scale, monkeypatch):
+    assert "serving" not in {check["what"] for check in cli("doctor", "--json").json()}
+    monkeypatch.setenv("TILEGYM_DB_DISABLE", "1")
+    found = {check["what"]: check for check in cli("doctor", "--json").json()}
+    assert found["serving"]["state"] == "missing"
+    assert "TILEGYM_DB_DISABLE" in found["serving"]["fix"]

@@ -166,3 +166,10 @@ def test_meaning_of_a_column_is_whole_at_45_columns(cli, row_scale, monkeypatch)
     shown = " ".join(cli("sql", "DESCRIBE best").out.split())
     assert "id of the run that measured it" in shown
     assert max(map(len, cli("sql", "--schema", "best").out.splitlines())) <= 45
+
+
+def test_pipe_has_whole_cells_of_the_columns_asked_for(cli, row_scale, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "attention_masked_decode_backward_triton"
+    shown = cli("sql", f"SELECT 1 AS n, '{name}' AS solution, '{name * 2}' AS note, '{name}' AS again").out
+    assert shown.splitlines()[2].split() == ["1", name, name * 2, name]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +78,41 @@ def test_no_line_is_wider_than_the_terminal(rows, width):
 @settings(deadline=None)
 def test_what_is_cut_fits(text, width):
     assert text_width(cut(text, width)) <= width
+
+
+def test_column_without_a_cell_goes_before_a_name_is_cut():
+    columns, rows = ("solution", "config", "speedup", "why"), [("swiglu_triton_rows", "", "", "slower")] * 2
+    layout = lay_out(columns, [*rows, ("swiglu_cutile", "", "", "faster")], width=30)
+    assert layout.lines[0].split() == ["solution", "why"]
+    assert layout.lines[2].split() == ["swiglu_triton_rows", "slower"]
+    assert (layout.dropped, layout.repeated) == ((), ())
+    assert lay_out(columns, rows, width=60).lines[0].split() == [*columns]
+
+
+def test_part_of_the_key_that_tells_rows_apart_stays():
+    columns = ("definition", "axes", "scalars", "solution", "us")
+    rows = [
+        ("rms_norm", "M=1,N=4096", "eps=1e-06", "rms_norm_tilelang", "5.92"),
+        ("rms_norm", "M=1,N=4096", "eps=1e-05", "rms_norm_cutile", "5.79"),
+        ("rms_norm", "M=8,N=4096", "eps=1e-05", "rms_norm_cutile", "5.99"),
+    ]
+    given = {"width": 50, "numeric": ["us"], "least": ["scalars"], "most": ["us"]}
+    assert lay_out(columns, rows, **given).lines[0].split() == ["definition", "axes", "solution", "us"]
+    layout = lay_out(columns, rows, **given, key=columns[:3])
+    assert layout.lines[0].split() == ["axes", "scalars", "solution", "us"]
+    assert layout.repeated == (("definition", "rms_norm"),)
+
+
+def test_time_has_seconds_and_is_not_cut(capsys):
+    at = datetime(2026, 11, 25, 17, 55, 30, 402994, tzinfo=UTC)
+    print_table(("trace", "timestamp", "solution"), [("7fdc2899" * 5, at, "gelu_tanh_and_mul_tilelang" * 2)] * 2)
+    assert "  2026-11-25 17:55:30" in capsys.readouterr().out
+
+
+def test_note_on_repeated_columns_names_a_few_of_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = [f"column_{number}" for number in range(20)]
+    print_table(columns, [[f"value of {name}" for name in columns]] * 2)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("in every row: "))
+    assert line.count("value of") == 6
+    assert line.endswith("and the same in 11 more columns")

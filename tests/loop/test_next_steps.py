@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from tilegym_db.cli.models import print_report
 from tilegym_db.cli.task import _print_attempt
+from tilegym_db.loop.fit import FitReport
+from tilegym_db.loop.from_model import Piece
 from tilegym_db.loop.submit import award_refusal
 from tilegym_db.loop.tasks import create_task, find_task
+from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Attempt, Task
 
 HandIn = Callable[..., Path]
@@ -42,7 +46,7 @@ def test_ids_of_the_table_of_tasks_are_taken_by_every_command(task: Task, said: 
     shown = [line.split()[0] for line in table.splitlines()[2:]]
     assert {find_task(name).id for name in shown} == {task.id, other.id}
     assert all(len(name) < len(task.id) for name in shown)
-    assert "tilegym-db task status ID" in told
+    assert f"tilegym-db task status {shown[0]}" in told
     _, whole, _ = said("task", "status", "--wide")
     assert task.id in whole
 
@@ -97,3 +101,13 @@ def test_a_kernel_that_was_too_short_to_tell_is_not_called_slow(
     assert refusal is not None
     assert refusal.reason.startswith("at M=512,N=1024: the interval is this")
     assert ("may be fast enough" in refusal.reason) == is_open
+
+
+def test_fit_names_each_reason_and_its_config_once(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [Piece("LlamaAttention", 0.4, 1, name) for name in ("rope_neox", "attention_prefill", "attention_decode")]
+    report = FitReport("tiny", cpu_machine(), [], pieces=[*pieces, Piece("Linear", 0.2, 4)])
+    print_report(report, Path("my models/config.json"))
+    told = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("40.0% LlamaAttention: ") for line in told) == 1
+    assert "20.0% Linear: no definition describes it" in told
+    assert told[-1] == "Next: tilegym-db task from-model 'my models/config.json'"

@@ -62,3 +62,8 @@ def test_values_that_mean_no_change_nothing(
     model = build()
     patch(model, catalog=kernels)
     assert any(is_patched(module) for module in model.modules())
+
+
+def test_report_has_the_reason_and_no_empty_table(switched_off: None, kernels: Catalog, build: Any) -> None:
+    shown = str(patch(build(), catalog=kernels).report())
+    assert shown.strip().splitlines() == ["TILEGYM_DB_DISABLE is set, so stock code runs; nothing was patched"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -52,19 +52,26 @@ class CatalogReader:
     lock: Any = field(default=None, kw_only=True)
     """The :class:`~tilegym_db.published.table.ServingLock` of the only kernels that may serve; None allows all."""
 
+    required: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """What is required of the bits of kernels that serve (:data:`~tilegym_db.published.entries.REQUIREMENTS`)."""
+
     def reread(self, root: Path) -> Self:
         """Return a new reader of the same roots and ``root``, as they are on disk now."""
         roots = self.roots if root in self.roots else (*self.roots, root)
-        return type(self)(roots, self.warns, self.trust_foreign, lock=self.lock)
+        return type(self)(roots, self.warns, self.trust_foreign, lock=self.lock, required=self.required)
 
     def trusting(self, foreign: bool = True) -> Self:
         """Return a reader of the same roots; with ``foreign``, foreign traces count too."""
         same = not foreign or self.trust_foreign
-        return self if same else type(self)(self.roots, self.warns, trust_foreign=True, lock=self.lock)
+        return self if same else replace(self, trust_foreign=True)
 
     def locked(self, lock: Any) -> Self:
         """Return a reader of the same roots; only the kernels of ``lock`` may serve."""
-        return type(self)(self.roots, self.warns, self.trust_foreign, lock=lock) if lock is not None else self
+        return replace(self, lock=lock) if lock is not None else self
+
+    def requiring(self, required: Collection[str]) -> Self:
+        """Return a reader of the same roots; only kernels with these properties may serve."""
+        return replace(self, required=frozenset(required)) if required else self
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

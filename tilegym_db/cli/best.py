@@ -94,6 +94,7 @@ def best_command(
         wide=form.wide,
         least=BEST_DROPPED_FIRST,
         most=BEST_DROPPED_LAST,
+        key=BEST_KEY,
     )
     if len(shown) < len(rows):
         note(f"only the first {MAX_TABLE_ROWS} rows; all of them: --csv or --json, or --limit with another number")
@@ -174,6 +175,7 @@ BEST_DROPPED_FIRST = (
     "strongest_baseline",
     "dtypes",
 )
+BEST_KEY = ("definition", "gpu", "axes", "dtypes", "scalars", "layouts")
 BEST_DROPPED_LAST = ("solution", "latency_us", "speedup")
 
 
@@ -311,7 +313,9 @@ def compare_command(
     if not form.is_table:
         write_records(form, rows)
         return
-    print_table(COMPARE_COLUMNS, [cells(row) for row in rows], wide=form.wide, least=COMPARE_DROPPED_FIRST)
+    print_table(
+        COMPARE_COLUMNS, [cells(row) for row in rows], wide=form.wide, least=COMPARE_DROPPED_FIRST, key=BEST_KEY
+    )
     for text in summary(rows, a, b):
         note(text)
 

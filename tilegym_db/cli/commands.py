@@ -96,6 +96,10 @@ OLD_NAMES = {
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+MEANT = {"list": "status", "ls": "list"}
+"""Word of another tool -> the command for it, in a group that has no command of that word."""
+
+
 class CommandGroup(TyperGroup):
     """A group that suggests names for an unknown one, and whose help has the first paragraph of each command in full."""
 
@@ -107,8 +111,10 @@ class CommandGroup(TyperGroup):
         """
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
+            meant = MEANT.get(args[0], "")
+            hint = f" Did you mean '{meant}'?" if meant in known else did_you_mean(args[0], known)
             raise UsageError(
-                f"no command '{args[0]}'.{did_you_mean(args[0], known)} Try: {ctx.command_path} --help",
+                f"no command '{args[0]}'.{hint} Try: {ctx.command_path} {meant if meant in known else '--help'}",
                 code="command_unknown",
             )
         given = [item.opts[-1] for item in self.params if _is_given(ctx, item.name)]

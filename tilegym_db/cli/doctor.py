@@ -26,6 +26,7 @@ from tilegym_db.cli.kit.formats import (
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
 from tilegym_db.errors import TilegymDBError, broken_package
+from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, is_disabled
 
 if TYPE_CHECKING:
     from tilegym_db.published.snapshot import RejectedLine
@@ -265,6 +266,8 @@ def check_python() -> Iterator[Check]:
 
     yield Check("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield Check("tilegym-db", "ok", tilegym_db.__version__)
+    if is_disabled():
+        yield Check("serving", "missing", f"{DISABLED} everywhere", f"unset {DISABLE_VARIABLE}, and start again")
 
 
 def check_gpu() -> Iterator[Check]:

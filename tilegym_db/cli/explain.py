@@ -21,6 +21,7 @@ from tilegym_db.cli.kit.options import (
 )
 from tilegym_db.cli.kit.output import note, print_table, spelled_map
 from tilegym_db.errors import StoreError
+from tilegym_db.paths import DISABLE_VARIABLE, is_disabled
 
 if TYPE_CHECKING:
     from tilegym_db.resolver.explain import Explanation
@@ -46,6 +47,10 @@ def command(
     ] = None,
     mode: Annotated[str, typer.Option(help="inference or training.")] = "inference",
     launch: Annotated[str, typer.Option(help="call, or replay for a call in a CUDA graph.")] = "call",
+    require: Annotated[
+        str,
+        typer.Option(help="What must be verified of a kernel's bits: deterministic, batch-invariant.", metavar="NAME"),
+    ] = "",
     form: Form = TABLE,
     trust: Trust = False,
 ) -> None:
@@ -62,10 +67,13 @@ def command(
         mode=mode,
         launch=launch,
         trust=trust,
+        require=require,
     )
     _write(form, explanation)
     if explanation.solution is None:
-        if form.is_table:
+        if form.is_table and is_disabled():
+            note(f"To see kernels, unset {DISABLE_VARIABLE}.")
+        elif form.is_table:
             _note_next(name, explanation.request.gpu)
         raise typer.Exit(NO_VERIFIED_SOLUTION)
 

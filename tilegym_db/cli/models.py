@@ -33,6 +33,7 @@ from tilegym_db.errors import UsageError
 if TYPE_CHECKING:
     from tilegym_db.loop.coverage import CoveragePlan
     from tilegym_db.loop.fit import FitReport
+    from tilegym_db.loop.from_model import Piece
     from tilegym_db.models.handle import Handle
     from tilegym_db.models.report import PatchReport
     from tilegym_db.records.model_run import Estimate, ModelRun, ModelTiming
@@ -86,7 +87,7 @@ def fit_command(
     if as_json:
         print_json(content_of(report))
     else:
-        print_report(report, wide=wide)
+        print_report(report, config, wide=wide)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
@@ -121,8 +122,8 @@ def content_of(report: FitReport) -> dict[str, Any]:
     }
 
 
-def print_report(report: FitReport, *, wide: bool = False) -> None:
-    """Print what was measured, the share of each piece and what serves it, then the model's timings."""
+def print_report(report: FitReport, config: Path, *, wide: bool = False) -> None:
+    """Print what was measured, the share of each piece and what serves it, then the model's timings and the next step."""
     counts = {} if report.measured is None else report.measured.counts
     done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
     note(f"{report.model}: {len(report.calls)} kinds of calls on {report.machine.gpu_name}; measured {done}")
@@ -141,12 +142,9 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     print_table(("part", "share", "definition", "served by"), rows, wide=wide)
     note(f"{report.served_share:.0%} of the model's time is in parts that verified kernels serve")
     open_pieces = sorted((piece for piece in report.pieces if not piece.served), key=lambda piece: -piece.share)
-    for piece in open_pieces[:LARGEST]:
-        described = (
-            "no verified kernel is faster here at its sizes" if piece.definition else "no definition describes it"
-        )
-        why = piece.reason or described
-        note(f"{piece.share:.1%} {piece.part}: {why}")
+    reasons = dict.fromkeys(f"{piece.share:.1%} {piece.part}: {_why_open(piece)}" for piece in open_pieces)
+    for reason in [*reasons][:LARGEST]:
+        note(reason)
     for run in report.runs:
         print_run(run, wide=wide)
     for text in [*report.failed, *report.notes]:
@@ -158,8 +156,14 @@ def print_report(report: FitReport, *, wide: bool = False) -> None:
     elif not report.failed:
         note(
             "No verified kernel serves this model here, so tilegym_db.patch(model) would change nothing. "
-            "Next: tilegym-db task from-model CONFIG ranks what a new kernel would be worth"
+            "To rank what a new kernel would be worth:"
         )
+        note(f"Next: tilegym-db task from-model {shlex.quote(str(config))}")
+
+
+def _why_open(piece: Piece) -> str:
+    described = "no verified kernel is faster here at its sizes" if piece.definition else "no definition describes it"
+    return piece.reason or described
 
 
 # ---- Bench ----------------------------------------------------------------------------------------

@@ -12,13 +12,17 @@ import typer
 
 from tilegym_db.cli.kit.formats import TABLE, Form, with_form
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
-from tilegym_db.cli.kit.output import note, print_table, table_width
+from tilegym_db.cli.kit.output import has_width, note, print_table, table_width
 from tilegym_db.errors import QueryError, TilegymDBError, UsageError
 from tilegym_db.paths import home
 from tilegym_db.store.asking import public_views
 
 if TYPE_CHECKING:
     from tilegym_db.store.asking import QueryResult
+
+
+MAX_WHOLE_COLUMNS = 12
+"""In a pipe, a statement of at most so many columns is printed in full: it chose them, and a program reads the cells."""
 
 
 @with_form
@@ -92,7 +96,8 @@ def print_answer(result: QueryResult, form: Form) -> None:
     if form.kind in ("parquet", "arrow"):
         write_arrow(form, lambda: result.table)
     elif form.is_table:
-        print_table(result.columns, result.rows, wide=form.wide, prose=_sentences(result))
+        wide = form.wide or (not has_width() and len(result.columns) <= MAX_WHOLE_COLUMNS)
+        print_table(result.columns, result.rows, wide=wide, prose=_sentences(result))
         note(f"{len(result.rows)} row" + ("" if len(result.rows) == 1 else "s"))
     else:
         write_rows(form, result.columns, result.rows)

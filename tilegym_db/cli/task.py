@@ -25,6 +25,7 @@ from tilegym_db.cli.kit.options import (
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import UsageError
+from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, is_disabled
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.machine import Machine
@@ -189,9 +190,7 @@ def status(
             most=("status", "verdict"),
         )
         if task is None:
-            note(
-                "Next: tilegym-db task status ID lists the attempts at a task; the first characters of the id are enough"
-            )
+            note(f"Next: tilegym-db task status {shown[0]['id']}")
     elif task is None:
         note("nothing yet. Try: tilegym-db task create DEFINITION")
     else:
@@ -349,6 +348,9 @@ def recommend_command(
     print_table(
         columns, rows, prose=("reason",), least=("over", "dtypes", "applied", "stage"), most=("definition", "op_ratio")
     )
+    if is_disabled():
+        note(f"{DISABLED}. To see kernels, unset {DISABLE_VARIABLE}.")
+        return
     if found.model_runs:
         names = list(found.model_runs[0])
         print_table(names, [tuple(run.values()) for run in found.model_runs])

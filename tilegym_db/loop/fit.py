@@ -314,7 +314,8 @@ def _publish(report: FitReport) -> None:
         try:
             report.published = str(publish(store, report.machine.gpu, own=True).folder)
         except NotFoundError as error:
-            report.notes.append(str(error))
+            absent = f"nothing is published: no kernel was verified at these sizes on {report.machine.gpu}"
+            report.notes.append(absent if error.code == "traces_missing" else str(error))
 
 
 def _time(

@@ -341,10 +341,12 @@ def fuzz_cases_of(
     seed: int,
     scalars: Mapping[str, tuple[float, float]] | None = None,
     reached: tuple[Mapping[str, int], int] = ({}, 0),
+    slices: int = 0,
 ) -> FuzzCases:
     """Return the cases that a solution passed in this run, as a count and a digest of their descriptions.
 
-    Scalars are ranges, and ``reached`` is the extent of the large cases (:func:`~tilegym_db.verification.large.extent_of`).
+    Scalars are ranges, ``reached`` is the extent of the large cases (:func:`~tilegym_db.verification.large.extent_of`), and
+    ``slices`` is the number of slices that had the same bits alone as in their call.
     """
     largest, elements = reached
     digest = hashlib.sha256("\n".join(sorted(cases)).encode()).hexdigest()
@@ -356,6 +358,7 @@ def fuzz_cases_of(
         scalars=dict(scalars or {}),
         largest=dict(largest),
         largest_elements=elements,
+        batch_slices=slices,
     )
 
 

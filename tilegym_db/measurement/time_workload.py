@@ -229,6 +229,7 @@ class WorkloadTiming:
             calls.append(contents.other.case.call.scalars)
         ranges = scalar_ranges(definition, calls)
         reached = extent_of(definition, verified.fuzz.large)
+        slices = verified.fuzz.slices + verified.verdict.slices
         cases = [*verified.fuzz.passed, *(str(expected.case) for expected in contents.verified)]
         self.emit(
             self.context.passed(
@@ -238,7 +239,9 @@ class WorkloadTiming:
                 runner.handle.policy.tier,
                 verified.verdict.correctness("as_written" if definition.oracle == "as_written" else "fp64"),
                 performance,
-                fuzz_cases_of(cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges, reached),
+                fuzz_cases_of(
+                    cases, [*verified.fuzz.dropped, *contents.dropped], self.context.seed, ranges, reached, slices
+                ),
                 audit,
                 runner.config,
                 runner.handle.sandbox_level,

@@ -45,7 +45,7 @@ from tilegym_db.published.table import LockedKernel, ServingLock, table_for, why
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Launch
 from tilegym_db.resolver.device import device_gpu
-from tilegym_db.resolver.resolve import unavailable_languages, why_never_served
+from tilegym_db.resolver.resolve import requirements, unavailable_languages, why_never_served
 
 CHECK_FIRST = "first"
 """The value of ``check`` that has kernels checked at first calls."""
@@ -66,6 +66,7 @@ class PatchOptions:
     check: str | None = None
     lock: str | Path | None = None
     skip_logits: bool = False
+    require: str | Collection[str] = ()
 
 
 def patch(
@@ -82,6 +83,7 @@ def patch(
     check: str | None = None,
     lock: str | Path | None = None,
     skip_logits: bool = False,
+    require: str | Collection[str] = (),
 ) -> Handle:
     """Let verified kernels serve the operators of one model instance wherever they are faster than the model's own code.
 
@@ -117,6 +119,9 @@ def patch(
         lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
         skip_logits: the caller does not read the logits of training. If a kernel computes the loss from the hidden states, the
             output has None for them. Without labels and in evaluation, it has them.
+        require: what must be verified of the bits of a kernel that serves. ``deterministic``: repeated calls give equal bits.
+            ``batch_invariant``: in addition, those of a row or sequence do not depend on the others in its call, and one kernel
+            serves every measured size of the batch. Calls without such a kernel run the model's own code, which promises nothing.
 
     Raises:
         UsageError: the model is no module, has no part that a Definition describes, or is patched already; an argument has an
@@ -124,7 +129,9 @@ def patch(
             a kernel of ``lock`` is missing, has changed or cannot run here.
         RecordError: ``lock`` is no lock.
     """
-    options = PatchOptions(ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock, skip_logits)
+    options = PatchOptions(
+        ops, dry_run, verify, inputs, quantise, catalog, trust, graphs, check, lock, skip_logits, require
+    )
     _undo_earlier(model)
     handle = patch_what_fits(model, options)
     if not handle.report().sites and not is_disabled():
@@ -171,7 +178,8 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
         raise UsageError("inputs are for verify=True; give both or neither.", code="options_clash")
     check_kind(options.ops if options.ops is not None else (), Iterable, "ops are names of definitions")
     ops = (options.ops,) if isinstance(options.ops, str) else options.ops
-    records = (options.catalog or current_catalog()).trusting(options.trust)
+    required = requirements(options.require)
+    records = (options.catalog or current_catalog()).trusting(options.trust).requiring(required)
     unknown = sorted(set(ops or ()) - set(records.definitions))
     if unknown:
         raise UsageError(

@@ -67,6 +67,8 @@ def why_fit(reasons: Iterable[str]) -> str:
 
 SITE_COLUMNS = ("site", "definition", "call", "calls", "by kernel", "served by", "why")
 """Headings of the table of call sites."""
+MIN_TABLE_WIDTH = 80
+"""Characters per line from which on call sites are a table."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,10 +125,7 @@ class PatchReport:
         """Return the table of the call sites."""
         from tilegym_db.store.answer import html_table  # only a notebook needs it
 
-        rows = [(f"{site.module_class} x{site.modules}", *row) for site in self.sites for row in _rows(site)]
-        rows += [
-            (f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason) for one in self.undescribed
-        ]
+        rows = self.site_rows()
         return html_table(SITE_COLUMNS, rows, self.note or repr(self), len(rows))
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,19 +138,42 @@ class PatchReport:
         sites = [asdict(site) for site in self.sites]
         return {"sites": sites, **others, **profiled, **quantised, **noted, **decoding}
 
+    @property
+    def has_rows(self) -> bool:
+        """True if the table of call sites has a row."""
+        return bool(self.sites or self.undescribed)
+
+    def site_rows(self) -> list[tuple[str, ...]]:
+        """Return one row per call site and kind of call, and one per class of other modules, with :data:`SITE_COLUMNS`."""
+        rows: list[tuple[str, ...]] = [
+            (f"{site.module_class} x{site.modules}", *row) for site in self.sites for row in _rows(site)
+        ]
+        return rows + [
+            (f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason) for one in self.undescribed
+        ]
+
     def table(self) -> Table:
-        """Return a table for a terminal: one row per call site and kind of call, and one per class of other modules."""
+        """Return the :meth:`site_rows` as a table for a terminal, without the columns that no row fills."""
         from rich.table import Table
 
-        table = Table(title="call sites")
-        for heading in SITE_COLUMNS:
-            table.add_column(heading, justify="right" if heading in ("calls", "by kernel") else "left")
-        for site in self.sites:
-            for row in _rows(site):
-                table.add_row(f"{site.module_class} x{site.modules}", *row)
-        for one in self.undescribed:
-            table.add_row(f"{one.module_class} x{one.modules}", "", "", "", "", "stock", one.reason)
+        table, rows = Table(title="call sites"), self.site_rows()
+        filled = [at for at in range(len(SITE_COLUMNS)) if not rows or any(row[at] for row in rows)]
+        for at in filled:
+            table.add_column(
+                SITE_COLUMNS[at], justify="right" if SITE_COLUMNS[at] in ("calls", "by kernel") else "left"
+            )
+        for row in rows:
+            table.add_row(*(row[at] for at in filled))
         return table
+
+    def lines(self) -> str:
+        """Return the :meth:`site_rows` for a narrow terminal: what serves each call, and the reason below it."""
+        found = []
+        for site, definition, call, calls, by_kernel, served, why in self.site_rows():
+            counted = f"{by_kernel} of {calls} calls by kernels" if calls and by_kernel else ""
+            said = ", ".join(filter(None, (definition, call, counted)))
+            found += [f"{site}: {served or 'not called'}", *(f"  {part}" for part in (said, why) if part)]
+        return "\n".join(found)
 
     def proof_rows(self) -> list[tuple[Any, ...]]:
         """Return one row per captured call, with the columns :data:`PROOF_COLUMNS`; errors are None if no kernel was tried."""
@@ -215,12 +237,18 @@ class PatchReport:
         return self.text(min(160, shutil.get_terminal_size((160, 24)).columns))
 
     def text(self, width: int) -> str:
-        """Return the tables as text, in lines of ``width`` characters."""
+        """Return the tables as text, in lines of ``width`` characters.
+
+        In less than 80 characters, a line per call site has its reason below it.
+        """
         from rich.console import Console
 
         console = Console(width=width)
         with console.capture() as capture:
-            console.print(self.table())
+            if width < MIN_TABLE_WIDTH and self.has_rows:
+                console.print(self.lines(), highlight=False, markup=False)
+            elif self.has_rows:
+                console.print(self.table())
             if any(site.proofs for site in self.sites):
                 console.print(self.proof_table())
             if self.decoding is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,10 @@ class Candidate:
     """Independent axis -> the largest size at which outputs were compared; empty in traces that do not state it."""
     verified_elements: int = 0
     """Elements of the largest tensor of such a call; 0 in traces that do not state it."""
+    deterministic: bool = False
+    """True if its trace states that repeated calls gave equal bits."""
+    batch_slices: int = 0
+    """Slices of calls that had the same bits alone; 0 for a kernel that does not promise batch invariance."""
     origin: str = "local"
     """``shipped`` with the package, measured by this installation (``local``), or ``foreign``."""
     of_files: bool = False
@@ -175,6 +179,8 @@ def _candidate(trace: Mapping[str, Any], origin: str) -> Candidate:
         scalar_ranges=_ranges(envelope),
         verified_sizes=dict(envelope.get("largest") or {}),
         verified_elements=envelope.get("largest_elements", 0),
+        deterministic=correctness.get("deterministic") is True,
+        batch_slices=envelope.get("batch_slices", 0),
         origin="foreign" if is_borrowed else origin,
         of_files=bool(trace.get("blobs")),
         libs=trace.get("libs") or {},
@@ -351,6 +357,49 @@ def why_outside_scalars(
         if not low <= value <= high:  # NaN is outside, too
             return Refusal("scalar_outside", f"{name}={value:g} is outside the verified range {low:g}..{high:g}")
     return None
+
+
+# ---- what is required of its bits -----------------------------------------------------------------
+
+Requirement = Literal["deterministic", "batch_invariant"]
+"""What a caller may require of the bits of kernels. Each rests on the verification of the kernel, and not on its record alone."""
+REQUIREMENTS: tuple[Requirement, ...] = ("deterministic", "batch_invariant")
+
+
+def spelled_requirements(required: Collection[str]) -> str:
+    """Return ``that is batch-invariant`` with a space before it; "" if nothing is required."""
+    names = [name.replace("_", "-") for name in REQUIREMENTS if name in required]
+    return f" that is {' and '.join(names)}" if names else ""
+
+
+def why_not_as_required(
+    candidate: Candidate, files: SolutionFiles, required: Collection[str], batch_axis: str
+) -> Refusal | None:
+    """Return why a kernel does not have the bits that a caller requires, or None if it has.
+
+    Args:
+        candidate: the kernel's measurement.
+        files: the catalog's Solution of that name.
+        required: some of :data:`REQUIREMENTS`.
+        batch_axis: of the Definition; "" without one.
+    """
+    spec = files.record.spec
+    if required and not spec.deterministic:
+        return Refusal("not_deterministic", "deterministic kernels are required, and it declares that it is not")
+    if required and not candidate.deterministic:
+        what = "deterministic kernels are required, and its trace does not state that repeated calls gave equal bits"
+        return Refusal("not_deterministic", what)
+    if "batch_invariant" not in required:
+        return None
+    if not batch_axis:
+        why = "batch-invariant kernels are required, and no row of this operator can be called alone to verify that"
+    elif not spec.batch_invariant:
+        why = "batch-invariant kernels are required, and it does not promise to be one (spec.batch_invariant)"
+    elif not candidate.batch_slices:
+        why = "batch-invariant kernels are required, and its promise is not verified: bench and publish it again"
+    else:
+        return None
+    return Refusal("not_batch_invariant", why)
 
 
 # ---- the speed ------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ class ResolverTable:
         self.load_peaks = peaks
         self._loaded: dict[str, MeasuredEntries] = {}
         self._entries: dict[tuple[str, DtypesKey], tuple[Entry, ...]] = {}
+        self.required: frozenset[str] = frozenset()
+        """What is required of the bits of kernels (:data:`~tilegym_db.published.entries.REQUIREMENTS`)."""
         self.indexes: dict[Any, Any] = {}
         """Indexes that :mod:`tilegym_db.resolver.resolve` derives from the entries, kept as long as the table."""
 
@@ -156,6 +158,13 @@ class ResolverTable:
             for dtypes in self.dtypes_of(definition):
                 yield from self.entries(definition, dtypes)
 
+    def requiring(self, required: frozenset[str]) -> ResolverTable:
+        """Return a table of the same entries, whose kernels must have some properties to serve."""
+        loaders = {name: partial(self._measured, name) for name in self._loaders}
+        table = ResolverTable(self.gpu, self.sm, self.published, loaders, self.source, self.load_peaks)
+        table.required = required
+        return table
+
     def _measured(self, definition: str) -> MeasuredEntries:
         known = self._loaded.get(definition)
         if known is None:
@@ -220,12 +229,19 @@ def load_table(gpu: str, *, trust: bool = False) -> ResolverTable | None:
 
 
 def table_for(catalog: CatalogReader, gpu: str) -> ResolverTable | None:
-    """Return the published table of a GPU as a catalog may serve from it: with foreign traces, or with a lock.
+    """Return the published table of a GPU as a catalog may serve from it: with foreign traces, a lock, or requirements.
 
     Errors are those of :func:`load_table`.
     """
     table = load_table(gpu, trust=catalog.trust_foreign)
-    return table if table is None or catalog.lock is None else _locked(catalog.lock, table)
+    if table is not None and catalog.lock is not None:
+        table = _locked(catalog.lock, table)
+    return table if table is None or not catalog.required else _requiring(catalog.required, table)
+
+
+@lru_cache(maxsize=8)
+def _requiring(required: frozenset[str], table: ResolverTable) -> ResolverTable:
+    return table.requiring(required)
 
 
 @lru_cache(maxsize=8)

@@ -248,6 +248,37 @@ class Definition(Record):
         """The axes that a Workload binds, in order."""
         return tuple(name for name, axis in self.axes.items() if axis.type == "var")
 
+    @cached_property
+    def divisible_axes(self) -> tuple[str, ...]:
+        """The independent axes that every output has, and that occur only alone and once per tensor."""
+        specs = [spec for spec in (*self.inputs.values(), *self.outputs.values()) if spec.shape]
+        entangled = {
+            name
+            for spec in specs
+            for entry in spec.shape or ()
+            if isinstance(entry, str)
+            for name in names_in(entry)[0]
+            if entry != name or (spec.shape or ()).count(entry) > 1
+        }
+        return tuple(
+            axis
+            for axis in self.independent_axes
+            if axis not in entangled and all(axis in (spec.shape or ()) for spec in self.outputs.values())
+        )
+
+    @cached_property
+    def batch_axis(self) -> str:
+        """The axis of tokens or sequences, along which the bits of a slice need not depend on the others; "" without one.
+
+        It is the outermost axis of the outputs if that is independent, its size is no scalar, and no other axis is what grows
+        with a model's tokens (``serving``).
+        """
+        outermost = next(((spec.shape or ("",))[0] for spec in self.outputs.values()), "")
+        serving = self.serving
+        grows = {*serving.lengths, *(name for group in serving.independent for name in group)} if serving else set()
+        allowed = {*self.divisible_axes} & {*self.var_axes} & (grows or {*self.axes}) - {*self.size_scalars.values()}
+        return outermost if isinstance(outermost, str) and outermost in allowed else ""
+
     def sliced_axis(self, ids: str) -> str:
         """Return the axis among whose slices an input of drawn whole numbers chooses, such as that of experts; "" if none."""
         spec = self.input_generators.get(ids)

@@ -139,6 +139,9 @@ class SolutionSpec(RecordPart):
     constraints: tuple[ExpressionText, ...] = ()
     layouts: dict[str, Literal["contiguous", "row_contiguous", "strided"]] = {}
     deterministic: Flag = True
+    batch_invariant: Flag = False
+    """True if the bits of a row or sequence do not depend on the others in its call, nor on their number. Verification then
+    compares slices along the Definition's ``batch_axis`` that are called alone."""
     math: Literal["ieee", "tf32"] = "ieee"
     tunables: dict[str, tuple[Tunable, ...]] = {}
     omits: tuple[str, ...] = ()
@@ -201,6 +204,11 @@ class SolutionSpec(RecordPart):
             raise RecordError(
                 "torch.compile compiles at run time, so it can only be a baseline", code="compile_not_baseline"
             )
+        if self.batch_invariant and not self.deterministic:
+            raise RecordError(
+                "a solution whose calls differ in their bits cannot be batch_invariant; leave one of the two out",
+                code="batch_invariance_unfit",
+            )
         if self.language in TILE_LANGUAGES and self.provides is not None:
             raise RecordError("'provides' is for python solutions", code="provides_not_python")
         return self
@@ -260,8 +268,14 @@ class Solution(Record):
 
     def check_against(self, definition: Definition) -> None:
         """Raise :class:`RecordError` if the spec names an axis, tensor or dtype that the Definition does not have. Also raise it
-        if the spec declares TF32 and the Definition has no products of float32.
+        if the spec declares TF32 for a Definition without products of float32, or batch invariance for one without a batch axis.
         """
+        if self.spec.batch_invariant and not definition.batch_axis:
+            raise RecordError(
+                f"spec.batch_invariant: {definition.name} has no independent axis of every output, so no row of it can be "
+                "called alone; leave 'batch_invariant' out",
+                code="batch_axis_missing",
+            )
         if self.spec.math == "tf32" and not definition.multiplies_float32:
             raise RecordError(
                 f"spec.math: {definition.name} multiplies no float32 matrices, so it has nothing for TF32; leave 'math' out",

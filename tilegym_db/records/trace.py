@@ -134,6 +134,8 @@ class FuzzCases(RecordPart):
     """Independent axis -> its largest size in a large case that passed. Missing in traces that predate it."""
     largest_elements: Int64 = 0
     """Elements of the largest tensor of a large case that passed: index arithmetic is right up to there."""
+    batch_slices: Int64 = 0
+    """Slices along the batch axis that had the same bits alone as in their call. 0 for Solutions that do not promise it."""
 
 
 class Audit(RecordPart):

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tilegym_db.catalog import SolutionFiles
-from tilegym_db.published.entries import HOST_NOISE_US, MIN_SPEEDUP_CI_LOW, Candidate, Entry, first_done, why_not_served
+from tilegym_db.published.entries import (
+    HOST_NOISE_US,
+    MIN_SPEEDUP_CI_LOW,
+    Candidate,
+    Entry,
+    Requirement,
+    first_done,
+    spelled_requirements,
+    why_not_as_required,
+    why_not_served,
+)
 from tilegym_db.published.neighbours import (
     MIN_SPEEDUP_BETWEEN,
     Axes,
@@ -149,8 +159,8 @@ def decide_first_call(
     Return None if the request was measured or no kernel can be checked. The kernel is the fastest one at the nearest
     measured point, and verified for the request. Its time at the request is not known, so it must not serve unchecked.
     """
-    if table is None or request.mode != "inference":
-        return None
+    if table is None or request.mode != "inference" or BATCH_INVARIANT in table.required:
+        return None  # a kernel that passes at some sizes alone would change the bits between them
     entries = comparable_entries(request, table)
     if isinstance(entries, str):
         return None
@@ -208,13 +218,95 @@ def _sort_out(
             reason = _why_beyond(candidate, request, table)
         else:
             reason = _why_not_near(candidate, files, point, request, table)
+        reason = reason or _why_not_as_required(candidate, files, request, table)
         if reason is None:
             eligible.append(candidate)
         else:
             rejected.append(Rejection(candidate, reason))
+    if eligible and BATCH_INVARIANT in table.required:
+        eligible, dropped = _one_for_every_batch(eligible, request, table, solutions)
+        rejected += dropped
     measured = {candidate.solution for candidate in point.entry.candidates}
     unmeasured = f"not in the table: no verified measurement at {_where(point, table)}"
     return eligible, rejected + _unmeasured(solutions, measured, unmeasured)
+
+
+BATCH_INVARIANT: Requirement = "batch_invariant"
+
+
+def _why_not_as_required(
+    candidate: Candidate, files: SolutionFiles | None, request: Request, table: ResolverTable
+) -> str | None:
+    if not table.required or files is None:
+        return None
+    refusal = why_not_as_required(candidate, files, table.required, request.definition.batch_axis)
+    return None if refusal is None else refusal.reason
+
+
+def _one_for_every_batch(
+    eligible: Sequence[Candidate], request: Request, table: ResolverTable, solutions: Mapping[str, SolutionFiles]
+) -> tuple[list[Candidate], list[Rejection]]:
+    """Return the one kernel that serves every measured size of the batch axis, if it is eligible, and what it excludes.
+
+    Two kernels sum in different orders, so a row has other bits in a larger batch if another kernel or stock code serves
+    that. The choice does not depend on the size of the batch, nor on how the calls get to the device.
+    """
+    axis, sizes, entries = request.definition.batch_axis, request.call.axes, comparable_entries(request, table)
+    others = [name for name in request.definition.var_axes if name != axis]
+    points = [
+        entry
+        for entry in (() if isinstance(entries, str) else entries)
+        if all(entry.call.axes[name] == sizes[name] for name in others)
+    ]
+    required = "batch-invariant kernels are required, and"
+    if not points:
+        where = axes_key({name: sizes[name] for name in others})
+        return [], [Rejection(one, f"{required} no call with {where} was measured") for one in eligible]
+    times: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for candidate in points[0].candidates:
+        product = 1.0
+        for point in points:
+            there = next((one for one in point.candidates if _is_same_kernel(one, candidate)), None)
+            reason = _why_not_there(there, point, request, table, solutions)
+            if reason or there is None or there.latency_us is None:
+                reasons[str(candidate)] = (
+                    f"{required} at {axis}={point.call.axes[axis]} {reason or 'it was not measured'}"
+                )
+                break
+            product *= there.latency_us
+        else:
+            times[str(candidate)] = product
+    winner = min(times, key=lambda name: (times[name], name), default="")
+    kept = [one for one in eligible if str(one) == winner]
+    missing = (
+        f"{required} it was not measured at every {axis}" if not winner else f"{required} {winner} serves every {axis}"
+    )
+    return kept, [Rejection(one, reasons.get(str(one), missing)) for one in eligible if one not in kept]
+
+
+def _why_not_there(
+    candidate: Candidate | None,
+    point: Entry,
+    request: Request,
+    table: ResolverTable,
+    solutions: Mapping[str, SolutionFiles],
+) -> str:
+    """Return why a kernel does not serve a point in each way of launching it; "" if it does."""
+    if candidate is None:
+        return "it was not measured"
+    files = solutions.get(candidate.solution)
+    call = replace(request.call, axes={**request.call.axes, **point.call.axes})
+    stock = first_done([one for one in point.candidates if one.provides == "stock"])
+    refusal = why_not_served(
+        candidate,
+        files,
+        replace(request, call=call, launch="call"),
+        is_exact=True,
+        scalar_ranges=table.scalar_hull(request.definition.name),
+        stock=stock,
+    )
+    return (refusal.reason if refusal is not None else _why_not_as_required(candidate, files, request, table)) or ""
 
 
 def _why_not_near(
@@ -312,7 +404,7 @@ def _conclude(
     axes, where = point.entry.call.axes, _where(point, table)
     other = point.between.others[0].call.axes if point.between is not None and point.between.others else None
     if not eligible:
-        reason = _why_nothing_eligible(point, where, rejected) + _REPLAYED[launch]
+        reason = _why_nothing_eligible(point, where, rejected, table.required) + _REPLAYED[launch]
         evidence = Evidence("stock", reason, table.gpu, table.published, axes, other_axes=other)
         return Decision(None, {}, evidence, tuple(rejected))
     winner, lost = _fastest(eligible, serving, launch)
@@ -340,8 +432,12 @@ def _conclude(
 _REPLAYED: Mapping[Launch, str] = {"call": "", "replay": "; calls are replayed, so only the device time counts"}
 
 
-def _why_nothing_eligible(point: MeasuredPoint, where: str, rejected: Sequence[Rejection]) -> str:
+def _why_nothing_eligible(
+    point: MeasuredPoint, where: str, rejected: Sequence[Rejection], required: Collection[str]
+) -> str:
     """Return why no candidate of a point serves a request: it is slower there, or its lead is not known elsewhere."""
+    if required:
+        return f"no verified solution{spelled_requirements(required)} is known to be faster than stock at {where}"
     if point.between is not None:
         return f"not measured, and no verified solution is surely faster than stock around {where}"
     if point.padding.factor > 1.0 and any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from tilegym_db.resolver.decide import (
     not_in_compiled_code,
     spelled_decision,
 )
-from tilegym_db.resolver.resolve import ask, decide_request
+from tilegym_db.resolver.resolve import ask, decide_request, requirements
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,6 +135,7 @@ def explain(
     like: Sequence[Any] | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
+    require: str | Collection[str] = (),
 ) -> Explanation:
     """Return which Solution the resolver picks for a call, and why it rejects the others. Nothing runs.
 
@@ -145,7 +146,7 @@ def explain(
         NotFoundError: the Definition is unknown.
         UsageError: the request does not fit the Definition, or the GPU is unknown.
     """
-    catalog = (catalog or Catalog.default()).trusting(trust)
+    catalog = (catalog or Catalog.default()).trusting(trust).requiring(requirements(require))
     request = ask(
         definition,
         catalog,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegym_db.catalog import Catalog, SolutionFiles, stock_of
 from tilegym_db.errors import NoSolutionError, UsageError, check_kind, did_you_mean
-from tilegym_db.published.entries import Entry, why_outside_scalars
+from tilegym_db.published.entries import REQUIREMENTS, Entry, spelled_requirements, why_outside_scalars
 from tilegym_db.published.table import ResolverTable, published_gpus, table_for, why_no_table
 from tilegym_db.records import Definition
 from tilegym_db.records.backward import backward_call
@@ -96,6 +96,7 @@ def resolve(
     like: Sequence[Any] | None = None,
     catalog: Catalog | None = None,
     trust: bool = False,
+    require: str | Collection[str] = (),
 ) -> Resolved:
     """Return the fastest verified solution for a call, or else the Definition's stock code.
 
@@ -111,13 +112,15 @@ def resolve(
         like: real arguments (inputs, optionally outputs), from which axes, dtypes, layouts and scalars are read.
         catalog: the catalog of the records; None means :meth:`Catalog.default`.
         trust: also use published traces that neither came with the package nor were published by this installation.
+        require: ``deterministic``, ``batch_invariant`` or both: what is verified of the bits of a kernel that serves. See
+            :func:`tilegym_db.patch`.
 
     Raises:
         NotFoundError: there is no such Definition.
         UsageError: the request does not fit the Definition, or the GPU is unknown.
         NoSolutionError: no verified solution is faster, and the Definition has no stock solution.
     """
-    catalog = (catalog or Catalog.default()).trusting(trust)
+    catalog = (catalog or Catalog.default()).trusting(trust).requiring(requirements(require))
     request = ask(
         definition,
         catalog,
@@ -139,6 +142,24 @@ def resolve(
     launcher = stock_launcher(record, stock) if stock else None
     dispatcher = call_site(record, catalog, mode=mode, launch=launch, stock=launcher)
     return Resolved(request, chosen, decision.config, decision.evidence, decision.rejected, dispatcher)
+
+
+def requirements(given: str | Collection[str] | None) -> frozenset[str]:
+    """Return what is required of the bits of kernels.
+
+    Raises:
+        UsageError: a requirement is unknown.
+    """
+    check_kind(given or (), Collection, "require is a name or a collection of names")
+    names = frozenset(
+        str(name).replace("-", "_") for name in ((given,) if isinstance(given, str) else given or ()) if name
+    )
+    for name in sorted(names - {*REQUIREMENTS}):
+        raise UsageError(
+            f"require is {' or '.join(REQUIREMENTS)}, not {name!r}.{did_you_mean(name, REQUIREMENTS)}",
+            code="requirement_unknown",
+        )
+    return names
 
 
 def ask(
@@ -659,7 +680,8 @@ def _why_not_at(
         lost for lost in decision.rejected if lost.candidate.role == "kernel" and lost.candidate.latency_us is not None
     ]
     detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
-    return f"no verified solution of {definition.name} is faster than stock anywhere on {table.gpu}{detail}"
+    what = f"no verified solution of {definition.name}{spelled_requirements(table.required)}"
+    return f"{what} is faster than stock anywhere on {table.gpu}{detail}"
 
 
 # ---- requests -------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ class CaseQueue:
         """Start with some cases in the queue, and with the number of those that will be added."""
         self._pairs, self._coming, self._next = list(pairs), coming, 0
         self._failures: list[tuple[int, Failure]] = []
+        self.slices = 0
+        """Slices of the checked cases that had the same bits alone as in their call."""
         self._lock = threading.Condition()
 
     def __iter__(self) -> Iterator[tuple[int, Pair]]:
@@ -63,6 +65,11 @@ class CaseQueue:
             self._failures.append((len(self._pairs) if number is None else number, failure))
         if not failure.excused:
             self.close()
+
+    def count_slices(self, slices: int) -> None:
+        """Add the slices of a checked case that had the same bits alone."""
+        with self._lock:
+            self.slices += slices
 
     @property
     def failures(self) -> list[Failure]:

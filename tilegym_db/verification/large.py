@@ -20,7 +20,6 @@ from tilegym_db.records.case import Case
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.layouts import contiguous_strides
 from tilegym_db.verification.cases import SIZES, TILES, repaired
-from tilegym_db.verification.oracle import divisible_axes
 
 FEW_ROWS = tuple((1 << power, 1 << power + 1) for power in range(10, 17))
 """Ranges of rows, one case in each: kernels switch to other code at some number of rows, and back at a larger one."""
@@ -81,7 +80,7 @@ def large_cases(
         on_gpu: the calls run on a GPU.
     """
     generator = random.Random(f"{seed} large")
-    repeated = [axis for axis in divisible_axes(definition) if axis not in definition.size_scalars.values()]
+    repeated = [axis for axis in definition.divisible_axes if axis not in definition.size_scalars.values()]
     if not repeated or definition.sampled:
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
@@ -100,7 +99,7 @@ def large_cases(
 
 def extent_of(definition: Definition, passed: Sequence[Mapping[str, int]]) -> tuple[dict[str, int], int]:
     """Return the largest size of each independent axis in large cases that passed, and the elements of their largest tensor."""
-    sizes = {name: max(axes[name] for axes in passed) for name in divisible_axes(definition)} if passed else {}
+    sizes = {name: max(axes[name] for axes in passed) for name in definition.divisible_axes} if passed else {}
     return sizes, max((largest_tensor(definition, axes) for axes in passed), default=0)
 
 

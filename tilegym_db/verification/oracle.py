@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_db.errors import RecordError
 from tilegym_db.records import Definition
-from tilegym_db.records.expressions import names_in
 from tilegym_db.records.python_source import function_parameters
 
 # ---- slicing --------------------------------------------------------------------------------------
@@ -49,7 +48,7 @@ def sliced(
     if _estimate(definition, inputs, sizes) <= budget_bytes:
         return run(definition, inputs)
     axis = max(
-        (name for name in divisible_axes(definition) if sizes.get(name, 0) > 1),
+        (name for name in definition.divisible_axes if sizes.get(name, 0) > 1),
         key=lambda name: _elements_along(definition, inputs, name),
         default=None,
     )
@@ -64,24 +63,6 @@ def sliced(
         name: torch.cat([part[name] for part in parts], dim=_dimension(spec.shape, axis))
         for name, spec in definition.outputs.items()
     }
-
-
-def divisible_axes(definition: Definition) -> list[str]:
-    """Return the independent axes that every output has, and that occur only alone and once per tensor."""
-    specs = [spec for spec in (*definition.inputs.values(), *definition.outputs.values()) if spec.shape]
-    entangled = {
-        name
-        for spec in specs
-        for entry in spec.shape or ()
-        if isinstance(entry, str)
-        for name in names_in(entry)[0]
-        if entry != name or (spec.shape or ()).count(entry) > 1
-    }
-    return [
-        axis
-        for axis in definition.independent_axes
-        if axis not in entangled and all(axis in (spec.shape or ()) for spec in definition.outputs.values())
-    ]
 
 
 def _axis_sizes(definition: Definition, inputs: Inputs) -> dict[str, int]:
@@ -318,7 +299,7 @@ def joining_axis(definition: Definition) -> str | None:
         return None
     shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
     sizes = {*definition.size_scalars.values()}
-    axes = [axis for axis in divisible_axes(definition) if axis in definition.var_axes and axis not in sizes]
+    axes = [axis for axis in definition.divisible_axes if axis in definition.var_axes and axis not in sizes]
     return next((axis for axis in axes if all(axis in shape for shape in shapes)), None)
 
 

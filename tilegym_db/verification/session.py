@@ -101,6 +101,11 @@ def check_own_shape(
         handle.detach()
     if failure is None and handle.policy.in_turn:
         failure = handle.check_state()
+    if failure is None:
+        same = handle.check_slices(contents.sets[0], outputs[0])
+        if isinstance(same, Failure):
+            return same
+        verdict.slices = same
     return ShapeResult(verdict, outputs) if failure is None else failure
 
 
@@ -171,6 +176,8 @@ class FuzzOutcome:
     """The scalars of each passed case."""
     large: list[Mapping[str, int]] = field(default_factory=list)
     """The axes of each large case that passed."""
+    slices: int = 0
+    """Slices that had the same bits alone as in their call."""
 
     def plus(self, other: FuzzOutcome | Failure) -> FuzzOutcome | Failure:
         """Return the cases of both; a failure stays one."""
@@ -181,6 +188,7 @@ class FuzzOutcome:
             [*self.dropped, *other.dropped],
             [*self.scalars, *other.scalars],
             [*self.large, *other.large],
+            self.slices + other.slices,
         )
 
 
@@ -535,6 +543,7 @@ class Verification:
         if not proving and not queue.failures:
             reason = "no shape beside the measured one can be verified: its constraints, or the reference, exclude all"
             return Failure("UNSUPPORTED", reason, gate="envelope")
+        fuzz.slices = queue.slices
         return conclude_fuzz(fuzz, proving, queue.failures)
 
     def _check_ahead(self, queue: CaseQueue) -> bool:
@@ -552,6 +561,8 @@ class Verification:
         if isinstance(outcome, Failure):
             at = (nearly, None) if nearly is not None and outcome.case == nearly.case else pair
             queue.fail(self._excused(outcome, *at), number)
+        else:
+            queue.count_slices(outcome.slices)
 
     def _excused(self, failure: Failure, expected: OracleCase, other: OracleCase | None) -> Failure:
         """Return the failure, marked as excused if stock code fails the comparison with the oracle at its case too."""
@@ -674,6 +685,10 @@ def _check_case(
         handle.detach()
     if isinstance(outcome, Failure):
         return outcome
+    same = handle.check_slices(expected, outcome[1])
+    if isinstance(same, Failure):
+        return same
+    verdict.slices = same
     verdict.add(outcome[0])
     return verdict
 
@@ -726,10 +741,11 @@ def _check_large_cases(
         raised = isinstance(outcome, Failure) and outcome.status == "RUNTIME_ERROR" and handle.usable
         if isinstance(outcome, Failure) and not raised and not outcome.no_memory:
             return outcome
-        passed = large is not None and outcome is None
+        passed = large is not None and isinstance(outcome, int)
         (fuzz.passed if passed else fuzz.dropped).append(str(case.case))
-        if passed:
+        if isinstance(outcome, int):
             fuzz.large.append(case.case.call.axes)
+            fuzz.slices += outcome
     return fuzz
 
 
@@ -751,17 +767,14 @@ def _room_for(plan: SlotPlan, device: str) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> Failure | None:
+def _check_large_case(handle: WorkerHandle, large: LargeOracleCase) -> int | Failure:
+    """Call once at a large size; return the number of rows that were called alone, too, or the failure."""
     with SharedBuffers(plan_slot(handle.definition, large.given.case), 1, handle.device) as buffers:
-        failure = handle.attach(buffers, large.given.case)
-        if failure is None:
-            found = handle.one_call(buffers, large.given, POISON_NAN)
-            if isinstance(found, Failure):
-                failure = found
-            else:
-                failure = judge_large(handle.definition, handle.solution.record, large, found)
+        found = handle.attach(buffers, large.given.case) or handle.one_call(buffers, large.given, POISON_NAN)
+        if not isinstance(found, Failure):
+            found = judge_large(handle.definition, handle.solution.record, large, found) or found
         handle.detach()
-    return failure
+    return found if isinstance(found, Failure) else handle.check_slices(large.given, found, single=True)
 
 
 # ---- check of stock code --------------------------------------------------------------------------

@@ -388,6 +388,8 @@ class WorstErrors:
     matched_ratio: float = 1.0
     cases: int = 0
     deterministic: bool = True
+    slices: int = 0
+    """Slices that had the same bits alone as in their call."""
 
     def add(self, outputs: Mapping[str, OutputComparison]) -> None:
         """Include one passed case."""

@@ -14,6 +14,7 @@ import torch
 
 from tilegym_db.backends.compile_cache import compile_cache_folder
 from tilegym_db.catalog import SolutionFiles
+from tilegym_db.errors import RecordError
 from tilegym_db.records import Config, Definition, Solution
 from tilegym_db.records.case import Case
 from tilegym_db.records.hardware import CPU
@@ -22,14 +23,23 @@ from tilegym_db.records.solution import narrowed
 from tilegym_db.records.trace import PUBLISHED_SANDBOX_LEVEL, Tier
 from tilegym_db.sandbox.interpreters import INTERPRETERS
 from tilegym_db.sandbox.protocol import Reply, load_request
-from tilegym_db.sandbox.shared_buffers import SharedBuffers
+from tilegym_db.sandbox.shared_buffers import SharedBuffers, plan_slot, same_bytes
 from tilegym_db.sandbox.situation import PLAIN, Situation
 from tilegym_db.sandbox.worker import WorkerDied, WorkerHasNoMemory, WorkerProcess, WorkerTimeout
 from tilegym_db.verification.cases import MAX_ROWS
-from tilegym_db.verification.expected import OracleCase
+from tilegym_db.verification.expected import OracleCase, broken_constraint
 from tilegym_db.verification.gates import OutputComparison
+from tilegym_db.verification.oracle import at_indices
 from tilegym_db.verification.phases import CALLS, FIRST_CALLS, LOAD, START_WORKER, UNCERTAINTY, Phases
-from tilegym_db.verification.verifier import Failure, call_again, judge, not_set_up, one_call, verify_slot
+from tilegym_db.verification.verifier import (
+    Failure,
+    call_again,
+    incorrect,
+    judge,
+    not_set_up,
+    one_call,
+    verify_slot,
+)
 
 # ---- tier policy ----------------------------------------------------------------------------------
 
@@ -95,6 +105,13 @@ _REFUSED_LAUNCH = re.compile(
     "MemoryAllocation|LaunchOutOfResources)"
 )
 """Errors that the driver gives before a kernel starts: the context stays as it was."""
+
+
+def slices_along(size: int, seed: int) -> list[tuple[int, int]]:
+    """Return the start and length of slices to call alone: one row, and some but not all of them."""
+    generator = random.Random(f"slices {seed}")
+    lengths = {1, generator.randrange(1, size)} if size > 1 else set()
+    return [(generator.randrange(size - length + 1), length) for length in sorted(lengths)]
 
 
 @dataclass(frozen=True)
@@ -369,6 +386,59 @@ class WorkerHandle:
         if isinstance(judged, Failure):
             return replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
         return None
+
+    def check_slices(
+        self, expected: OracleCase, first: Mapping[str, torch.Tensor], *, single: bool = False
+    ) -> int | Failure:
+        """Call slices of a case along the batch axis alone, if the Solution promises that this changes no bit of them.
+
+        No memory may be attached. ``first`` has the outputs of the whole call. With ``single``, only one row is called alone.
+
+        Returns:
+            The number of slices whose outputs had the bytes that they have in ``first``, or the failure.
+        """
+        if not self.solution.record.spec.batch_invariant:
+            return 0
+        axis, same = self.definition.batch_axis, 0
+        slices = slices_along(expected.case.call.axes[axis], expected.case.seed)
+        for start, length in slices[:1] if single else slices:
+            part = self._slice(expected, axis, start, length)
+            if part is None:
+                continue
+            with SharedBuffers(plan_slot(self.definition, part.case), 1, self.device) as buffers:
+                found = self.attach(buffers, part.case) or self.one_call(buffers, part)
+                self.detach()
+            if isinstance(found, Failure):
+                return found
+            rows = torch.arange(start, start + length, device=self.device)
+            for name, value in at_indices(self.definition, first, {axis: rows}).items():
+                if not same_bytes(found[name], value.contiguous()):
+                    size = expected.case.call.axes[axis]
+                    what = f"{name}: {length} of {axis}={size} from {start} on gave other bytes in a call without the others"
+                    hint = "spec.batch_invariant promises that they do not"
+                    return incorrect("batch invariance", f"{what}, at {expected.case}; {hint}", expected.case)
+            same += 1
+        return same
+
+    def _slice(self, expected: OracleCase, axis: str, start: int, length: int) -> OracleCase | None:
+        """Return a slice of a case as a call of fewer rows; None if the operator or the Solution excludes such a call."""
+        definition, call = self.definition, expected.case.call
+        axes = {**call.axes, axis: length}
+        case = replace(expected.case, call=replace(call, axes=axes))
+        try:
+            definition.bind_axes({name: axes[name] for name in definition.var_axes})
+        except RecordError:
+            return None
+        if self.excludes(case) is not None:
+            return None
+        rows = torch.arange(start, start + length, device=self.device)
+        inputs = {
+            name: value.contiguous() if isinstance(value, torch.Tensor) else value
+            for name, value in at_indices(definition, expected.inputs, {axis: rows}).items()
+        }
+        if broken_constraint(definition, axes, inputs) is not None:
+            return None
+        return OracleCase(case, inputs, {}, {})
 
     def check_state(self) -> Failure | None:
         """Return a failure if the calls changed the process beyond their outputs, which must not happen in a model's process."""

@@ -52,6 +52,8 @@ class Progress:
 
     def _planned(self, plan: Plan, machine: Machine) -> None:
         self._begin(plan.pair_count)
+        if not plan.pair_count:
+            return
         self._console.print(
             f"{plan.pair_count} (solution, workload) pairs on {machine.gpu_name} ({machine.gpu})", highlight=False
         )

@@ -11,6 +11,7 @@ import textwrap
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -51,6 +52,7 @@ def print_table(
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
+    key: Collection[str] = (),
 ) -> None:
     """Print a table in the width of the terminal. Numbers are right-aligned, and None is an empty cell.
 
@@ -59,6 +61,7 @@ def print_table(
         least: columns to leave out first if there is not enough room.
         most: columns to leave out last.
         prose: columns of sentences, which are wrapped below their row.
+        key: columns that identify a row together; those that tell rows apart stay if others can go in their place.
     """
     given = [tuple(row) for row in rows]
     numeric = [name for index, name in enumerate(columns) if _is_numeric([row[index] for row in given])]
@@ -71,20 +74,25 @@ def print_table(
         least=least,
         most=most,
         prose=prose,
+        key=key,
         cuts_names=has_width(),
     )
     for line in layout.lines:
         print_line(line)
     if layout.repeated:
-        note(f"in every row: {', '.join(f'{name} {value}' for name, value in layout.repeated)}")
+        stated = [f"{name} {value}" for name, value in layout.repeated[:NAMES_IN_A_NOTE]]
+        more = len(layout.repeated) - len(stated)
+        note(f"in every row: {', '.join(stated)}" + (f", and the same in {more} more columns" if more else ""))
     if layout.dropped:
         named, more = layout.dropped[:NAMES_IN_A_NOTE], len(layout.dropped) - NAMES_IN_A_NOTE
         note(f"not shown: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") + "; --wide shows all")
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
+    """Return True for a column of numbers or times, which say nothing if they are cut."""
     present = [value for value in values if value is not None]
-    return bool(present) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present)
+    kinds = int | float | datetime
+    return bool(present) and all(isinstance(value, kinds) and not isinstance(value, bool) for value in present)
 
 
 def _cell(value: Any) -> str:
@@ -96,6 +104,8 @@ def _cell(value: Any) -> str:
         return spelled_map(value)
     if isinstance(value, list | tuple):
         return ", ".join(_cell(item) for item in value)
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
     return str(value)[:MAX_CELL]
 
 
@@ -201,9 +211,12 @@ def lay_out(
     least: Sequence[str] = (),
     most: Collection[str] = (),
     prose: Collection[str] = (),
+    key: Collection[str] = (),
     cuts_names: bool = True,
 ) -> Layout:
     """Lay out a table of one-line cells.
+
+    Columns without any cell are left out if not every column fits.
 
     Args:
         columns: headings.
@@ -213,11 +226,14 @@ def lay_out(
         least: columns to drop first, least important first; then those with the same cell in every row, and then from the right.
         most: columns to drop last.
         prose: columns of sentences, which are wrapped below their row if there is a width.
+        key: columns that identify a row together. One that tells rows apart, which otherwise look alike, stays as long as one
+            that is the same in every row can go in its place.
         cuts_names: cut the first column and ``most`` like other texts. Otherwise other columns are dropped for them: a
             program that reads a pipe looks for whole names, and two that are cut may look alike.
     """
     below = [index for index, name in enumerate(columns) if name in prose and width is not None]
     shown = [index for index in range(len(columns)) if index not in below]
+    empty = [index for index in shown if rows and not any(row[index] for row in rows)]
     natural = {
         index: max([text_width(columns[index]), *(text_width(row[index]) for row in rows)], default=0)
         for index in shown
@@ -235,12 +251,19 @@ def lay_out(
         for sizes in (readable, narrow):
             sizes |= {index: min(natural[index], width) for index in names}
     if width is not None:
+        if sum(natural.values()) + GAP * (len(natural) - 1) > width:
+            shown = [index for index in shown if index not in empty] or shown[:1]
         order = [columns.index(name) for name in least if name in columns]
         others = [index for index in reversed(shown) if index not in order]
         same = [index for index in others if columns[index] not in most and _is_repeated([row[index] for row in rows])]
         others.sort(key=lambda index: columns[index] in most)
-        shown = _kept(shown, readable, width, order)
-        shown = _kept(shown, narrow, width, [*order, *same, *others])
+        fitting = _kept(_kept(shown, readable, width, order), narrow, width, [*order, *same, *others])
+        telling = _telling_apart(fitting, [index for index in shown if columns[index] in key], rows)
+        if telling is not None:
+            order = [index for index in order if index != telling]
+            others = [index for index in others if index != telling] + [telling]
+            fitting = _kept(_kept(shown, readable, width, [*same, *order]), narrow, width, [*same, *order, *others])
+        shown = fitting
         sizes = _shared({index: natural[index] for index in shown}, narrow, width)
     else:
         sizes = natural
@@ -250,10 +273,22 @@ def lay_out(
         lines.append(_line([row[index] for index in shown], shown, sizes, numeric, columns))
         for index in below:
             lines += _wrapped(row[index], width or 0)
-    absent = [index for index in range(len(columns)) if index not in shown and index not in below]
+    absent = [index for index in range(len(columns)) if index not in shown and index not in (*below, *empty)]
     repeated = [index for index in absent if index in same]
     dropped = tuple(columns[index] for index in absent if index not in repeated)
     return Layout(lines, dropped, tuple((columns[index], rows[0][index]) for index in repeated))
+
+
+def _telling_apart(kept: Sequence[int], key: Sequence[int], rows: Sequence[Sequence[str]]) -> int | None:
+    """Return the column of a key that is left out and tells most rows apart which look alike in what stays; or None."""
+
+    def kinds(of: Sequence[int]) -> int:
+        return len({tuple(row[index] for index in of) for row in rows})
+
+    stays = [index for index in key if index in kept]
+    left_out = {index: kinds([*stays, index]) for index in key if index not in kept}
+    most = max(left_out, key=lambda index: left_out[index], default=None)
+    return most if most is not None and left_out[most] > kinds(stays) else None
 
 
 def _is_repeated(cells: Sequence[str]) -> bool:

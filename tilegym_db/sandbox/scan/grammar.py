@@ -76,7 +76,7 @@ def check_class(context: Context, node: ast.ClassDef) -> None:
     elif is_record and not all(map(_has_plain_options, node.decorator_list)):
         problem = f"gives dataclass options of {node.name} that are computed"
     if problem:
-        context.report.add(node, RULE, f"{problem}; write functions, or a plain dataclass")
+        context.report.add(node, RULE, problem)
         return
     for statement in node.body:
         reason = _why_not_in_a_record(context, statement)
