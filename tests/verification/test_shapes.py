@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from typing import Any
 
@@ -12,9 +13,19 @@ from shipped_records import CATALOG
 
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.case import Case
+from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
 from tilegym_db.records.layouts import layout_class
-from tilegym_db.verification.cases import MAX_ELEMENTS, MAX_ROWS, SIZES, fuzz_cases, why_no_case
-from tilegym_db.verification.distributions import DISTRIBUTIONS, PLANTED, STEPS, may_overflow, parts_of
+from tilegym_db.verification.cases import (
+    LONG_SUM,
+    MAX_ELEMENTS,
+    MAX_ROWS,
+    SIZES,
+    fuzz_cases,
+    sibling_of,
+    summed_axis,
+    why_no_case,
+)
+from tilegym_db.verification.distributions import DISTRIBUTIONS, HIDES_SCALARS, PLANTED, STEPS, may_overflow, parts_of
 from tilegym_db.verification.expected import make_oracle_case
 from tilegym_db.verification.inputs import draw_inputs
 from tilegym_db.verification.oracle import as_written, oracle
@@ -59,6 +70,37 @@ def test_four_cases_cover_offset_padding_odd_and_special_values(seed, operator):
     assert any(case.call.layouts for case in cases)
     assert any(case.call.axes["M"] % 2 and case.call.axes["N"] % 2 for case in cases)
     assert any(case.distribution == PLANTED and min(case.call.axes.values()) >= 5 for case in cases)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_of_four_cases_show_a_scalar_that_is_rounded(seed, operator):
+    cases = fuzz(operator(), count=4, seed=seed)
+    shown = [case for case in (cases[0], cases[2]) if base(case) not in HIDES_SCALARS]
+    assert len(shown) == 2
+    for case in shown:
+        factor = case.call.scalars["factor"]
+        assert factor != float(torch.tensor(factor).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy_triton", "rms_norm_backward_triton"])
+def test_full_set_of_cases_has_a_long_sum_if_a_gradient_is_one(name):
+    record = CATALOG.solution(name).record
+    definition = CATALOG.definition(record.definition)
+    dtypes = {variable: choices[0] for variable, choices in definition.dtypes.items()}
+    for seed in range(3):
+        cases = fuzz_cases(definition, record, [], dtypes, {}, count=24, seed=seed)
+        (long,) = [case for case in cases if case.call.axes["M"] >= LONG_SUM[0]]
+        assert long.distribution == "normal"
+        assert math.prod(definition.shape_of("grad_weight", long.call.axes)) >= MIN_ELEMENTS_FOR_NORMS
+        sibling = sibling_of(definition, long, 0, {})
+        assert (sibling.call.axes, sibling.distribution) == (long.call.axes, "normal")
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "rope_neox_backward", "gated_delta_rule_chunk", "attention_prefill_backward"]
+)
+def test_sum_over_rows_is_only_that_of_a_gradient(name):
+    assert summed_axis(CATALOG.definition(name)) is None
 
 
 @pytest.mark.parametrize("count", [5, 24])
@@ -235,10 +277,16 @@ def test_shipped_solution_gets_a_full_set_of_cases_quickly(name):
 def ends_in_roundings(definition: Definition, case: Case) -> bool:
     """Whether an output is mostly subnormal in its dtype, or a row of it is what little remains when inputs cancel.
 
-    Beside inputs 250 times as large, one rounding of these to float32 is more than the row may be off (3e-5 of itself).
+    Beside inputs 250 times as large, one rounding of these to float32 is more than the row may be off (3e-5 of itself). The same
+    holds for what remains of a row of an input without its mean.
     """
     inputs = draw_inputs(definition, case, "cpu")
-    largest = max(float(value.abs().max()) for value in inputs.values() if is_drawn_number(value))
+    numbers = [value.double() for value in inputs.values() if is_drawn_number(value)]
+    largest = max(float(value.abs().max()) for value in numbers)
+    for value in numbers:
+        spread = value.std(dim=-1, correction=0) if value.dim() > 1 else torch.zeros(1)
+        if bool(((spread > 0) & (spread < value.abs().amax(dim=-1) / 250)).any()):
+            return True
     written = as_written(definition, inputs)
     for name, value in oracle(definition, inputs).items():
         if is_drawn_number(value):

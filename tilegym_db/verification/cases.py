@@ -21,11 +21,14 @@ from tilegym_db.records import Definition, Solution
 from tilegym_db.records.backward import forward_of
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
+from tilegym_db.records.definition import MIN_ELEMENTS_FOR_NORMS
+from tilegym_db.records.definition_rules import GRADIENT
 from tilegym_db.records.dtypes import STORED_BYTES, Scalar
 from tilegym_db.records.expressions import evaluate, evaluate_bool, evaluate_int, parse_expression
 from tilegym_db.records.layouts import accepts, contiguous_strides, spelled
 from tilegym_db.verification.distributions import (
     DISTRIBUTIONS,
+    HIDES_SCALARS,
     PLANTED,
     RANGES,
     REFERENCE_MAY_FAIL,
@@ -57,6 +60,10 @@ _WIDER_LIMITS = 16
 OFFSETS = (0, 1)
 FEW_CASES = 8
 """Minimum number of cases for a case with a size of zero, and for contents on which references often fail."""
+LONG_SUM = (1 << 13, 3 << 12)
+"""Range of the number of rows that a gradient is a sum over in one case; few terms do not show in which dtype they are added."""
+MAX_ELEMENTS_OF_SUM = 1 << 24
+"""Maximum elements of the largest tensor of that case. The gradient has as many as norms need, if its axes may be that long."""
 MANY_ROWS = 65
 """Minimum rows to reach the kernel with large tiles, which uses the tensor copy engine."""
 _WITH_BOTH = 3
@@ -72,7 +79,8 @@ class _Demand:
     """A property that one case must have, so that even a small set of cases includes it.
 
     ``layout``: of every tensor that may have it; an output should then have rows that end within a vector, and be as large
-    as a tile.
+    as a tile. ``varied``: continuous scalars have values of many digits, and contents on which a rounded one shows. ``summed``:
+    an axis over which a gradient is a sum, with many rows.
     """
 
     offset: int | None = None
@@ -80,6 +88,8 @@ class _Demand:
     contents: str | None = None
     odd: bool = False
     zero: str | None = None
+    varied: bool = False
+    summed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ class _Fuzzer:
             if demand == _Demand():
                 contents = with_modifiers(self.definition, contents, seed)
             scalars = scalars_with_axes(self.definition, scalars, best.axes)
-            varied = vary_scalars(self.definition, scalars, contents, seed)
+            varied = vary_scalars(self.definition, scalars, contents, seed, always=demand.varied)
             call = Call(self.definition.name, best.axes, dict(self.dtypes), best.layouts, varied)
             return Case(call, distribution=contents, seed=seed, offset=best.offset)
         return None
@@ -147,10 +157,12 @@ class _Fuzzer:
         """Return a random candidate; None if the records do not allow its sizes."""
         pick = self.generator.choice
         rows = demand.layout if self.layouts.padded else None  # such a case must not be dropped
-        contents = demand.contents or pick([n for n in self.distributions if not rows or n not in REFERENCE_MAY_FAIL])
+        left_out = REFERENCE_MAY_FAIL if rows else frozenset()
+        left_out |= HIDES_SCALARS if demand.varied else frozenset()
+        contents = demand.contents or pick([name for name in self.distributions if name not in left_out])
         offset = pick(OFFSETS) if demand.offset is None else demand.offset
         sizes = self._sizes(demand, anchored, contents)
-        axes = self._bound(sizes) if self._fits(sizes) else None
+        axes = self._bound(sizes) if self._fits(sizes, demand.summed) else None
         if axes is None:
             return None
         # Equal elements hide mistakes, so a case with a demand has none.
@@ -162,7 +174,9 @@ class _Fuzzer:
         return _Candidate(axes, layouts, contents, offset, [*labels, ("contents", contents), ("offset", str(offset))])
 
     def _meets(self, demand: _Demand, candidate: _Candidate) -> int:
-        """Return how well a candidate tests the demanded layout."""
+        """Return how well a candidate tests the demanded layout or sum."""
+        if demand.summed is not None:
+            return min(self._summed_elements(candidate.axes, demand.summed), MIN_ELEMENTS_FOR_NORMS)
         if demand.layout is None or not self.layouts.padded:
             return 0
         rows = ragged_rows(self.definition, self.layouts.padded, candidate.axes, self.dtypes)
@@ -171,10 +185,14 @@ class _Fuzzer:
     def _sizes(self, demand: _Demand, anchored: bool, contents: str) -> dict[str, int]:
         generator, names = self.generator, self.definition.var_axes
         # With tiny sizes, one NaN in a tensor would make every output NaN.
-        kinds = list(SIZES)[2 if contents == PLANTED or (demand.layout and self.layouts.padded) else 0 :]
+        larger = contents == PLANTED or demand.summed or (demand.layout and self.layouts.padded)
+        kinds = list(SIZES)[2 if larger else 0 :]
         axes = {name: generator.choice(SIZES[generator.choice(kinds)]) for name in names}
         if demand.odd:
             axes = {name: size | 1 for name, size in axes.items()}
+        if demand.summed is not None:
+            rows = {demand.summed: generator.randint(*LONG_SUM)}
+            return self._shrunk(self._repaired(self._enlarged({**axes, **rows}, demand.summed)), [*rows], demand.summed)
         kept: list[str] = []
         if anchored and self.anchors and names:
             anchor = generator.choice(self.anchors)
@@ -183,28 +201,47 @@ class _Fuzzer:
         axes = self._shrunk(self._repaired(axes), kept)
         return axes if demand.zero is None else {**axes, demand.zero: 0}
 
+    def _enlarged(self, axes: dict[str, int], summed: str) -> dict[str, int]:
+        """Enlarge one axis so that the gradients that are sums over another have enough elements for norms."""
+        names = {name for shape in self._summed_shapes(summed) for name in shape if name in axes}
+        if names:
+            axes[self.generator.choice(sorted(names))] *= -(
+                -MIN_ELEMENTS_FOR_NORMS // self._summed_elements(axes, summed)
+            )
+        return axes
+
+    def _summed_elements(self, axes: Mapping[str, int], summed: str) -> int:
+        sizes = {**self.fixed, **axes}
+        return min(
+            math.prod(evaluate_int(str(entry), sizes) for entry in shape) for shape in self._summed_shapes(summed)
+        )
+
+    def _summed_shapes(self, summed: str) -> list[tuple[int | str, ...]]:
+        return [self.definition.outputs[name].shape or () for name in summed_gradients(self.definition, summed)]
+
     def _repaired(self, axes: Mapping[str, int]) -> dict[str, int]:
         return repaired(self.constraints, axes, self.fixed, self.dtypes, self.generator)
 
-    def _shrunk(self, axes: dict[str, int], kept: Sequence[str]) -> dict[str, int]:
+    def _shrunk(self, axes: dict[str, int], kept: Sequence[str], summed: str | None = None) -> dict[str, int]:
         """Make axes smaller, in random order, until the largest tensor is within the bounds."""
         smaller = [size for sizes in SIZES.values() for size in sizes]
         shrinkable = [name for name in axes if name not in kept]
         self.generator.shuffle(shrinkable)
         shrunk = dict(axes)
-        while shrinkable and not self._fits(shrunk):
+        while shrinkable and not self._fits(shrunk, summed):
             name = shrinkable.pop()
             shrunk[name] = self.generator.choice([size for size in smaller if size <= shrunk[name]] or [1])
         return axes if shrunk == axes else self._repaired(shrunk)
 
-    def _fits(self, axes: Mapping[str, int]) -> bool:
+    def _fits(self, axes: Mapping[str, int], summed: str | None = None) -> bool:
         bound = {**self.fixed, **axes}
+        most, rows = (MAX_ELEMENTS_OF_SUM,) * 2 if summed is not None else (self.max_elements, self.max_rows)
         for shape in self.shapes:
             try:
                 sizes = [bound[entry] if entry in bound else evaluate_int(entry, bound) for entry in shape]
             except RecordError:  # not a whole number
                 return False
-            if math.prod(sizes) > self.max_elements or math.prod(sizes[:-1]) > self.max_rows:
+            if math.prod(sizes) > most or math.prod(sizes[:-1]) > rows:
                 return False
         return True
 
@@ -218,6 +255,24 @@ class _Fuzzer:
     def _gain(self, candidate: _Candidate) -> int:
         new = sum(pair not in self.covered for pair in _pairs(candidate.labels))
         return new + _LAYOUT_WEIGHT * len(_of_layouts(candidate.labels) - self.covered_layouts)
+
+
+def summed_axis(definition: Definition) -> str | None:
+    """Return the axis of rows over which a gradient is a sum, as that of weights is over tokens; None without one.
+
+    It is the outermost axis of the first tensor. Some output has it, and some gradient has not.
+    """
+    first = next((spec.shape for spec in definition.inputs.values() if spec.shape), ("",))[0]
+    if first not in definition.var_axes or first in definition.size_scalars.values():
+        return None
+    having = any(first in (spec.shape or ()) for spec in definition.outputs.values())
+    return str(first) if having and summed_gradients(definition, str(first)) else None
+
+
+def summed_gradients(definition: Definition, axis: str) -> list[str]:
+    """Return the gradients that have no such axis."""
+    shapes = {name: spec.shape for name, spec in definition.outputs.items() if spec.shape}
+    return [name for name, shape in shapes.items() if name.startswith(GRADIENT) and axis not in shape]
 
 
 def _of_layouts(labels: Sequence[Label]) -> set[Label]:
@@ -246,6 +301,7 @@ def fuzz_cases(
 
     The first four cases include: a misaligned address; padded rows that end within a vector of 16 bytes, with rows that
     begin at such vectors and with rows that do not (the first two cases have both); odd sizes; and planted special values.
+    A full set has one in which a gradient is a sum over very many rows, if the Definition has such a gradient.
     They do so as far as the Solution's layouts, the constraints and the Definition's special values allow.
 
     Args:
@@ -257,7 +313,7 @@ def fuzz_cases(
         scalars: scalar inputs by name; continuous ones are varied around their values.
         count: maximum number of cases; fewer or none if the constraints leave no more (:func:`why_no_case`).
         seed: secret of this run.
-        max_rows: maximum rows of the largest tensor, over all axes except the last.
+        max_rows: maximum rows of the largest tensor, over all axes except the last. Below ``MAX_ROWS``, no sum is long.
     """
     for factor in (1, _WIDER_LIMITS):
         bounds = (factor * MAX_ELEMENTS, factor * max_rows)
@@ -300,11 +356,17 @@ def _gives_codes(definition: Definition) -> bool:
 def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
     """Return the demand on each case; the last case of a full set has an empty axis if one may be empty."""
     special = PLANTED if fuzzer.definition.special_values else None
-    aligned, off = _Demand(odd=True, offset=0, layout=ROWS_ALIGNED), _Demand(odd=True, offset=0, layout=ROWS_OFF)
+    # Of a few cases, all could keep their scalars by chance, or round them to a number that every format has.
+    aligned = _Demand(odd=True, offset=0, layout=ROWS_ALIGNED, varied=True)
+    off = replace(aligned, layout=ROWS_OFF)
     unaligned = _Demand(offset=1) if count >= _WITH_BOTH else replace(off, offset=1)
     demands = [aligned, unaligned, off, _Demand(contents=special)]
     demands += [_Demand(contents=STEPS)] * 2 if STEPS in fuzzer.distributions else []
     demands += [_Demand()] * (count - len(demands))
+    enough = count >= FEW_CASES and fuzzer.max_rows >= MAX_ROWS
+    summed = summed_axis(fuzzer.definition) if enough else None
+    if summed is not None:
+        demands[-2] = _Demand(offset=0, contents="normal", summed=summed)
     zero = fuzzer.zero_axis() if count >= FEW_CASES else None
     if zero is not None:
         demands[-1] = _Demand(zero=zero, contents="normal")
@@ -314,7 +376,8 @@ def _demands(fuzzer: _Fuzzer, count: int) -> list[_Demand]:
 def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping[str, Scalar]) -> Case:
     """Return the same shape, layouts and alignment with another range, other positions and other scalars, as in a model.
 
-    It needs no further compilation, so it costs one call and one oracle.
+    It needs no further compilation, so it costs one call and one oracle. The range of a long sum stays: values of one sign add
+    up with a larger error, in float32 too.
 
     Args:
         definition: of the case.
@@ -325,7 +388,10 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     names = tuple(RANGES)
     contents = names[(case.seed + number) % len(names)]
     seed = random.Random(case.seed).getrandbits(62)
-    contents = with_modifiers(definition, contents, seed, number)
+    if case.call.axes.get(summed_axis(definition) or "", 0) >= LONG_SUM[0]:
+        contents = "normal"
+    else:
+        contents = with_modifiers(definition, contents, seed, number)
     scalars = scalars_with_axes(definition, scalars, case.call.axes)
     call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
     return replace(case, call=call, distribution=contents, seed=seed)

@@ -551,6 +551,8 @@ DECADES_DOWN, DECADES_UP = 3.0, 2.0
 KEEPS_ITS_SCALARS = 0.2
 ROUND_SCALARS = 0.3
 """Share of varied scalars that become one, a power of two or ten, or a whole number: code often treats these apart."""
+HIDES_SCALARS = frozenset({EXACT, "subnormals", "one_hot", "max_quarter", "row_scale"})
+"""Distributions on which a wrong scalar may not show: scalars stay, results are zero or flushed, or the reference fails."""
 _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})
 """Contents whose weights stay N(0, 1) (or small integers), so that all columns of a row matter."""
@@ -565,16 +567,23 @@ def _drawn(seed: int, what: str) -> random.Random:
 
 
 def vary_scalars(
-    definition: Definition, scalars: Mapping[str, Scalar], distribution: str, seed: int
+    definition: Definition, scalars: Mapping[str, Scalar], distribution: str, seed: int, *, always: bool = False
 ) -> dict[str, Scalar]:
     """Return the scalars of one fuzz case: continuous ones vary over decades around their value, others stay.
 
     A value grows only if the contents have a moderate range: float32 cannot compute a softmax of scores of 2**20.
+
+    Args:
+        definition: of the case; its code-selecting scalars stay.
+        scalars: of the Workload, by name.
+        distribution: of the case; with small integers, all scalars stay.
+        seed: of the case.
+        always: vary every continuous scalar, to a number of six digits. Otherwise some cases keep all, and some values are round.
     """
     drawn = _drawn(seed, "scalars")
     distribution, modifiers = parts_of(distribution)
     grows = distribution not in ILL_CONDITIONED | EXTREME and MASSIVE not in modifiers
-    keeps = distribution == EXACT or drawn.random() < KEEPS_ITS_SCALARS
+    keeps = (drawn.random() < KEEPS_ITS_SCALARS and not always) or distribution == EXACT
     varied: dict[str, Scalar] = {}
     for name, value in scalars.items():
         if name not in definition.inputs:
@@ -586,7 +595,7 @@ def vary_scalars(
         if continuous and not keeps and isinstance(value, float) and value:
             other = float(f"{value * 10**exponent:.6g}")
             bounds = abs(value) * 10**-DECADES_DOWN, abs(value) * 10**up
-            varied[name] = _rounded(other, *bounds, drawn) if is_round else other
+            varied[name] = _rounded(other, *bounds, drawn) if is_round and not always else other
     return varied
 
 
