@@ -1,7 +1,8 @@
 """Latent attention of one position, Triton: each latent is read once for up to 64 heads, as key and as value.
 
 Few heads are columns of the products, whose rows are keys: the fast instructions have 64 rows and as few as 8 columns. Many heads
-are rows, and so are few where rows of latents begin anywhere. Positions are split among programs, and a second kernel joins the parts.
+are rows, and so are few where rows of latents begin anywhere. Positions are split among programs, and a second kernel joins the
+parts.
 """
 
 import torch
