@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def site(handle: Any) -> Any:
-    (found,) = (one for one in handle.report().sites if one.kind == OP)
+    (found,) = (one for one in handle.report().sites if one.kind == "capped_attention")
     return found
 
 

@@ -122,6 +122,8 @@ def test_the_resolver_table_lists_candidates_by_latency(opened, write_traces, tr
         "scalar_ranges": None,
         "verified_sizes": {},
         "verified_elements": 0,
+        "deterministic": False,
+        "batch_slices": 0,
         "origin": "shipped",
         "of_files": False,
         "shipped_source": False,

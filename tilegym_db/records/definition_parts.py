@@ -211,7 +211,7 @@ class Serving(RecordPart):
 
     part: Identifier | None = None
     """The kind of model part that it computes: norm, gated_norm, activation, mlp, rope, attention, attention_sink,
-    attention_softcap, add_norm, cache, experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection,
+    capped_attention, add_norm, cache, experts, router, delta_rule, state_space, causal_conv, inline, hyper_connection,
     hyper_post, engram_gate, fp8_linear, loss. Two are for any code: ``function`` is one that a forward calls, and ``module`` one
     without submodules. Their inputs are the parameters of the code, or attributes of the module."""
     code: tuple[ModelCode, ...] = ()

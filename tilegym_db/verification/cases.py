@@ -33,6 +33,7 @@ from tilegym_db.verification.distributions import (
     RANGES,
     REFERENCE_MAY_FAIL,
     STEPS,
+    has_wide_rows,
     vary_scalars,
     with_modifiers,
 )
@@ -391,7 +392,8 @@ def sibling_of(definition: Definition, case: Case, number: int, scalars: Mapping
     if case.call.axes.get(summed_axis(definition) or "", 0) >= LONG_SUM[0]:
         contents = "normal"
     else:
-        contents = with_modifiers(definition, contents, seed, number)
+        wide = has_wide_rows(definition, case.call.axes)
+        contents = with_modifiers(definition, contents, seed, number, wide=wide)
     scalars = scalars_with_axes(definition, scalars, case.call.axes)
     call = replace(case.call, scalars=vary_scalars(definition, scalars, contents, seed))
     return replace(case, call=call, distribution=contents, seed=seed)

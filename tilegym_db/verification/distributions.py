@@ -249,7 +249,9 @@ EDGES = (16, 32, 64, 128, 256)
 _COUNTS = (0, 1, 1, 1, 2, 2)
 """Numbers of modifiers of a case, all alike."""
 _RAGGED_SHARE = 0.5
-_INFINITE = {"padded", "infinite"}
+PADDED = "padded"
+_PADDED_SHARE, _TILE, _SEVERAL = 0.7, 64, 4
+_INFINITE = {PADDED, "infinite"}
 _SPECIAL_ROWS = 0.25
 _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
 """Decades of half of the massive values. The others go up to the dtype's end, or to its root if the end is above 1e6."""
@@ -377,7 +379,7 @@ MODIFIERS: dict[str, Modify] = {
     MASSIVE: _massive,
     "equal_rows": _equal_rows,
     BLANK: _blank,
-    "padded": _padded,
+    PADDED: _padded,
     "infinite": _infinite,
     NAN_ROWS: _nan_rows,
 }
@@ -414,7 +416,9 @@ def shows_bias(contents: str) -> bool:
 _SPREAD_OUT = frozenset({"normal", "outliers", "sorted_rows", PLANTED})
 
 
-def with_modifiers(definition: Definition, distribution: str, seed: int, turn: int | None = None) -> str:
+def with_modifiers(
+    definition: Definition, distribution: str, seed: int, turn: int | None = None, *, wide: bool = False
+) -> str:
     """Return the contents of one case: a distribution and up to three modifiers that the Definition allows.
 
     Args:
@@ -422,6 +426,7 @@ def with_modifiers(definition: Definition, distribution: str, seed: int, turn: i
         distribution: small integers and code steps stay as they are.
         seed: of the case.
         turn: number of the case, if its first modifier is the next one in turn; infinities then make its distribution normal.
+        wide: rows hold several tiles (:func:`has_wide_rows`). Most such cases have padding, as narrow ones cannot lack a tile.
     """
     if distribution in (EXACT, STEPS):
         return distribution
@@ -430,10 +435,18 @@ def with_modifiers(definition: Definition, distribution: str, seed: int, turn: i
     if allowed and turn is not None:
         chosen.add(allowed[turn % len(allowed)])
     chosen |= set(drawn.sample(allowed, min(int(drawn.choice(_COUNTS)), len(allowed))))
+    if wide and PADDED in allowed and drawn.random() < _PADDED_SHARE:
+        chosen.add(PADDED)
     if chosen & _INFINITE:
         chosen.discard(MASSIVE)
         distribution = distribution if distribution in MODERATE else "normal"
     return "+".join((distribution, *(name for name in (*MODIFIERS, RAGGED) if name in chosen)))
+
+
+def has_wide_rows(definition: Definition, axes: Mapping[str, int]) -> bool:
+    """Return True if an input that modifiers change has several rows, each of more than one tile of 64."""
+    shapes = [definition.shape_of(name, axes) for name in _targets(definition)]
+    return any(shape and shape[-1] > _TILE and math.prod(shape[:-1]) >= _SEVERAL for shape in shapes)
 
 
 def allowed_modifiers(definition: Definition, distribution: str, *, any_range: bool = False) -> list[str]:
@@ -446,7 +459,7 @@ def allowed_modifiers(definition: Definition, distribution: str, *, any_range: b
     infinite = drawn and "inf" in specials and (any_range or distribution in MODERATE)
     asked = {
         MASSIVE: drawn and distribution not in REFERENCE_MAY_FAIL and not chooses,
-        "padded": infinite,
+        PADDED: infinite,
         "infinite": infinite,
         NAN_ROWS: chooses or (drawn and "nan" in specials),
     }

@@ -49,24 +49,16 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @triton.jit
 def _tile(x, batch, head, start, column, batch_stride, head_stride, row_stride, LENGTH, SIZE: tl.constexpr,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_TMA: tl.constexpr,
-          TRANSPOSED: tl.constexpr = False):  # fmt: skip
-    """Load rows from ``start`` and columns from ``column`` on, or their transpose; zeros past the end of either."""
+          ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_TMA: tl.constexpr):  # fmt: skip
+    """Load rows from ``start`` and columns from ``column`` on; zeros past the end of either."""
     if BY_TMA:
         tile = x.load([batch, head, start, column]).reshape(ROWS, COLUMNS)
-        if TRANSPOSED:
-            tile = tile.T
     else:
-        # A tile that is transposed after it was loaded like this may read elsewhere (Triton 3.6).
         rows = start + tl.arange(0, ROWS)
         cols = column + tl.arange(0, COLUMNS)
         pointers = x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
-        if TRANSPOSED:
-            inside = (rows[None, :] < LENGTH) & (cols[:, None] < SIZE)
-            tile = tl.load(pointers + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
-        else:
-            inside = (rows[:, None] < LENGTH) & (cols[None, :] < SIZE)
-            tile = tl.load(pointers + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
+        inside = (rows[:, None] < LENGTH) & (cols[None, :] < SIZE)
+        tile = tl.load(pointers + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
     return tile
 
 
@@ -78,11 +70,11 @@ def _add_keys(
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Add BLOCK_N keys from ``start`` on to the running softmax."""
-    keys = _tile(k, batch, head, start, 0, k_b, k_h, k_s, S, D, BLOCK_N, BLOCK_D, BY_TMA, True)
-    scores = tl.dot(q, keys)
+    keys = _tile(k, batch, head, start, 0, k_b, k_h, k_s, S, D, BLOCK_N, BLOCK_D, BY_TMA)
+    scores = tl.dot(q, keys.T)
     if REST_D > 0:
-        keys_rest = _tile(k_rest, batch, head, start, BLOCK_D, k_b, k_h, k_s, S, D, BLOCK_N, REST_D, BY_TMA, True)
-        scores = tl.dot(q_rest, keys_rest, scores)
+        keys_rest = _tile(k_rest, batch, head, start, BLOCK_D, k_b, k_h, k_s, S, D, BLOCK_N, REST_D, BY_TMA)
+        scores = tl.dot(q_rest, keys_rest.T, scores)
     scores *= scale
     if MASKED:  # keys past S are later than every position that is stored
         places = start + tl.arange(0, BLOCK_N)

@@ -45,7 +45,7 @@ from tilegym_db.records.definition_parts import ModelCode
 
 AFTER = ("rope",)
 """A forward calls its rotary function first."""
-KIND = "attention_softcap"
+KIND = "capped_attention"
 CAP = 1.5
 """Cap of the probe, which most of its scores exceed."""
 OTHER_CAP = "its soft cap is no number above zero"
