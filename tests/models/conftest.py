@@ -488,6 +488,18 @@ def prompt() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
+def gradients() -> Callable[..., list[torch.Tensor]]:
+    """Return the gradients of a language model's loss on its own prompt, without those that it does not get."""
+
+    def run(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    return run
+
+
+@pytest.fixture
 def logits() -> Callable[..., torch.Tensor]:
     """Return the logits of one forward pass without grad."""
 

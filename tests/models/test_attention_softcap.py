@@ -58,17 +58,11 @@ def test_soft_cap_in_float16_is_left_to_stock(shop: Any, logits: Any, build: Any
     assert not handle.report().hits().get(OP)
 
 
-def test_gradients_with_a_soft_cap_are_those_of_stock(shop: Any, build: Any, prompt: Any) -> None:
+def test_gradients_with_a_soft_cap_are_those_of_stock(shop: Any, build: Any, prompt: Any, gradients: Any) -> None:
     model, ids = build("gemma2"), prompt(2)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
-
-    stock = gradients()
+    stock = gradients(model, ids)
     with patched(model, catalog=shop.offer(ops=(OP,)), ops=[OP]):
-        assert all(map(torch.equal, gradients(), stock))
+        assert all(map(torch.equal, gradients(model, ids), stock))
 
 
 def test_model_without_a_soft_cap_has_other_attention(shop: Any, build: Any, prompt: Any) -> None:

@@ -484,17 +484,11 @@ def test_decays_of_rows_give_the_bits_of_stock(
     assert torch.equal(logits(model, ids), stock)
 
 
-def test_decays_of_rows_have_the_gradients_of_stock(shop: Any, build: Any, prompt: Any) -> None:
+def test_decays_of_rows_have_the_gradients_of_stock(shop: Any, build: Any, prompt: Any, gradients: Any) -> None:
     model, ids = build("kimi_linear"), prompt(2)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
-
-    stock = gradients()
+    stock = gradients(model, ids)
     with patched(model, catalog=shop.offer(ops=OF_ROWS), ops=OF_ROWS) as handle:
-        assert all(map(torch.equal, gradients(), stock))
+        assert all(map(torch.equal, gradients(model, ids), stock))
     assert handle.report().hits()["kda_chunk"] == 0
 
 

@@ -196,14 +196,11 @@ def run_tiers(
         setup = _prepared(pool, devices.gpu, catalog, store_home)
         limits = _limits(setup, options, pool) if confined else None
         confined = confined and limits is None
-        first, *others = tiers_of(
-            options,
-            then_verify=then_verify,
-            on_gpu=setup.machine.is_gpu,
-            omits=bool(omitting(setup.catalog, options.names)),
-        )
+        verifies = then_verify or options.tier == "promotion"
+        untimed = omitting(setup.catalog, options.names) if verifies else {}
+        first, *others = tiers_of(options, then_verify=then_verify, on_gpu=setup.machine.is_gpu, omits=bool(untimed))
         if first == "promotion":
-            refuse_omitting(setup.catalog, options.names)
+            refuse_omitting(untimed)
         report = _run(setup, replace(options, tier=first), watch, pool, limits, confined=confined)
         for tier in () if report.interrupted else others:
             final = replace(options, tier=tier)

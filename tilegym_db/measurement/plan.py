@@ -243,9 +243,9 @@ def make_plan(
     return plan
 
 
-def refuse_omitting(catalog: Catalog, names: Sequence[str]) -> None:
-    """Raise :class:`UsageError` if a name to verify is a Solution that omits an output."""
-    for name, reason in omitting(catalog, names).items():
+def refuse_omitting(untimed: Mapping[str, str]) -> None:
+    """Raise :class:`UsageError` if a Solution to verify omits an output, as :func:`omitting` found."""
+    for name, reason in untimed.items():
         raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
 
 

@@ -29,7 +29,7 @@ MAX_FRESH_AT_ONCE = 8
 
 CONTENT_SETS = ("normal", ROW_SCALE, "outliers", "small_integers")
 
-_NEVER_TOO_LARGE = tuple(name for name in CONTENT_SETS if name != ROW_SCALE)
+_FOR_LARGE_CALLS = tuple(name for name in CONTENT_SETS if name != ROW_SCALE)
 
 # The seeds of one run are one secret number plus these offsets, so that no two cases share contents.
 _OWN_SHAPE, _UNUSUAL, _OTHER, _FRESH = 1_000, 1_500, 2_000, 1_000_000
@@ -185,7 +185,7 @@ class WorkloadContents:
         if self.is_fixed:
             return CONTENT_SETS[:1]
         axes = self._case(CONTENT_SETS[0], _OWN_SHAPE).call.axes
-        return CONTENT_SETS if may_be_moved(self.definition, axes) else _NEVER_TOO_LARGE
+        return CONTENT_SETS if may_be_moved(self.definition, axes) else _FOR_LARGE_CALLS
 
     @property
     def verified(self) -> list[OracleCase]:

@@ -251,6 +251,7 @@ _COUNTS = (0, 1, 1, 1, 2, 2)
 _RAGGED_SHARE = 0.5
 PADDED = "padded"
 _PADDED_SHARE, _TILE, _SEVERAL = 0.7, 64, 4
+"""Share of wide siblings with padding; columns that a wide row exceeds; minimum rows of a wide tensor."""
 _INFINITE = {PADDED, "infinite"}
 _SPECIAL_ROWS = 0.25
 _MASSIVE_FROM, _MASSIVE_TO = 4.0, 6.0
@@ -564,7 +565,7 @@ DECADES_DOWN, DECADES_UP = 3.0, 2.0
 KEEPS_ITS_SCALARS = 0.2
 ROUND_SCALARS = 0.3
 """Share of varied scalars that become one, a power of two or ten, or a whole number: code often treats these apart."""
-HIDES_SCALARS = frozenset({EXACT, "subnormals", "one_hot", "max_quarter", "row_scale"})
+HIDES_SCALARS = frozenset({EXACT, "subnormals", "one_hot", "max_quarter", ROW_SCALE})
 """Distributions on which a wrong scalar may not show: scalars stay, results are zero or flushed, or the reference fails."""
 _WEIGHTS = ("normal", "unit", "channels", "large", "tiny", "shifted")
 _PLAIN = frozenset({"normal", PLANTED, EXACT, STEPS, "max_quarter", "subnormals"})

@@ -172,8 +172,8 @@ MIN_ELEMENTS_FOR_EXACT = 64
 
 E_BASE_FACTOR = 2.0
 """Factor on the error of the reference, as a whole and of its worst row or element, that a Solution may reach."""
-FEW_ROWS, FACTOR_OF_FEW_ROWS = 8, 2.0
-"""A rounded intermediate may scale a whole row. Fewer rows than this average too few such errors for the bound of many."""
+AVERAGING_ROWS, FACTOR_BELOW_THEM = 8, 2.0
+"""A rounded intermediate may scale a whole row. Fewer rows average too few such errors for the bound of many."""
 RELATIVE_OF_REFERENCE, RELATIVE_OF_SOLUTION = 0.5, 4.0
 """In units of ``rtol``: if the reference as written is this accurate everywhere, a Solution must be so for probabilities."""
 NEGLIGIBLE = 1e-4
@@ -314,8 +314,8 @@ def _check_close(
 
     rel_fro, worst_row = rows.rel_fro, int(row_rel.argmax())
     allowed, cap = E_BASE_FACTOR * e_base.rel_fro, TAU_CAP * limits.tau
-    few = actual.dim() > 1 and rows.want.shape[0] < FEW_ROWS
-    limit = min(max(FACTOR_OF_FEW_ROWS * limits.tau if few else limits.tau, allowed), cap)
+    few = actual.dim() > 1 and rows.want.shape[0] < AVERAGING_ROWS
+    limit = min(max(FACTOR_BELOW_THEM * limits.tau if few else limits.tau, allowed), cap)
     most = WORST_ROW_FACTOR * min(max(limits.row_tau or limits.tau, allowed), cap)
     most = min(
         max(most, E_BASE_FACTOR * e_base.row),

@@ -1,8 +1,8 @@
 """Latent attention of one position, Triton: each latent is read once for up to 64 heads, as key and as value.
 
 Few heads are columns of the products, whose rows are keys: the fast instructions have 64 rows and as few as 8 columns. Many heads
-are rows, and so are few where rows of latents begin anywhere. Positions are split among programs, and a second kernel joins the
-parts.
+are rows. So are few heads if the rows of latents do not begin at multiples of 16 bytes. Positions are split among programs, and a
+second kernel joins the parts.
 """
 
 import torch
@@ -14,7 +14,7 @@ LOG2_E = 1.4426950408889634
 NOTHING = tl.constexpr(-1.0e30)
 """The largest score of a head that has seen no key: finite, so that no difference of two is NaN."""
 FEW_HEADS = 32
-"""Up to so many heads of a program are columns, where latents come by the tensor memory accelerator."""
+"""Up to so many heads of a program are columns, if the tensor memory accelerator loads the latents."""
 MOST_HEADS = 64
 MOST_SPLITS = 64
 
