@@ -31,12 +31,15 @@ PRODUCT: dict[str, Any] = {
 }
 STRICT = {**PRODUCT, "tolerance": {"bfloat16": {"tau": 0.03, "reason": "as the other one, and no strays"}}}
 STOCK = "import torch\n\n\ndef run(a, b, out):\n    out.copy_(a.float() @ b.float().T)\n"
-# One in forty is 7% off, nowhere two beside each other.
+# One in forty is off by 7% of itself, of twice the median at most: one huge value, 7% off, would be most of a tensor's
+# error. Nowhere are two beside each other.
 STRAYS = STOCK + (
     "    if out.numel() >= 1024:\n"
     "        row = torch.arange(out.shape[0], device=out.device)[:, None]\n"
     "        column = torch.arange(out.shape[1], device=out.device)\n"
-    "        out.copy_(torch.where((row * 17 + column) % 40 == 39, out * 1.07, out))\n"
+    "        usual = 2 * float(out.float().abs().median())\n"
+    "        off = out + 0.07 * out.clamp(-usual, usual)\n"
+    "        out.copy_(torch.where((row * 17 + column) % 40 == 39, off, out))\n"
 )
 SOURCES = {
     "fp8_product_strays": STRAYS,

@@ -81,5 +81,6 @@ def test_table_has_the_rows_of_the_view(store: Store) -> None:
 def test_report_of_fifty_thousand_cases_comes_quickly(tmp_path: Path) -> None:
     grown(tmp_path, "sizes", 50_000)
     catalog = Catalog.default()
+    # 5 s on a quiet machine, up to 8 on a busy one; a step that is quadratic in the cases takes longer.
     with open_store(tmp_path, read_only=True) as opened:
-        assert seconds(lambda: page(read_report(opened, catalog), version="0")) < 6.5
+        assert seconds(lambda: page(read_report(opened, catalog), version="0")) < 12
