@@ -356,3 +356,8 @@ def test_interpreted_solution_has_no_competitor(plan, held_by):
     assert (
         plan("row_scale_triton", workload="M=1,*", likely_fastest=held_by("stock")).definitions[0].likely_fastest == {}
     )
+
+
+def test_operators_are_measured_in_the_order_of_the_names():
+    made = make_plan(Catalog.default(), HERE, Options(("swiglu_triton", "rms_norm_stock")), done=())
+    assert [item.definition.name for item in made.definitions] == ["swiglu", "rms_norm"]

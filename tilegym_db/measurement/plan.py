@@ -304,7 +304,8 @@ def _selected(catalog: Catalog, options: Options) -> list[tuple[Definition, list
                 f"'{name}' is neither a definition nor a solution.{hint} Try: tilegym-db list", code="name_unknown"
             )
     selected = []
-    for name, names in sorted(chosen.items()):
+    # In the order of the names that were given: the first is wanted first. Without names, in that of the alphabet.
+    for name, names in chosen.items():
         found = [solutions[s] for s in sorted(names)]
         if options.language is not None:
             found = [
