@@ -240,6 +240,15 @@ def test_typed_files_have_the_types_of_the_view(command, view, cli, measured, tm
     assert one.num_rows == other.num_rows > 0
 
 
+@pytest.mark.parametrize("ending", ["json", "csv", "parquet", "arrow", "CSV"])
+def test_the_ending_of_a_file_says_its_format(ending, cli, measured, tmp_path):
+    files = tmp_path / f"best.{ending}", tmp_path / "rows"
+    assert cli("best", "-o", files[0]).code == 0
+    assert cli("best", "-o", files[1]).cause == "format_missing"
+    assert cli("best", f"--{ending.lower()}", "-o", files[1]).code == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_long_table_ends_with_a_word_on_the_other_rows(cli, row_scale, home, journal_traces, monkeypatch):
     from tilegym_db.cli import best
 

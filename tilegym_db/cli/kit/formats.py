@@ -48,7 +48,7 @@ OutputFile = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="A file to write to in place of stdout.",
+        help="A file to write to in place of stdout; its ending (.json, .csv, .parquet, .arrow) says the format.",
         metavar="FILE",
         parser=path_given,
         callback=file_name,
@@ -57,6 +57,7 @@ OutputFile = Annotated[
 Wide = Annotated[bool, typer.Option("--wide", help="Show every column in full, at any width.")]
 
 Kind = Literal["table", "json", "csv", "parquet", "arrow"]
+_ENDINGS: dict[str, Kind] = {".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def chosen_form(
     output: OutputFile = None,
     wide: Wide = False,
 ) -> Form:
-    """Return the form that the options select.
+    """Return the form that the options select. Without a format, the ending of the file says it.
 
     Raises:
         UsageError: more than one format, a table into a file, bytes to a terminal, or ``-o`` is not a regular file.
@@ -98,7 +99,12 @@ def chosen_form(
     kind: Kind = kinds[0] if kinds else "table"
     if output is not None:
         if kind == "table":
-            raise UsageError("-o needs a format: --json, --csv, --parquet or --arrow.", code="format_missing")
+            kind = _ENDINGS.get(output.suffix.lower(), "table")
+        if kind == "table":
+            raise UsageError(
+                f"-o {output}: its ending names no format. Give --json, --csv, --parquet or --arrow.",
+                code="format_missing",
+            )
         if output.exists() and not output.is_file():
             raise UsageError(
                 f"-o {output}: this is not a regular file. To print to stdout, leave out -o.", code="output_not_file"
