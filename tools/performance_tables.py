@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance/{kernels,gpus,models}.md from the shipped traces and runs of models.
+"""Write docs/performance/kernels.csv and the tables of {kernels,gpus,models}.md from the shipped traces and runs of models.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -6,8 +6,11 @@ python tools/performance_tables.py --check
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +23,7 @@ from tilegym_db.records.model_run import Estimate, ModelRun, claims_of
 
 FOLDER = ROOT / "docs" / "performance"
 KERNELS, GPUS, MODELS = (FOLDER / f"{name}.md" for name in ("kernels", "gpus", "models"))
+OPERATORS = FOLDER / "kernels.csv"
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -34,6 +38,7 @@ COLUMNS = ("Triton", "TileLang", "cuTile", "stock", "ATen", "compile")
 TILE = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
 TITLES = {
     "activation": "Activations",
+    "linear_attention": "Linear attention",
     "gemm": "Matrix products",
     "mhc": "Hyper-connections",
     "moe": "Mixtures of experts",
@@ -97,22 +102,40 @@ def _speedup(estimate: Estimate, verdict: str) -> str:
     return {"faster": f"**{shown}**", "slower": f"{shown} slower"}.get(verdict, shown)
 
 
+def operators(rows: Iterable[Any]) -> str:
+    """Return the CSV of all operators: the largest measured shape, the time in us of each language, and the median speedup."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["op_type", "operator", "largest shape", *TILE.values(), "stock", "of light", "speedup"])
+    for *named, triton, tilelang, cutile, stock, ratio, speedup in rows:
+        times = ["" if time is None else f"{time:.1f}" for time in (triton, tilelang, cutile, stock)]
+        writer.writerow([*named, *times, _share(ratio), _times_as_fast(speedup)])
+    return text.getvalue()
+
+
 def families(rows: Iterable[Any]) -> str:
-    """Return one table per op_type, and in it one row per operator: its largest measured shape, and the median speedup."""
-    columns = [*TILE.values(), "stock"]
-    lines: list[str] = []
+    """Return one row per op_type: operators, those with a kernel in each language, the medians, and the least speedup."""
+    lines = [
+        f"| operators | count | {' | '.join(TILE.values())} | of light | speedup | least speedup |",
+        f"|---|{'---:|' * (len(TILE) + 4)}",
+    ]
     for op_type, group in itertools.groupby(rows, key=lambda row: row[0]):
-        lines += [f"## {TITLES.get(op_type, op_type.capitalize())}", ""]
-        lines += [
-            f"| operator | largest shape | {' | '.join(columns)} | of light | speedup |",
-            f"|---|---|{'---:|' * (len(columns) + 2)}",
-        ]
-        for _, name, shape, *times, ratio, speedup in group:
-            cells = ["" if time is None else f"{time:.1f}" for time in times]
-            cells += ["" if ratio is None else f"{ratio:.0%}", "" if speedup is None else f"{speedup:.2f}x"]
-            lines.append(f"| {name} | {shape} | {' | '.join(cells)} |")
-        lines.append("")
+        of_type = list(group)
+        languages = [sum(row[place] is not None for row in of_type) for place in range(3, 3 + len(TILE))]
+        shares, speedups = ([row[place] for row in of_type if row[place] is not None] for place in (-2, -1))
+        cells = [_share(statistics.median(shares) if shares else None)]
+        cells += [_times_as_fast(of(speedups) if speedups else None) for of in (statistics.median, min)]
+        counts = " | ".join(map(str, [len(of_type), *languages]))
+        lines.append(f"| {TITLES.get(op_type, op_type.capitalize())} | {counts} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _share(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0%}"
+
+
+def _times_as_fast(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}x"
 
 
 FAMILY = """
@@ -243,7 +266,8 @@ def _rows(query: str, parameters: dict[str, Any]) -> list[Any]:
 def wanted() -> dict[Path, str]:
     """Return file -> the text that it must hold."""
     with shipped_store():
-        kernels = with_block(KERNELS.read_text(), "families", families(_rows(FAMILY, {"gpu": GPU})))
+        rows = _rows(FAMILY, {"gpu": GPU})
+        kernels = with_block(KERNELS.read_text(), "families", families(rows))
         kernels = with_block(kernels, "times", times())
         kernels = with_block(kernels, "targets of operators", operator_targets())
         gpus = with_block(GPUS.read_text(), "coverage of GPUs", coverage())
@@ -251,7 +275,7 @@ def wanted() -> dict[Path, str]:
         gpus = with_block(gpus, "winners", differing())
         models = with_block(MODELS.read_text(), "runs of models", runs_of_models())
         models = with_block(models, "targets of models", model_targets())
-        return {KERNELS: kernels, GPUS: gpus, MODELS: models}
+        return {KERNELS: kernels, OPERATORS: operators(rows), GPUS: gpus, MODELS: models}
 
 
 if __name__ == "__main__":
