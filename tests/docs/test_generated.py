@@ -151,7 +151,7 @@ def test_summary_of_bars_counts_shapes_that_meet_and_miss(monkeypatch: pytest.Mo
 
 def test_summary_of_models_counts_the_runs_of_the_full_tables():
     with marked_blocks.shipped_store():
-        records = [record for (record,) in run_user_query(performance_tables.RUNS).rows]
+        records = [record for (record,) in run_user_query(performance_tables.RUNS_QUERY).rows]
     every = [line.split(" | ") for line in performance_bars.model_bars(records).splitlines()[2:]]
     for line in performance_bars.model_summary(records).splitlines()[2:]:
         model, phase, goal, runs, met = line.strip("| ").split(" | ")
@@ -162,6 +162,20 @@ def test_summary_of_models_counts_the_runs_of_the_full_tables():
         ]
         assert int(runs) == len(shown)
         assert int(met) == sum(row[6].strip("| ") == "yes" for row in shown)
+
+
+def test_speedups_of_models_are_those_of_the_published_runs():
+    runs = list(csv.DictReader(performance_tables.RUNS.read_text().splitlines()))
+    page = performance_tables.MODELS.read_text()
+    block = page.partition("<!-- generated: runs of models -->")[2].partition("<!-- end")[0]
+    lines = [line.strip("| ").split(" | ") for line in block.strip().splitlines()[2:]]
+    assert sum(int(line[3]) for line in lines) == len(runs) > 10
+    for model, layers, gpu, count, first, claims, *_ in lines:
+        of_model = [run for run in runs if (run["model"], run["layers"], run["gpu"]) == (model, layers, gpu)]
+        speedups = sorted((run["first token speedup"] for run in of_model), key=lambda text: float(text.rstrip("x")))
+        assert len(of_model) == int(count)
+        assert first.split(" to ") == list(dict.fromkeys([speedups[0], speedups[-1]]))
+        assert int(claims) == sum(run["first token claim"] == "faster" for run in of_model)
 
 
 def test_every_operator_with_a_bar_is_in_the_catalog():

@@ -16,7 +16,11 @@ from docs_site.reference_pages import reference_pages
 __all__ = ["stage"]
 
 ROOT_PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-TABLES = {"architectures": "Every architecture", "performance/kernels": "Every operator"}
+TABLES = {
+    "architectures": "Every architecture",
+    "performance/kernels": "Every operator",
+    "performance/models": "Every run",
+}
 """Pages of which a CSV file of the same name is shown as a table, and its title."""
 INDEX = Path(__file__).parent / "index.md"
 _KEYS_AND_TEXT = re.compile(r"^```toml\n(?P<keys>.*?)^```\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
