@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance/{kernels,gpus,models}.md from the shipped traces and runs of models.
+"""Write the tables of docs/performance, and its CSV files, from the shipped traces and runs of models.
 
 python tools/performance_tables.py            # writes the blocks
 python tools/performance_tables.py --check
@@ -6,8 +6,11 @@ python tools/performance_tables.py --check
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +19,11 @@ from typing import Any
 import performance_bars
 from marked_blocks import ROOT, shipped_store, with_block, write_or_check
 
-from tilegym_db.records.model_run import Estimate, ModelRun, claims_of
+from tilegym_db.records.model_run import ModelRun, claims_of
 
 FOLDER = ROOT / "docs" / "performance"
 KERNELS, GPUS, MODELS = (FOLDER / f"{name}.md" for name in ("kernels", "gpus", "models"))
+OPERATORS, RUNS = FOLDER / "kernels.csv", FOLDER / "models.csv"
 GPU, DTYPES = "h200", "T=bfloat16"
 
 SHAPES = {
@@ -34,6 +38,7 @@ COLUMNS = ("Triton", "TileLang", "cuTile", "stock", "ATen", "compile")
 TILE = {"triton": "Triton", "tilelang": "TileLang", "cutile": "cuTile"}
 TITLES = {
     "activation": "Activations",
+    "linear_attention": "Linear attention",
     "gemm": "Matrix products",
     "mhc": "Hyper-connections",
     "moe": "Mixtures of experts",
@@ -66,53 +71,85 @@ def times() -> str:
 
 
 RUN_FIGURES = (("ttft", "ttft_ms"), ("tpot", "tpot_ms"))
-RUNS = "SELECT record FROM model_runs ORDER BY gpu, model, layers, batch, prompt_tokens, new_tokens, timestamp"
+RUNS_QUERY = "SELECT record FROM model_runs ORDER BY gpu, model, layers, batch, prompt_tokens, new_tokens, timestamp"
 NO_RUNS = "No run is published yet."
 
 
-def runs_of_models() -> str:
-    """Return one row per published run: ms to the first token and ms per later token, stock and patched, with the speedup."""
-    lines = [
-        "| model | layers | GPU | batch x prompt + new | ms to first token: stock | patched | speedup "
-        "| ms per later token: stock | patched | speedup |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for (record,) in _rows(RUNS, {}):
-        run = ModelRun.from_json(record)
+def runs_of_models(records: Iterable[str]) -> str:
+    """Return the CSV of the published runs: ms to the first token and per later token, stock and patched, with the speedup."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    figures = [f"{token} token {column}" for token in ("first", "later") for column in RUN_COLUMNS]
+    writer.writerow(["model", "layers", "gpu", "batch", "prompt tokens", "new tokens", *figures])
+    for run in map(ModelRun.from_json, records):
         claims = claims_of(run)
-        call = f"{run.batch}x{run.prompt_tokens}" + (f"+{run.new_tokens}" if run.new_tokens else "")
-        cells = []
+        cells: list[object] = [run.model, run.layers, run.gpu, run.batch, run.prompt_tokens, run.new_tokens]
         for figure, timed in RUN_FIGURES:
             if figure in claims:
-                times = [f"{getattr(way, timed).median:.4g}" for way in (run.stock, run.patched)]
-                cells += [*times, _speedup(getattr(run, f"{figure}_speedup"), claims[figure].verdict)]
+                cells += [f"{getattr(way, timed).median:.4g}" for way in (run.stock, run.patched)]
+                cells += [_times_as_fast(getattr(run, f"{figure}_speedup").median), claims[figure].verdict]
             else:
-                cells += ["", "", ""]
-        lines.append(f"| {run.model} | {run.layers} | {run.gpu} | {call} | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else NO_RUNS
+                cells += [""] * len(RUN_COLUMNS)
+        writer.writerow(cells)
+    return text.getvalue()
 
 
-def _speedup(estimate: Estimate, verdict: str) -> str:
-    shown = f"{estimate.median:.2f}x"
-    return {"faster": f"**{shown}**", "slower": f"{shown} slower"}.get(verdict, shown)
+RUN_COLUMNS = ("stock ms", "patched ms", "speedup", "claim")
+
+
+def speedups_of_models(records: Iterable[str]) -> str:
+    """Return one row per model and number of layers: its least and greatest speedups, and how many of them are claims."""
+    lines = [
+        "| model | layers | GPU | runs | speedup to first token | claims | speedup per later token | claims |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    runs = [ModelRun.from_json(record) for record in records]
+    for (gpu, model, layers), group in itertools.groupby(runs, key=lambda run: (run.gpu, run.model, run.layers)):
+        of_model = list(group)
+        cells = []
+        for figure, _ in RUN_FIGURES:
+            timed = [(run, claims[figure]) for run in of_model if figure in (claims := claims_of(run))]
+            speedups = [getattr(run, f"{figure}_speedup").median for run, _ in timed]
+            ends = [_times_as_fast(end) for end in sorted({min(speedups), max(speedups)})] if speedups else [""]
+            cells += [" to ".join(ends), str(sum(claim.verdict == "faster" for _, claim in timed)) if timed else ""]
+        lines.append(f"| {model} | {layers} | {gpu} | {len(of_model)} | {' | '.join(cells)} |")
+    return "\n".join(lines) if runs else NO_RUNS
+
+
+def operators(rows: Iterable[Any]) -> str:
+    """Return the CSV of all operators: the largest measured shape, the time in us of each language, and the median speedup."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["op_type", "operator", "largest shape", *TILE.values(), "stock", "of light", "speedup"])
+    for *named, triton, tilelang, cutile, stock, ratio, speedup in rows:
+        times = ["" if time is None else f"{time:.1f}" for time in (triton, tilelang, cutile, stock)]
+        writer.writerow([*named, *times, _share(ratio), _times_as_fast(speedup)])
+    return text.getvalue()
 
 
 def families(rows: Iterable[Any]) -> str:
-    """Return one table per op_type, and in it one row per operator: its largest measured shape, and the median speedup."""
-    columns = [*TILE.values(), "stock"]
-    lines: list[str] = []
+    """Return one row per op_type: operators, those with a kernel in each language, the medians, and the least speedup."""
+    lines = [
+        f"| operators | count | {' | '.join(TILE.values())} | of light | speedup | least speedup |",
+        f"|---|{'---:|' * (len(TILE) + 4)}",
+    ]
     for op_type, group in itertools.groupby(rows, key=lambda row: row[0]):
-        lines += [f"## {TITLES.get(op_type, op_type.capitalize())}", ""]
-        lines += [
-            f"| operator | largest shape | {' | '.join(columns)} | of light | speedup |",
-            f"|---|---|{'---:|' * (len(columns) + 2)}",
-        ]
-        for _, name, shape, *times, ratio, speedup in group:
-            cells = ["" if time is None else f"{time:.1f}" for time in times]
-            cells += ["" if ratio is None else f"{ratio:.0%}", "" if speedup is None else f"{speedup:.2f}x"]
-            lines.append(f"| {name} | {shape} | {' | '.join(cells)} |")
-        lines.append("")
+        of_type = list(group)
+        languages = [sum(row[place] is not None for row in of_type) for place in range(3, 3 + len(TILE))]
+        shares, speedups = ([row[place] for row in of_type if row[place] is not None] for place in (-2, -1))
+        cells = [_share(statistics.median(shares) if shares else None)]
+        cells += [_times_as_fast(of(speedups) if speedups else None) for of in (statistics.median, min)]
+        counts = " | ".join(map(str, [len(of_type), *languages]))
+        lines.append(f"| {TITLES.get(op_type, op_type.capitalize())} | {counts} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _share(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0%}"
+
+
+def _times_as_fast(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}x"
 
 
 FAMILY = """
@@ -199,9 +236,9 @@ def operator_targets() -> str:
     return performance_bars.summary(_rows(performance_bars.POINTS, {"names": performance_bars.names()}))
 
 
-def model_targets() -> str:
+def model_targets(records: Iterable[str]) -> str:
     """Return one row per target of models: the number of published runs that meet it."""
-    return performance_bars.model_summary(record for (record,) in _rows(RUNS, {}))
+    return performance_bars.model_summary(records)
 
 
 def _cells(name: str, shape: str) -> tuple[dict[str, str], list[float]]:
@@ -243,15 +280,23 @@ def _rows(query: str, parameters: dict[str, Any]) -> list[Any]:
 def wanted() -> dict[Path, str]:
     """Return file -> the text that it must hold."""
     with shipped_store():
-        kernels = with_block(KERNELS.read_text(), "families", families(_rows(FAMILY, {"gpu": GPU})))
+        rows = _rows(FAMILY, {"gpu": GPU})
+        kernels = with_block(KERNELS.read_text(), "families", families(rows))
         kernels = with_block(kernels, "times", times())
         kernels = with_block(kernels, "targets of operators", operator_targets())
         gpus = with_block(GPUS.read_text(), "coverage of GPUs", coverage())
         gpus = with_block(gpus, "side by side", side_by_side())
         gpus = with_block(gpus, "winners", differing())
-        models = with_block(MODELS.read_text(), "runs of models", runs_of_models())
-        models = with_block(models, "targets of models", model_targets())
-        return {KERNELS: kernels, GPUS: gpus, MODELS: models}
+        records = [record for (record,) in _rows(RUNS_QUERY, {})]
+        models = with_block(MODELS.read_text(), "runs of models", speedups_of_models(records))
+        models = with_block(models, "targets of models", model_targets(records))
+        return {
+            KERNELS: kernels,
+            OPERATORS: operators(rows),
+            GPUS: gpus,
+            MODELS: models,
+            RUNS: runs_of_models(records),
+        }
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import csv
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from types import ModuleType
 
 import import_graph
@@ -66,41 +66,36 @@ def test_the_import_graph_follows_the_layers_of_the_contract():
     assert all(depth[one] < depth[two] for one, two in arrows)
 
 
-def operators_by_table(page: str) -> list[tuple[str, str]]:
-    """(heading, operator) of each operator that a table of the page has; once, however many rows it takes there."""
-    found: dict[tuple[str, str], None] = {}
-    heading = ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            heading = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith("| operator "):
-            found[heading, line.split(" | ")[0].removeprefix("| ")] = None
-    return list(found)
-
-
-def test_verified_operator_is_in_the_one_table_of_its_op_type():
+def test_every_verified_operator_has_one_row_of_the_table():
     with marked_blocks.shipped_store():
         verified = run_user_query(
             "SELECT DISTINCT op_type, definition FROM verified WHERE gpu = ? AND role = 'kernel'",
             [performance_tables.GPU],
         ).rows
-    page = performance_tables.KERNELS.read_text()
-    shown = operators_by_table(page.partition("<!-- generated: families -->")[2].partition("<!-- end: families -->")[0])
-    assert set(Counter(name for _, name in shown).values()) == {1}
-    assert {name for _, name in shown} == {name for _, name in verified}
-    headings = {name: heading for heading, name in shown}
-    assert len({(op_type, headings[name]) for op_type, name in verified}) == len({op_type for op_type, _ in verified})
+    rows = list(csv.DictReader(performance_tables.OPERATORS.read_text().splitlines()))
+    assert sorted((row["op_type"], row["operator"]) for row in rows) == sorted(verified)
+    assert all(row["Triton"] or row["TileLang"] or row["cuTile"] for row in rows)
 
 
-def test_an_op_type_that_is_new_gets_a_table_of_its_own():
-    rows = [
-        ("norm", "rms_norm", "M=1,N=1", 5.0, None, 6.0, 20.0, 0.9, 4.0),
-        ("scan", "cumsum", "M=1", 1.0, None, None, None, None, None),
+ROWS = [
+    ("norm", "layer_norm", "M=1,N=1", 5.0, None, 6.0, 9.0, 0.5, 1.5),
+    ("norm", "rms_norm", "M=1,N=1", 5.0, None, 6.0, 20.0, 0.9, 4.0),
+    ("scan", "cumsum", "M=1", 1.0, None, None, None, None, None),
+]
+
+
+def test_operators_are_rows_of_times_with_their_units_left_out():
+    assert performance_tables.operators(ROWS).splitlines()[2:] == [
+        'norm,rms_norm,"M=1,N=1",5.0,,6.0,20.0,90%,4.00x',
+        "scan,cumsum,M=1,1.0,,,,,",
     ]
-    page = performance_tables.families(rows)
-    assert operators_by_table(page) == [("Norms", "rms_norm"), ("Scan", "cumsum")]
-    assert "| rms_norm | M=1,N=1 | 5.0 |  | 6.0 | 20.0 | 90% | 4.00x |" in page
-    assert "| cumsum | M=1 | 1.0 |  |  |  |  |  |" in page
+
+
+def test_an_op_type_is_a_row_of_counts_and_medians():
+    assert performance_tables.families(ROWS).splitlines()[2:] == [
+        "| Norms | 2 | 2 | 0 | 2 | 70% | 2.75x | 1.50x |",
+        "| Scan | 1 | 1 | 0 | 0 |  |  |  |",
+    ]
 
 
 BAR = performance_bars.Bar(("cast",), performance_bars.PREFILL_ROWS, performance_bars.LIGHT, 0.85, each=0.70)
@@ -156,7 +151,7 @@ def test_summary_of_bars_counts_shapes_that_meet_and_miss(monkeypatch: pytest.Mo
 
 def test_summary_of_models_counts_the_runs_of_the_full_tables():
     with marked_blocks.shipped_store():
-        records = [record for (record,) in run_user_query(performance_tables.RUNS).rows]
+        records = [record for (record,) in run_user_query(performance_tables.RUNS_QUERY).rows]
     every = [line.split(" | ") for line in performance_bars.model_bars(records).splitlines()[2:]]
     for line in performance_bars.model_summary(records).splitlines()[2:]:
         model, phase, goal, runs, met = line.strip("| ").split(" | ")
@@ -167,6 +162,20 @@ def test_summary_of_models_counts_the_runs_of_the_full_tables():
         ]
         assert int(runs) == len(shown)
         assert int(met) == sum(row[6].strip("| ") == "yes" for row in shown)
+
+
+def test_speedups_of_models_are_those_of_the_published_runs():
+    runs = list(csv.DictReader(performance_tables.RUNS.read_text().splitlines()))
+    page = performance_tables.MODELS.read_text()
+    block = page.partition("<!-- generated: runs of models -->")[2].partition("<!-- end")[0]
+    lines = [line.strip("| ").split(" | ") for line in block.strip().splitlines()[2:]]
+    assert sum(int(line[3]) for line in lines) == len(runs) > 10
+    for model, layers, gpu, count, first, claims, *_ in lines:
+        of_model = [run for run in runs if (run["model"], run["layers"], run["gpu"]) == (model, layers, gpu)]
+        speedups = sorted((run["first token speedup"] for run in of_model), key=lambda text: float(text.rstrip("x")))
+        assert len(of_model) == int(count)
+        assert first.split(" to ") == list(dict.fromkeys([speedups[0], speedups[-1]]))
+        assert int(claims) == sum(run["first token claim"] == "faster" for run in of_model)
 
 
 def test_every_operator_with_a_bar_is_in_the_catalog():

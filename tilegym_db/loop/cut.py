@@ -531,7 +531,7 @@ class _Shapes:
 def _shapes(
     part: _Part, runs: Sequence[RecordedCall], outputs: Sequence[str | None], fixed: Mapping[str, Any]
 ) -> _Shapes | str:
-    """Name the axes: sizes that agree in every run, and that the code does not let differ, are one axis."""
+    """Name the axes. Sizes that are equal in every run become one axis, unless the code lets them differ."""
     last = runs[-1]
     varying = {
         (name, place)

@@ -197,7 +197,7 @@ def fit(
     if inputs.dim() != 2 or inputs.numel() == 0 or inputs.dtype not in (torch.int64, torch.int32) or rounds < 1:
         shape, dtype = list(inputs.shape), str(inputs.dtype).removeprefix("torch.")
         raise UsageError(
-            f"fit takes token ids [batch, tokens] and at least 1 round, not {shape} of {dtype} and {rounds}.",
+            f"fit takes whole token ids [batch, tokens] and at least 1 round, not {dtype} {shape} and {rounds} rounds.",
             code="tokens_invalid",
         )
     _refuse_if_disabled()

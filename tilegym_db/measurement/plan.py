@@ -246,7 +246,7 @@ def make_plan(
 def refuse_omitting(untimed: Mapping[str, str]) -> None:
     """Raise :class:`UsageError` if a Solution to verify omits an output, as :func:`omitting` found."""
     for name, reason in untimed.items():
-        raise UsageError(f"{reason}. Its verdict: tilegym-db bench {name}", code="solution_not_timed")
+        raise UsageError(f"{reason}. Screen it: tilegym-db bench {name}", code="solution_not_timed")
 
 
 def omitting(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:

@@ -119,8 +119,8 @@ def _check_contents(definition: Definition, contents: str, scalars: Mapping[str,
     if not are_contents(contents):
         hint = did_you_mean(contents, CONTENTS)
         raise UsageError(
-            f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}, each with any of "
-            f"+{', +'.join((*MODIFIERS, RAGGED))}.",
+            f"unknown distribution '{contents}'.{hint} Known: {', '.join(CONTENTS)}. Any of "
+            f"+{', +'.join((*MODIFIERS, RAGGED))} may follow.",
             code="contents_unknown",
         )
     missing = [name for name, spec in definition.inputs.items() if spec.is_scalar and name not in scalars]

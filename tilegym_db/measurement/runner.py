@@ -117,7 +117,7 @@ class Runner:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Add to :attr:`waits` for how long a block on a CPU ran, and for how long it waited.
+        """Add the time that a block on a CPU ran, and the time that it waited, to :attr:`waits`.
 
         The first block is left out, because it may compile.
         """
@@ -368,7 +368,7 @@ class Elapsed(NamedTuple):
 
     @property
     def unstolen(self) -> Elapsed:
-        """The same run, with the time that the host took counted as time in a queue."""
+        """The run with the time stolen by the host added to the time in a queue."""
         return self._replace(queued_us=self.queued_us + self.stolen_us)
 
 
@@ -402,7 +402,7 @@ class WallRun:
 
 
 def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float:
-    """Return the minimum time of one call of a run on a CPU, had nothing else kept its threads waiting, in microseconds.
+    """Return the least microseconds of one call of a run on a CPU if nothing else had kept its threads waiting.
 
     Args:
         run: all calls together.
@@ -414,7 +414,7 @@ def alone_us(run: Elapsed, null_us: float, calls: int, processors: int) -> float
 
 
 def may_be_host_delay(latency_us: float, run: WallRun) -> bool:
-    """Return True if a claim on a CPU only looks false unless the host of this virtual machine slowed the run down."""
+    """Return True if a delay by the host of this virtual machine would explain a false-looking claim on a CPU."""
     return check_latency(latency_us, replace(run, alone_us=run.unstolen_us), on_gpu=False) is None
 
 

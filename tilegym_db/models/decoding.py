@@ -295,7 +295,7 @@ class Decoding:
 
     @classmethod
     def of(cls, model: Any, replayed: Replays = replayed) -> Decoding | None:
-        """Return the graphs of a model that generates on a GPU, installed; None for other models."""
+        """Install graphs in a model that generates on a GPU, and return them; return None for other models."""
         if not cls.fits(model):
             return None
         decoding = cls(model, replayed=replayed)
@@ -304,7 +304,7 @@ class Decoding:
 
     @property
     def model(self) -> Any:
-        """The model, which holds these graphs by its class, and not the other way round."""
+        """The model. Its class holds these graphs, and they refer to it weakly."""
         model = self._model()
         assert model is not None, "only asked by the model's own methods"
         return model

@@ -91,7 +91,7 @@ def recompiled(forward: FunctionType, function: ast.FunctionDef) -> FunctionType
 
 
 def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.FunctionDef], None]]) -> FunctionType:
-    """Return the same function after each rewrite has changed its syntax tree; ``forward`` itself without rewrites."""
+    """Return a copy of the function whose syntax tree each rewrite has changed; ``forward`` itself without rewrites."""
     function = parsed(forward) if rewrites else None
     if function is None:
         return forward
@@ -410,7 +410,10 @@ def _holders(box: Any) -> tuple[int, ...]:
 
 @cache
 def own_holders() -> tuple[tuple[int, ...], ...]:
-    """Return the counts of a tensor, and of a view whose base has no other holder, as PyTorch 2.11 returns from biased layers."""
+    """Return the reference counts of two results that nothing else holds: a tensor, and a view of a tensor.
+
+    A layer with a bias returns such a view in PyTorch 2.11.
+    """
     with torch.inference_mode(False):  # in inference mode a view does not know its base
         return _counted(lambda: torch.empty(1)), _counted(lambda: torch.empty(1).view(1))
 

@@ -304,7 +304,7 @@ def _why_other_width(definition: Definition, asked: Axes, point: Axes) -> str | 
 
 
 def _why_no_width(definition: Definition, asked: Axes, points: Sequence[Axes]) -> str:
-    """Return the axis whose size no point has, with the measured sizes; else the sizes that no point has together."""
+    """Return the reason: the first axis whose size was not measured, or else the sizes that were not measured together."""
     follows = {} if definition.serving is None else definition.serving.follows
     widths = widths_of(definition)
     for name in widths:

@@ -680,11 +680,11 @@ def _product(axes: Axes, names: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one GPU for parts of a verification, medians over published runs.
+    """Seconds that the parts of a verification take on one GPU, as medians over published runs.
 
-    ``setup_s``: an operator in a run, until its first trace: workers, compilation, fuzz cases. ``point_s``: a point, until its
-    first trace. ``pair_s``: a Solution at a point. ``calls``: calls of that length that a pair takes. ``oracle_s``: a point, for
-    each 1e12 floating-point operations of one call.
+    ``setup_s`` is the time of an operator until its first trace, with workers, compilation and fuzz cases. ``point_s`` is the
+    time of a point until its first trace, and ``pair_s`` that of one Solution at a point. ``calls`` is the number of calls that
+    a Solution makes at a point. ``oracle_s`` is the time of an oracle per 1e12 floating-point operations of a call.
     """
 
     gpu: str
@@ -699,7 +699,7 @@ class Costs:
         """Return the seconds of a point of an operator that is measured already.
 
         Args:
-            latencies_us: of each Solution that is measured, stock code included.
+            latencies_us: time of one call of each Solution to measure, stock code included.
             flops: floating-point operations of one call.
         """
         pairs = [self.pair_s + self.calls * latency * 1e-6 for latency in latencies_us]

@@ -287,7 +287,7 @@ def _from_file(
     description: str,
     entry: str,
 ) -> tuple[Solution, Sources]:
-    """Return a Solution for contiguous tensors and every target that consists of one source file and shared code."""
+    """Return the Solution of one source file and shared code, for contiguous tensors and every target."""
     if file.suffix != ".py":
         raise UsageError(
             f"{file}: give a .py file that defines run(), or the folder or .json of a solution.", code="file_kind"

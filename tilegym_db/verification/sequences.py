@@ -625,7 +625,7 @@ def _after_odd_calls(
 
 
 def equal_pairs(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> list[tuple[Case, Case]]:
-    """Return pairs of cases whose input with most dimensions has as many elements in two shapes, as far as constraints allow."""
+    """Return pairs of cases in which the input with most dimensions has another shape and the same number of elements."""
     definition, pairs = handle.definition, list[tuple[Case, Case]]()
     shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
     axes = [*{axis: None for axis in max(shapes, key=len, default=()) if axis in definition.var_axes}]

@@ -413,7 +413,7 @@ class Verification:
     def _check_set_only(
         self, workload: Workload, anchors: Sequence[Workload], seed: int, cache: ExpectedCache
     ) -> FuzzOutcome | Failure:
-        """Check one set of fuzz cases in the worker of this verification, which then ends."""
+        """Check one set of fuzz cases in the worker of this verification, and end the worker."""
         try:
             with closing(self.handle):
                 return self.handle.load() or self._check_set(workload, anchors, seed, cache)
@@ -427,7 +427,7 @@ class Verification:
         return begun.result()
 
     def _another(self, workers: int) -> WorkerHandle | None:
-        """Return a handle with a started worker, for which a processor was taken; None if there is no processor or process."""
+        """Take a processor and return a handle with a started worker; None if no processor is free or no process starts."""
         if not self.processors.take(workers):
             return None
         try:
@@ -485,7 +485,7 @@ class Verification:
         return outcome
 
     def _check_calls_only(self, helper: WorkerHandle, check: _CheckCalls, *arguments: Any) -> FuzzOutcome | Failure:
-        """Check large cases or sequences in a separate worker, which then ends."""
+        """Check large cases or sequences in a separate worker, and end the worker."""
         try:
             with closing(helper), raising_out_of_memory():
                 outcome = helper.load() or check(helper, *arguments)

@@ -218,7 +218,7 @@ class WorkerHandle:
             self._is_first_call = False
 
     def abort(self) -> None:
-        """Kill the worker for good; every thread that waits for an answer gets an error that it died."""
+        """Kill the worker for good. Every thread that waits for its answer gets an error."""
         self.aborted = True
         worker = self.worker  # a helper that has ended has none
         if worker is not None:
@@ -231,7 +231,7 @@ class WorkerHandle:
             self.worker = None
 
     def after_failure(self, failure: Failure) -> bool:
-        """End a worker that did not survive, and return True if so. The Solution is given up on after the third death."""
+        """End a worker that the failure broke, and return True if there was one; the third time, give the Solution up."""
         if self.worker is None or self.usable:
             return False
         self.close()

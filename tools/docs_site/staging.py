@@ -16,12 +16,12 @@ from docs_site.reference_pages import reference_pages
 __all__ = ["stage"]
 
 ROOT_PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-ARCHITECTURES = """
-```{csv-table} Every architecture
-:file: architectures.csv
-:header-rows: 1
-```
-"""
+TABLES = {
+    "architectures": "Every architecture",
+    "performance/kernels": "Every operator",
+    "performance/models": "Every run",
+}
+"""Pages of which a CSV file of the same name is shown as a table, and its title."""
 INDEX = Path(__file__).parent / "index.md"
 _KEYS_AND_TEXT = re.compile(r"^```toml\n(?P<keys>.*?)^```\n(?P<text>.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
@@ -34,8 +34,10 @@ def stage(folder: Path) -> None:
         (folder / target).write_text(as_page_of_docs((ROOT / source).read_text()))
     architecture = folder / "architecture.md"
     architecture.write_text(with_block(architecture.read_text(), "import graph", import_table()))
-    architectures = folder / "architectures.md"
-    architectures.write_text(architectures.read_text() + ARCHITECTURES)
+    for name, title in TABLES.items():
+        page = folder / f"{name}.md"
+        table = f"```{{csv-table}} {title}\n:file: {page.stem}.csv\n:header-rows: 1\n```\n"
+        page.write_text(f"{page.read_text()}\n{table}")
     for pattern in (folder / "patterns").rglob("*.md"):
         pattern.write_text(as_pattern_page(pattern.read_text()))
     generated = {f"reference/{name}": text for name, text in reference_pages().items()}

@@ -60,7 +60,7 @@ def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iter
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Return the Definition of the group; the bits of the eager function that the forward names decide."""
+    """Return the Definition of the group, or the reason for none; a probe of the eager function confirms it."""
     forward: Any = undecorated(found.module_class.forward)
     if hasattr(forward, "__wrapped__"):
         return WRAPPED

@@ -655,7 +655,7 @@ def _attributes(statements: Iterable[ast.stmt], owner: str) -> tuple[str, ...]:
 
 
 def routed(forward: FunctionType, choice: Choice) -> FunctionType:
-    """Return the same function that first asks :data:`ROUTE` for weights and ids; its choice runs if that returns None.
+    """Return a copy of the function that first asks :data:`ROUTE` for weights and ids, and chooses itself if that is None.
 
     It passes the module, the scores, the hidden states and all further arguments.
     """
@@ -674,7 +674,7 @@ def routed(forward: FunctionType, choice: Choice) -> FunctionType:
 
 
 def recording(forward: FunctionType, choice: Choice) -> FunctionType:
-    """Return the same function that passes scores, weights and ids to :data:`RECORD` after its choice."""
+    """Return a copy of the function that also gives :data:`RECORD` the scores, weights and ids of its choice."""
 
     def change(function: ast.FunctionDef, body: list[ast.stmt], scores: str) -> None:
         body[choice.stop : choice.stop] = ast.parse(f"{RECORD}({scores}, {choice.weights}, {choice.ids})").body

@@ -200,7 +200,7 @@ def provided(store: Store) -> dict[str, str | None]:
 
 
 def unconfined_definitions(store: Store, gpu: str) -> list[str]:
-    """Return the Definitions with verified passes on a GPU that unconfined workers measured here."""
+    """Return the Definitions that have verified passes on a GPU by unconfined workers of this installation."""
     return [row["definition"] for row in store.rows(UNCONFINED, {"gpu": gpu})]
 
 
