@@ -18,6 +18,8 @@ from host_graphs import eager
 from tilegym_db.models.call_site import AUTOCAST
 from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
 
+pytestmark = pytest.mark.sweep(4)
+
 
 @pytest.fixture
 def model() -> Any:
