@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import gc
 import json
 import os
 import shutil
@@ -76,7 +78,21 @@ def pytest_report_header(config: pytest.Config) -> str:
     return config.stash[SAMPLE].header()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from what is imported and collected: millions of objects that all stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else a library that counts its objects at the end calls them leaks
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests out before pytest sorts them by their fixtures, which takes long for many."""
     sample = config.stash[SAMPLE]
     check_marks(items, sample)
     leave_out(config, items, [] if is_by_hand(config) else beyond_the_sample(items, sample))
