@@ -128,6 +128,14 @@ def busy_machine_decides() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Write without ``fsync``: what a killed process wrote stays without it, and no test ends the whole machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Any]]:
     """Copy the tables and views of a new database, which take longer than a small catalog; yield what really makes them."""
     from tilegym_db.store import connection, statements
