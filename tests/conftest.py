@@ -90,17 +90,18 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # else a library that counts its objects at the end calls them leaks
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave tests out before pytest sorts them by their fixtures, which takes long for many."""
     sample = config.stash[SAMPLE]
     check_marks(items, sample)
+    if not HAS_GPU:
+        leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
     leave_out(config, items, [] if is_by_hand(config) else beyond_the_sample(items, sample))
+    yield
     # Files go to the worker that is free: a file that takes minutes must not be the last, with the other worker idle.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if not HAS_GPU:
-        leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
