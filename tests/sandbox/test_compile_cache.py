@@ -16,6 +16,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.sandbox.worker import WorkerProcess
 
 pytestmark = pytest.mark.slow
+# A header takes half a minute to build, so what needs one is nightly; daily, test_sandbox_refusals.py tries what is written.
 
 BEGIN = """
 from pathlib import Path
