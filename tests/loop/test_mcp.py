@@ -200,6 +200,7 @@ def test_client_reads_the_reason_of_every_refusal(tool: str, home: Path, tmp_pat
         assert sys.executable not in error
 
 
+@pytest.mark.nightly  # the command that answers is asked daily, by cli/test_list_and_show.py
 @pytest.mark.slow
 def test_misspelt_name_is_answered_with_the_nearest(home: Path) -> None:
     _, (answer,) = asked(home, [("show_definition", {"name": "rms_nrom"})])
