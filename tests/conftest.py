@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import gc
 import json
 import os
 import shutil
@@ -76,15 +78,30 @@ def pytest_report_header(config: pytest.Config) -> str:
     return config.stash[SAMPLE].header()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from what is imported and collected: millions of objects that all stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else a library that counts its objects at the end calls them leaks
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Leave tests out before pytest sorts them by their fixtures, which takes long for many."""
     sample = config.stash[SAMPLE]
     check_marks(items, sample)
+    if not HAS_GPU:
+        leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
     leave_out(config, items, [] if is_by_hand(config) else beyond_the_sample(items, sample))
+    yield
     # Files go to the worker that is free: a file that takes minutes must not be the last, with the other worker idle.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    if not HAS_GPU:
-        leave_out(config, items, [item for item in items if item.get_closest_marker("gpu")])
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
@@ -108,6 +125,14 @@ def busy_machine_decides() -> Iterator[None]:
     """Let times of a busy CPU count: tests run side by side, so that threads always wait. ``test_busy.py`` sets the limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGYM_DB_MAX_WAITING", "inf")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """Write without ``fsync``: what a killed process wrote stays without it, and no test ends the whole machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

@@ -157,6 +157,7 @@ def test_killed_writer_loses_nothing_and_its_work_repeats(name: str, place: Plac
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", BY_TIME)
 def test_killed_writer_of_the_database_loses_nothing(name: str, place: Place, moments: list[int]):
     (whole,) = writing.run([("ingest", "first_1")], place)

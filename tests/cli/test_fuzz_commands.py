@@ -142,6 +142,7 @@ def _too_slow(*_: object) -> None:
     raise AssertionError(f"still running after {LIMIT_S} s")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", EVERY_COMMAND)
 def test_no_value_is_a_traceback_a_hang_or_a_loss(name, row_scale, home, places, journal_traces, monkeypatch):
     journal_traces(3.0, 2.0)
@@ -191,13 +192,14 @@ def test_a_command_that_measures_draws_every_kind_of_gpu(name):
     assert {*HERE, "b300", "h100", ""} <= drawn
 
 
-def test_a_real_process_ends_as_documented_too(home, places):
-    lines = random.Random(17)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("name", ["sql", "show", "explain", "data ingest", "bench"])
+def test_a_real_process_ends_as_documented_too(name, home, places):
+    lines = random.Random(f"17 {name}")
     environment = {**os.environ, "TILEGYM_DB_HOME": str(home)}
-    for name in ("sql", "show", "explain", "data ingest", "bench"):
-        values = [lines.choice([*HOSTILE, *places]) for _ in EVERY_COMMAND[name].params[:1]]
-        refused = ("--gpu", "b300") if name in MEASURING else REFUSED.get(name, ())
-        command = [sys.executable, "-m", "tilegym_db", *name.split(), *values, *refused]
-        result = subprocess.run(command, env=environment, capture_output=True, timeout=60, cwd=home.parent)
-        assert result.returncode in STATUSES
-        assert b"Traceback" not in result.stderr
+    values = [lines.choice([*HOSTILE, *places]) for _ in EVERY_COMMAND[name].params[:1]]
+    refused = ("--gpu", "b300") if name in MEASURING else REFUSED.get(name, ())
+    command = [sys.executable, "-m", "tilegym_db", *name.split(), *values, *refused]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=60, cwd=home.parent)
+    assert result.returncode in STATUSES
+    assert b"Traceback" not in result.stderr

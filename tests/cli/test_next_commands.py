@@ -81,6 +81,7 @@ def finish(folder: Path) -> None:
             path.write_text(path.read_text().replace("TODO: ", ""))
 
 
+@pytest.mark.nightly  # daily, docs/test_pages.py follows the page of a kernel, from its draft to the fastest
 @pytest.mark.timeout(600)
 def test_from_a_draft_to_the_fastest_kernel_by_printed_commands(follow: Callable[..., list[str]]) -> None:
     ran = follow(["new", "definition", "my_scale", "--description", "A row.", "-o", "a draft"], 6)
@@ -185,6 +186,7 @@ def test_every_printed_command_exists_with_its_options(line: str) -> None:
     assert not {word for word in words if word.startswith("-")} - given
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("line", [line for line in PRINTED if any(map(line.startswith, READERS))])
 def test_printed_reader_runs_on_a_small_catalog(line: str, cli: Any, journal_traces: Callable[..., Any]) -> None:
     journal_traces(3.0)

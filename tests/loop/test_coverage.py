@@ -135,7 +135,7 @@ def run(x, weight, eps, out):
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     torch.mul(wide.mul_(scale).to(x.dtype), weight, out=out)
 """
-ROWS = (64, 192, 1024)
+ROWS = (64, 1024)
 TINY = [
     Question(
         "tiny", 1, Stage(1, rows, rows), "norm", "rms_norm", {"M": rows, "N": 256}, {"T": "bfloat16"}, {}, {"eps": 1e-6}

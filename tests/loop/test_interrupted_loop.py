@@ -23,6 +23,7 @@ sys.exit("no idea")
 """
 
 
+@pytest.mark.nightly  # test_killed_loop.py and cli/test_ends_of_runs.py end runs daily
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupted_loop_prints_the_experiments_it_journaled(tmp_path: Path, home: Path) -> None:

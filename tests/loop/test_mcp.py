@@ -181,16 +181,15 @@ def refusals(given: dict[str, Any], tool: str) -> list[tuple[dict[str, Any], str
 
 
 @pytest.mark.slow
-def test_client_reads_the_reason_of_every_refusal(home: Path, tmp_path: Path) -> None:
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("tool", GOOD)
+def test_client_reads_the_reason_of_every_refusal(tool: str, home: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
-    good = {
-        tool: {name: str(config) if value == "CONFIG" else value for name, value in given.items()}
-        for tool, given in GOOD.items()
-    }
-    walk: list[tuple[str, dict[str, Any], str | None]] = [("task_create", good["task_create"], None)]
-    walk += [(tool, given, None) for tool, given in good.items() if tool not in COSTLY]
-    walk += [(tool, bad, reason) for tool, given in good.items() for bad, reason in refusals(given, tool)]
+    given = {name: str(config) if value == "CONFIG" else value for name, value in GOOD[tool].items()}
+    walk: list[tuple[str, dict[str, Any], str | None]] = [("task_create", GOOD["task_create"], None)]
+    walk += [] if tool in COSTLY else [(tool, given, None)]
+    walk += [(tool, bad, reason) for bad, reason in refusals(given, tool)]
     tools, answers = asked(home, [(tool, given) for tool, given, _ in walk], "--allow-submit")
     assert tools == set(GOOD)
     for answer, (tool, given, reason) in zip(answers, walk, strict=True):
@@ -201,6 +200,7 @@ def test_client_reads_the_reason_of_every_refusal(home: Path, tmp_path: Path) ->
         assert sys.executable not in error
 
 
+@pytest.mark.nightly  # the command that answers is asked daily, by cli/test_list_and_show.py
 @pytest.mark.slow
 def test_misspelt_name_is_answered_with_the_nearest(home: Path) -> None:
     _, (answer,) = asked(home, [("show_definition", {"name": "rms_nrom"})])

@@ -91,6 +91,7 @@ def test_the_same_task_gives_the_same_prompt_bytes(task: Task, operator: Path) -
     assert not any(word in page for word in ("rtol", "atol", str(task.created.year) + "-"))
 
 
+@pytest.mark.nightly  # the test before it asks twice on one machine
 @pytest.mark.slow
 def test_two_machines_write_the_same_prompt_bytes(tmp_path: Path) -> None:
     """Another home, folder, order of hashes, zone and language of the user: as far as one machine can stand for two."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ from user_catalog import Desk
 
 from tilegym_db import patch, patched
 from tilegym_db.errors import RecordError
-from tilegym_db.loop.cut import cut
+from tilegym_db.loop.cut import Cut, cut
 from tilegym_db.models.called_functions import Seam
 from tilegym_db.records import Definition
 
@@ -32,13 +33,20 @@ def desk(home: Any) -> Desk:
     return Desk(home)
 
 
-def drafted(model: Hybrid, seam: Seam, **serving: Any) -> Definition:
-    """Return the Definition of a part as it is drafted, with changes of its signature."""
-    found = cut(model, seam, IDS)
+@functools.cache
+def draft_of(seam: Seam) -> Cut:
+    """Return the draft of a part, which takes seconds to make and depends on no weights."""
+    found = cut(Hybrid().eval(), seam, IDS)
     assert not isinstance(found, str), found
-    content = json.loads(found.files["definition.json"])
+    return found
+
+
+def drafted(seam: Seam, **serving: Any) -> Definition:
+    """Return the Definition of a part as it is drafted, with changes of its signature."""
+    files = draft_of(seam).files
+    content = json.loads(files["definition.json"])
     content["serving"]["code"][0] |= serving
-    return Definition.from_dict({**content, "reference": found.files["reference.py"]})
+    return Definition.from_dict({**content, "reference": files["reference.py"]})
 
 
 def offered(desk: Desk, definition: Definition) -> None:
@@ -57,7 +65,7 @@ def reasons(model: torch.nn.Module, desk: Desk, ids: torch.Tensor = IDS) -> dict
 
 @pytest.mark.parametrize("seam", [SCAN, RAMP], ids=lambda seam: seam.name)
 def test_drafted_part_is_served_bit_for_bit(model: Hybrid, seam: Seam, desk: Desk) -> None:
-    definition = drafted(model, seam)
+    definition = drafted(seam)
     offered(desk, definition)
     with torch.no_grad():
         stock = model(IDS)
@@ -68,18 +76,18 @@ def test_drafted_part_is_served_bit_for_bit(model: Hybrid, seam: Seam, desk: Des
 
 
 def test_call_that_needs_a_gradient_runs_stock_code(model: Hybrid, desk: Desk) -> None:
-    offered(desk, drafted(model, SCAN))
+    offered(desk, drafted(SCAN))
     assert any("gradient" in reason for reason in reasons(model, desk))
 
 
 def test_call_under_autocast_runs_stock_code(model: Hybrid, desk: Desk) -> None:
-    offered(desk, drafted(model, RAMP))
+    offered(desk, drafted(RAMP))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert any("autocast" in reason for reason in reasons(model, desk))
 
 
 def test_other_value_of_a_fixed_attribute_runs_stock_code(model: Hybrid, desk: Desk) -> None:
-    offered(desk, drafted(model, RAMP))
+    offered(desk, drafted(RAMP))
     with torch.no_grad(), patched(model, catalog=desk.catalog) as handle:
         model.ramp.is_centred = False
         model(IDS)
@@ -89,7 +97,7 @@ def test_other_value_of_a_fixed_attribute_runs_stock_code(model: Hybrid, desk: D
 
 
 def test_other_dtype_runs_stock_code(model: Hybrid, desk: Desk) -> None:
-    offered(desk, drafted(model, SCAN))
+    offered(desk, drafted(SCAN))
     half = model.to(torch.bfloat16)
     with torch.no_grad():
         stock = half(IDS)
@@ -99,7 +107,7 @@ def test_other_dtype_runs_stock_code(model: Hybrid, desk: Desk) -> None:
 
 
 def test_probe_refuses_a_definition_of_other_maths(model: Hybrid, desk: Desk) -> None:
-    definition = drafted(model, SCAN)
+    definition = drafted(SCAN)
     other = definition.reference.replace(".sum(-2) * scale", ".sum(-2)")
     desk.put(definition.model_copy(update={"reference": other}), other)
     (site,) = [site for site in patch(model, catalog=desk.catalog, dry_run=True).report().sites if site.definition]
@@ -109,14 +117,14 @@ def test_probe_refuses_a_definition_of_other_maths(model: Hybrid, desk: Desk) ->
 def test_function_that_the_code_calls_must_be_the_known_one(
     model: Hybrid, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered(desk, drafted(model, SCAN))
+    offered(desk, drafted(SCAN))
     monkeypatch.setattr(cut_models, "unit", cut_models.noisy)
     (site,) = [one for one in patch(model, catalog=desk.catalog, dry_run=True).report().sites if one.kind == "function"]
     assert site.reason == "its decayed_scan relies on a unit that is not the one known with it"
 
 
 def test_parameter_without_a_stated_value_is_named(model: Hybrid, desk: Desk) -> None:
-    definition = drafted(model, SCAN, attributes={"g": "decay"})
+    definition = drafted(SCAN, attributes={"g": "decay"})
     offered(desk, definition)
     (site,) = [one for one in patch(model, catalog=desk.catalog, dry_run=True).report().sites if one.kind == "function"]
     assert site.reason == "it has no parameter decay, which serving.code of decayed_scan names"
@@ -130,7 +138,7 @@ def test_parameter_without_a_stated_value_is_named(model: Hybrid, desk: Desk) ->
         ({"fixed": {"q": None}}, "serving_fixed_input"),
     ],
 )
-def test_incomplete_signature_is_refused(model: Hybrid, changes: dict[str, Any], code: str) -> None:
+def test_incomplete_signature_is_refused(changes: dict[str, Any], code: str) -> None:
     with pytest.raises(RecordError) as error:
-        drafted(model, SCAN, **changes)
+        drafted(SCAN, **changes)
     assert error.value.code == code

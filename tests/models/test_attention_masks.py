@@ -22,6 +22,8 @@ from tilegym_db import Catalog, patched
 from tilegym_db.models.decoding import CapturedForward, Decoding
 from tilegym_db.models.parts import attention as part
 
+pytestmark = pytest.mark.sweep(4)
+
 OPS = PREFILL, DECODE, MASKED_PREFILL, MASKED_DECODE = (
     "attention_prefill", "attention_decode", "attention_masked_prefill", "attention_masked_decode",
 )  # fmt: skip
@@ -248,6 +250,7 @@ print(json.dumps({"error": float((found - stock).norm() / stock.norm()), "hits":
 """
 
 
+@pytest.mark.nightly  # "test_attention.py" runs a model on such kernels daily
 def test_a_model_with_padding_runs_on_the_triton_kernels(shop: Any) -> None:
     """Run in a separate process, in which the interpreter of Triton runs the kernels on the CPU."""
     shop.offer(rounding="triton", ops=OPS[2:])

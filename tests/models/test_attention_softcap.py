@@ -9,6 +9,8 @@ import torch
 
 from tilegym_db import patched
 
+pytestmark = pytest.mark.sweep(4)
+
 OP = "attention_softcap"
 MODELS = ("gemma2", "vaultgemma")
 TOKENS = {"max_new_tokens": 8, "do_sample": False}

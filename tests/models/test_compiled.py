@@ -19,7 +19,7 @@ from tilegym_db.models import operators
 from tilegym_db.models.operators import make_site
 from tilegym_db.paths import shipped_root
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sweep(4)]
 
 ONE_LAYER = {"num_hidden_layers": 1}
 ATTENTION = {  # compilers know the model's own, and keep it; no call has labels, so none has a loss
@@ -110,7 +110,7 @@ def test_lowered_graphs_have_the_operators_too(
     assert handle.report().hits() == SERVED[name]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.nightly  # the graphs of the next test have none of its operators either
 @pytest.mark.parametrize("name", ["gemma3", "phi3"])
 def test_unserved_operator_is_lowered_to_stock_operations(
     name: str, shop: Any, logits: Any, build: Any, prompt: Any
@@ -153,7 +153,7 @@ def copies_of_tables(model: Any, ids: torch.Tensor) -> Counter[tuple[str, Any]]:
     return Counter([("aten.clone.default", pairs.shape), ("aten._unsafe_view.default", pairs.flatten(-2).shape)])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2"])  # phi3's rope promises another layout: a copy more
 def test_graph_without_a_faster_kernel_equals_the_unpatched_one(
@@ -168,6 +168,7 @@ def test_graph_without_a_faster_kernel_equals_the_unpatched_one(
     assert {operation for operation, _ in besides} <= VIEWS.get(name, set())
 
 
+@pytest.mark.nightly  # the test before it compares whole graphs
 def test_a_norm_of_heads_behind_tokens_adds_transpositions_alone(
     shop: Any, logits: Any, build: Any, prompt: Any
 ) -> None:

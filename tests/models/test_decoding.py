@@ -18,6 +18,8 @@ from host_graphs import eager
 from tilegym_db.models.call_site import AUTOCAST
 from tilegym_db.models.decoding import BUCKET, CapturedForward, Decoding, bucket_of, captured
 
+pytestmark = pytest.mark.sweep(4)
+
 
 @pytest.fixture
 def model() -> Any:
@@ -64,6 +66,7 @@ def test_what_generate_offers_stays_as_it_is(name, model):
 PROMPTS = {"shorter": WINDOW // 2, "one less": WINDOW - 1, "full": WINDOW, "one more": WINDOW + 1, "longer": 3 * WINDOW}
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("length", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -12,6 +12,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tilegym_db import Catalog, patch, patched
 
+pytestmark = pytest.mark.sweep(4)
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -18,6 +18,8 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, OTHER_ACTIVATION
 from tilegym_db.models.parts.experts import NO_CONFIG, NOT_CALLED_SO, OWN_GATE, SHARDED
 
+pytestmark = pytest.mark.sweep(4)
+
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 OTHER_BITS = "the results of its probe are not the bits of moe_experts or moe_experts_gelu_tanh"
 TOKENS, EXPERTS, HIDDEN, INNER = 7, 4, 64, 32

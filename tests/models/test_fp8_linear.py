@@ -25,6 +25,8 @@ from tilegym_db import Catalog, patch, patched
 from tilegym_db.models.call_site import AUTOCAST, IN_TRAINING, NEEDS_GRAD, NOT_ROWS
 from tilegym_db.models.parts.fp8_linear import OTHER_DTYPE, STATIC
 
+pytestmark = pytest.mark.sweep(4)
+
 CAST, PRODUCT, FUSED = "per_token_cast", "gemm_fp8_blockwise", "gemm_fp8_blockwise_dynamic"
 OTHER_BITS = "the results of its probe are not the bits of {}"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}

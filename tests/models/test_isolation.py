@@ -22,6 +22,8 @@ from tilegym_db.errors import UsageError
 from tilegym_db.models import handle
 from tilegym_db.models.operators import make_site
 
+pytestmark = pytest.mark.sweep(4)
+
 
 def transformers_state() -> dict[str, Any]:
     """Everything of transformers that a patch could reach: module globals, class attributes, the registries."""

@@ -16,6 +16,8 @@ from tilegym_db.models import handle as patch_handle
 from tilegym_db.models.call_site import change_class, is_patched, subclass
 from tilegym_db.resolver import device
 
+pytestmark = pytest.mark.sweep(4)
+
 OUT_OF_RANGE = 128  # the smallest size that was measured; the tiny models are smaller
 
 

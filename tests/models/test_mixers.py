@@ -25,6 +25,8 @@ from tilegym_db.models.found import KnownCode
 from tilegym_db.models.parts import causal_conv, delta_rule
 from tilegym_db.models.probe import are_close, matching_definitions
 
+pytestmark = pytest.mark.sweep(4)
+
 MODELS = ("qwen3_5", "qwen3_next")
 PROMPT = ("causal_conv1d", "gated_delta_rule_chunk")
 STEP = ("causal_conv1d_update", "gated_delta_rule_recurrent")

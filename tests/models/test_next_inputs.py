@@ -14,6 +14,8 @@ from tilegym_db.models import next_inputs
 from tilegym_db.models.decoding import _Generation
 from tilegym_db.models.next_inputs import CACHE, IDS, are_equal, are_same
 
+pytestmark = pytest.mark.sweep(4)
+
 OWN_METHODS = {"falcon_h1", "bamba"}
 """Models that prepare their steps themselves."""
 FOLLOWING = sorted({*CONFIGS} - OWN_METHODS)

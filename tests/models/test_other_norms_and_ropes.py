@@ -12,6 +12,8 @@ from torch import nn
 
 from tilegym_db import Catalog, patch, patched
 
+pytestmark = pytest.mark.sweep(4)
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -13,6 +13,8 @@ from tilegym_db.models.parts.norm import norm_forward
 from tilegym_db.models.parts.rope import HEADS_FIRST, RotaryCall, RotaryCode, possible_codes, rope_function
 from tilegym_db.resolver.hot_path import allocate_of
 
+pytestmark = pytest.mark.sweep(4)
+
 DEFINITIONS = CATALOG.definitions
 KEPT = (["weight", "eps"], [0])
 

@@ -20,6 +20,8 @@ from tilegym_db.records.definition import LIMITS
 from tilegym_db.records.layouts import layout_strides
 from tilegym_db.resolver.hot_path import allocate_of
 
+pytestmark = pytest.mark.sweep(4)
+
 OF_STOCK = """\
     computed = stock.run({inputs})
     values = computed if isinstance(computed, tuple) else (computed,)

@@ -42,9 +42,10 @@ OTHERS = {
 }
 SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
-pytestmark = pytest.mark.skipif(
-    "minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers has not all of them"
-)
+pytestmark = [
+    pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers has not all of them"),
+    pytest.mark.sweep(4),
+]
 
 
 def router(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -13,6 +13,8 @@ from torch.nn.utils import parametrize
 from tilegym_db import Catalog, patch, patched
 from tilegym_db.paths import shipped_root
 
+pytestmark = pytest.mark.sweep(4)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_served(dtype: torch.dtype, kernels: Catalog, logits: Any, build: Any, prompt: Any) -> None:

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilegym_db import Catalog, patched
 from tilegym_db.models.handle import Handle
 
+pytestmark = pytest.mark.sweep(4)
+
 
 def bypassed(handle: Handle) -> dict[str, set[str]]:
     return {site.definition: set(site.bypassed) for site in handle.report().sites}

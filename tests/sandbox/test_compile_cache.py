@@ -16,6 +16,7 @@ from tilegym_db.catalog import Catalog
 from tilegym_db.sandbox.worker import WorkerProcess
 
 pytestmark = pytest.mark.slow
+# A header takes half a minute to build, so what needs one is nightly; daily, test_sandbox_refusals.py tries what is written.
 
 BEGIN = """
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_unprepared_header_is_built_in_the_workers_own_folder(start, folder):
     assert (found["built"], found["result"]) == ([".gch", ".so"], [4.0] * 8)
 
 
+@pytest.mark.nightly
 def test_a_worker_cannot_write_to_its_compile_cache(start, folder, offered_level):
     if offered_level < 2:
         pytest.skip("not with this kernel and this user")
@@ -78,6 +80,7 @@ def test_a_worker_cannot_write_to_its_compile_cache(start, folder, offered_level
     assert found["seen"] == sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.nightly
 def test_fork_server_has_no_more_threads_for_its_compile_cache(start, folder):
     def threads(worker: WorkerProcess) -> int:
         worker.wait_until_ready()
@@ -86,8 +89,7 @@ def test_fork_server_has_no_more_threads_for_its_compile_cache(start, folder):
     assert threads(start(compile_cache=folder)) == threads(start())
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("trouble", ["no compiler", "spoilt"])
+@pytest.mark.parametrize("trouble", ["no compiler", pytest.param("spoilt", marks=pytest.mark.nightly)])
 def test_failed_compile_cache_leaves_no_files_and_workers_start(trouble, start, folder, tmp_path, monkeypatch):
     if trouble == "spoilt":
         ask(start(compile_cache=folder))  # so that there is one
@@ -113,6 +115,7 @@ def test_no_writable_cache_folder_means_no_compile_cache(cache, tmp_path, monkey
     assert compile_cache_folder() is None
 
 
+@pytest.mark.nightly
 def test_pytorch_with_other_header_places_gives_no_compile_cache(folder, tmp_path, monkeypatch):
     codecache = type(sys)("codecache")
     monkeypatch.setitem(sys.modules, "torch._inductor.codecache", codecache)

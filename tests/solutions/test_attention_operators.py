@@ -15,6 +15,8 @@ from shipped_records import CATALOG
 
 from tilegym_db.resolver.loader import load_verified
 
+pytestmark = pytest.mark.sweep(4)
+
 PREFILL = ("attention_prefill_aten_cudnn", "attention_prefill_aten_efficient", "attention_prefill_aten_flash")
 DECODE = ("attention_decode_aten_flash",)
 BYTES_AT_ONCE = 16

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.sweep(2)
+
 INTERPRETED = """
 import json, sys
 import torch

@@ -15,6 +15,8 @@ from functools import cache
 import pytest
 import torch
 
+pytestmark = pytest.mark.sweep(4)
+
 TOKENS, H, INNER, E, K = 150, 24, 16, 6, 8
 
 

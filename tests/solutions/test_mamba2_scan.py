@@ -12,6 +12,8 @@ from shipped_records import CATALOG
 
 from tilegym_db.backends.aot import CompileJob, compile_many
 
+pytestmark = pytest.mark.sweep(4)
+
 NAME = "mamba2_chunk_scan_triton"
 INTERPRETED = """
 import json, sys

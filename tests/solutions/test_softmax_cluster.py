@@ -12,6 +12,8 @@ from triton.compiler import ASTSource
 
 from tilegym_db.resolver.loader import load_verified
 
+pytestmark = pytest.mark.sweep(4)
+
 SOLUTION = CATALOG.solution("softmax_triton")
 BLOCKS = 8
 

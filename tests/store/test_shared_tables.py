@@ -24,6 +24,8 @@ from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.overruling import overrule
 from tilegym_db.store.publish import FetchedTables, fetch_tables, publish, share_tables
 
+pytestmark = pytest.mark.sweep(2)
+
 GPU = "l4"  # nothing of it is shipped
 BFLOAT16 = {"T": "bfloat16"}
 
