@@ -222,11 +222,11 @@ MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 26, 1 << 15
 """Maximum elements of a tensor inside a reference, such as the scores of all pairs of positions, and maximum steps."""
 
 
-class _Effort(TorchDispatchMode):
+class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The number of operations of a reference, and the elements of the largest tensor that one gives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps = self.elements = 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +261,7 @@ def is_affordable(definition: Definition, case: Case, device: str) -> bool:
         after * (after / before) ** octaves
         for before, after in ((first.steps, second.steps), (first.elements, second.elements))
     )
-    return steps <= MAX_PROBED_STEPS and elements <= MAX_PROBED_ELEMENTS
+    return bool(steps <= MAX_PROBED_STEPS and elements <= MAX_PROBED_ELEMENTS)
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
