@@ -8,8 +8,10 @@ import torch
 from shipped_records import CATALOG
 
 from tilegym_db.records import Definition, Solution
-from tilegym_db.verification.expected import make_large_case
-from tilegym_db.verification.large import INDEX_LIMIT, extent_of, large_cases, sampled_rows
+from tilegym_db.records.call import Call, scalars_with_axes
+from tilegym_db.records.case import Case
+from tilegym_db.verification.expected import is_affordable, make_large_case
+from tilegym_db.verification.large import INDEX_LIMIT, WHOLE_LENGTHS, extent_of, large_cases, sampled_rows, varying_axes
 from tilegym_db.verification.verifier import Failure, judge_large
 
 
@@ -66,11 +68,47 @@ def test_a_gpu_gets_a_tensor_beyond_31_bits_if_memory_allows(operator):
     assert max(one["M"] * one["N"] for one in smaller) <= 1 << 30
 
 
-def test_large_cases_need_an_independent_axis(operator):
-    assert large(operator()) == []
+def test_sizes_of_constrained_axes_stay_within_them(operator):
     cases = large(operator(independent_axes=["M"]), "M <= 5000", "N % 8 == 0")
     assert cases
     assert all(case.case.call.axes["M"] <= 5000 and case.case.call.axes["N"] % 8 == 0 for case in cases)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lengths_that_rows_depend_on_are_compared_whole(seed, operator):
+    cases = large(operator(serving={"lengths": ["M"]}), seed=seed)
+    rows = [case.case.call.axes["M"] for case in cases]
+    assert all(any(low <= size <= high + 1 for size in rows) for low, high in WHOLE_LENGTHS)
+    assert all(case.rows == {} and case.base == case.case for case in cases)
+
+
+def test_axes_of_an_operator_that_is_not_served_are_tried_too(operator):
+    cases = large(operator())
+    assert any(case.case.call.axes["M"] >= 1 << 10 for case in cases)
+    assert any(case.case.call.axes["N"] >= 1 << 10 for case in cases)
+
+
+def test_widths_and_heads_with_a_ratio_do_not_vary() -> None:
+    assert varying_axes(CATALOG.definition("attention_prefill")) == ["S", "B"]
+    assert varying_axes(CATALOG.definition("moe_grouped_gemm")) == ["S"]
+    assert "L" in varying_axes(CATALOG.definition("attention_decode"))
+
+
+@pytest.mark.parametrize(
+    ("name", "long", "affordable"),
+    [
+        ("moe_offsets", {"M": 100_000, "K": 2, "E": 3}, True),
+        ("attention_sink_prefill", {"B": 1, "Hq": 1, "Hkv": 1, "S": 100_000, "D": 8, "W": 3}, False),
+        ("attention_sink_prefill", {"B": 1, "Hq": 1, "Hkv": 1, "S": 2_000, "D": 8, "W": 3}, True),
+        ("gated_delta_rule_chunk", {"B": 1, "T": 20_000, "Hk": 1, "Hv": 1, "K": 1, "V": 1}, False),
+    ],
+)
+def test_square_of_a_length_or_a_long_loop_is_left_out(name: str, long: dict[str, int], affordable: bool) -> None:
+    definition, workload = CATALOG.definition(name), CATALOG.workloads_for(name)[0]
+    axes = definition.bind_axes(long)
+    scalars = scalars_with_axes(definition, workload.scalars(), axes)
+    call = Call(name, axes, definition.bind_dtypes(workload.dtypes), scalars=scalars)
+    assert is_affordable(definition, Case(call), "cpu") == affordable
 
 
 def test_ends_and_limits_of_rows_are_always_compared():

@@ -435,6 +435,14 @@ _SHARE_EXPANDED, _SHARE_STEPPED, _SHARE_SEPARATE = 0.1, 0.2, 0.5
 _SPARE_ELEMENTS = 1 << 17
 """Maximum elements of a tensor with gaps, beyond twice its own."""
 
+FAR = "far apart"
+"""Property of a dimension whose indices lie up to a million elements apart, as the sequences of a long cache do."""
+_SHARE_FAR = 0.15
+_FAR_ELEMENTS = 1 << 22
+"""Elements of memory that such a tensor takes. Guards of the memory are compared after each call, so more would take long."""
+_MOST_FAR = 64
+"""Maximum size of the dimension, so that its stride needs more than 16 bits."""
+
 _LAYOUT_OF = "layout of "
 
 Layouts = dict[str, str]
@@ -602,6 +610,13 @@ def draw_strides(
             step *= size
     if step > 2 * math.prod(shape) + _SPARE_ELEMENTS:
         return contiguous_strides(shape), []
+    first = order[0]
+    may_be_far = first in leading and first != last and strides[first] and shape[first] <= _MOST_FAR
+    if may_be_far and chance() < _SHARE_FAR:
+        # A whole number of vectors, or one element more.
+        strides[first] = max(strides[first], _FAR_ELEMENTS // shape[first] // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS)
+        strides[first] += generator.choice((0, 1))
+        labels.append(f"{first} {FAR}")
     aligned = all(stride * itemsize % _VECTOR_BYTES == 0 for stride in strides if stride > 1)
     return tuple(strides), [*labels, "aligned" if aligned else "off"]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilegym_db.backends.torch_dtypes import storage_dtype
 from tilegym_db.errors import RecordError, is_out_of_memory
@@ -201,6 +203,8 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
         Exception: see :func:`make_oracle_case`; or there is no memory for its inputs.
     """
     axes = large.case.call.axes
+    if not large.rows and not is_affordable(definition, large.case, device):
+        return None
     base = draw_inputs(definition, large.base, device)
     indices = {axis: torch.tensor(rows, device=device) for axis, rows in large.rows.items()}
     period = {axis: torch.arange(axes[axis], device=device) % large.base.call.axes[axis] for axis in indices}
@@ -211,6 +215,53 @@ def make_large_case(definition: Definition, large: LargeCase, device: str) -> La
     case = replace(large.case, call=replace(large.case.call, axes={**axes, **few}))
     compared = make_oracle_case(definition, case, device, inputs=at_indices(definition, inputs, indices))
     return None if compared is None else LargeOracleCase(OracleCase(large.case, inputs, {}, {}), compared, indices)
+
+
+PROBED_SIZES = (128, 256)
+MAX_PROBED_ELEMENTS, MAX_PROBED_STEPS = 1 << 26, 1 << 15
+"""Maximum elements of a tensor inside a reference, such as the scores of all pairs of positions, and maximum steps."""
+
+
+class _Effort(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The number of operations of a reference, and the elements of the largest tensor that one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps = self.elements = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+        self.steps += 1
+        self.elements = max(self.elements, *sizes, 0)
+        return found
+
+
+def is_affordable(definition: Definition, case: Case, device: str) -> bool:
+    """Return True if a reference can be evaluated whole at a case whose one long axis is its largest.
+
+    Two small sizes of that axis show how the steps and the tensors of the reference grow with it: by a loop over tokens, or with
+    the square of their number.
+    """
+    axes, efforts = case.call.axes, []
+    long = max(definition.var_axes, key=lambda name: axes[name])
+    for size in PROBED_SIZES:
+        try:
+            sizes = definition.bind_axes({name: axes[name] for name in definition.var_axes} | {long: size})
+        except RecordError:
+            return False
+        small = replace(case, call=replace(case.call, axes=sizes))
+        inputs = draw_inputs(definition, small, device)
+        with _Effort() as effort:
+            as_written(definition, inputs)
+        efforts.append(effort)
+    first, second = efforts
+    octaves = math.log2(axes[long] / PROBED_SIZES[1])
+    steps, elements = (
+        after * (after / before) ** octaves
+        for before, after in ((first.steps, second.steps), (first.elements, second.elements))
+    )
+    return bool(steps <= MAX_PROBED_STEPS and elements <= MAX_PROBED_ELEMENTS)
 
 
 def tied(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -594,10 +594,23 @@ def blob_problems(definition: Definition, workloads: Sequence[Workload], roots: 
 # Contents that differ from those before in one place, as weights after a step and caches after a token do.
 
 
+_ALIKE_SHARE = 0.6
+"""Share of these calls in which an input is alike except in one place."""
+
+
+def fill_with_one(value: torch.Tensor) -> None:
+    """Give all elements the value of the largest finite one; zeros stay zeros."""
+    finite = torch.where(value.isfinite(), value, 0).view(-1)
+    if finite.numel():
+        value.fill_(finite[finite.abs().argmax()])
+
+
 def nearly_same(definition: Definition, inputs: Mapping[str, Any], seed: int) -> dict[str, Any] | None:
     """Return inputs of which one element of one floating-point input has another value, or two elements have changed places.
 
-    Inputs with a generator or drawn together stay as they are; None if there are no others, or if all elements are equal.
+    Or all elements of an input but the first get one value, except for one element: a check at a few places takes the input
+    for a constant, as weights are before training. Inputs with a generator or drawn together stay as they are; None if there
+    are no others, or if all elements are equal.
     """
     drawn = random.Random(f"nearly {seed}")
     bound = {*definition.input_generators, *definition.saved, *definition.in_place}
@@ -608,8 +621,11 @@ def nearly_same(definition: Definition, inputs: Mapping[str, Any], seed: int) ->
         if name not in bound and inputs[name].dtype in (torch.float32, torch.float16, torch.bfloat16)
     ]
     drawn.shuffle(names)
-    for name in names:
+    first, alike = definition.tensor_inputs[0], drawn.random() < _ALIKE_SHARE
+    for name in sorted(names, key=lambda name: alike and name == first):
         value = inputs[name].clone(memory_format=torch.contiguous_format)
+        if alike and name != first:
+            fill_with_one(value)
         flat = value.view(-1)
         if not flat.numel():
             continue

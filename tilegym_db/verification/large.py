@@ -7,13 +7,14 @@ compared at some rows only.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tilegym_db.errors import RecordError
-from tilegym_db.published.neighbours import largest_tensor
+from tilegym_db.published.neighbours import largest_tensor, lengths_of
 from tilegym_db.records import Definition, Solution
 from tilegym_db.records.call import Call, scalars_with_axes
 from tilegym_db.records.case import Case
@@ -33,11 +34,18 @@ INDEX_LIMIT = 1 << 31
 LARGEST_AXIS = (1 << 24) - 1
 """Maximum size of an axis: more programs than this are beyond what the languages start at once."""
 MAX_FLOPS_ON_CPU, MAX_FLOPS_ON_GPU = 1e8, 2e12
+WHOLE_LENGTHS = (*LONG_ROWS, ((1 << 16) + 1, 1 << 17))
+"""Ranges of a length that is not independent: its cases have little else, so that their outputs are compared whole."""
+MAX_WHOLE, MAX_WHOLE_WITH_REPEATED = 8, 4
+"""Maximum numbers of such cases; the second one for an operator that also has cases with repeated rows."""
+MAX_FLOPS_OF_WHOLE = 1e10
+"""Limit on a GPU for these cases, as their oracle may hold the scores of all pairs of positions in float64."""
 _PERIODS = (31, 61, 251, 509)
 _MAX_COMPARED = 1 << 19
 """Maximum elements of an oracle's tensor; it limits the rows that are compared."""
 _MAX_MATRICES = 1 << 7
 """Maximum compared matrices, as references of attention loop over them."""
+_MAX_MATRICES_OF_WHOLE = 1 << 11
 _MAX_DRAWN = 1 << 20
 _COMPARED_ROWS = 64
 _MARKS = (1 << 10, 1 << 15, 1 << 16)
@@ -65,13 +73,14 @@ def large_cases(
     budget_bytes: int,
     on_gpu: bool,
 ) -> list[LargeCase]:
-    """Return the large cases that the Definition and the Solution allow; none without an independent axis.
+    """Return the large cases that the Definition and the Solution allow.
 
     They have rows in each octave from 1,024 to 131,072, more than 131,072 indices of each independent axis (else more than
     65,536), long rows, rows of more than 65,536 columns, many elements, and on a GPU more than 2**31 elements in one tensor.
+    Other axes that vary from call to call, such as tokens that a sort or a sum mixes, have lengths of up to 131,072.
 
     Args:
-        definition: names the independent axes, along which outputs are compared at some indices.
+        definition: names the independent axes, along which outputs are compared at some indices, and the axes that vary.
         solution: its constraints hold.
         dtypes: the dtype binding in use.
         scalars: scalar inputs by name.
@@ -81,10 +90,13 @@ def large_cases(
     """
     generator = random.Random(f"{seed} large")
     repeated = [axis for axis in definition.divisible_axes if axis not in definition.size_scalars.values()]
-    if not repeated or definition.sampled:
+    if definition.sampled:
         return []
     others = [axis for axis in definition.var_axes if axis not in repeated]
     drawn = _Large(definition, solution, dtypes, scalars, repeated, budget_bytes, on_gpu, generator)
+    whole = list(itertools.islice(drawn.whole_cases(), MAX_WHOLE_WITH_REPEATED if repeated else MAX_WHOLE))
+    if not repeated:
+        return whole
     octaves, lengths = generator.sample(FEW_ROWS, len(FEW_ROWS)), generator.sample(LONG_ROWS, len(LONG_ROWS))
     many, beyond = ELEMENTS_ON_GPU if on_gpu else ELEMENTS_ON_CPU, (INDEX_LIMIT + 1, INDEX_LIMIT + (1 << 20))
     found = [drawn.case(repeated, octaves[0])]
@@ -93,8 +105,20 @@ def large_cases(
     found.append(drawn.case(repeated, many, elements=True))
     found += [drawn.case(repeated, bounds, thin=True) for bounds in octaves[1:]]
     found += [drawn.case(others, bounds, thin=True) for bounds in lengths[1:]]
+    found += whole
     found += [drawn.case(repeated, beyond, elements=True)] if on_gpu else []
     return [large for large in found if large is not None]
+
+
+def varying_axes(definition: Definition) -> list[str]:
+    """Return the axes whose sizes vary from call to call in a model; all if the Definition is not served.
+
+    Heads of queries and of keys, which keep their ratio, belong to a model and stay.
+    """
+    serving, sizes = definition.serving, {*definition.size_scalars.values()}
+    alone = () if serving is None else (names[0] for names in serving.independent if len(names) == 1)
+    names = definition.var_axes if serving is None else dict.fromkeys((*lengths_of(definition), *alone))
+    return [axis for axis in names if axis not in sizes]
 
 
 def extent_of(definition: Definition, passed: Sequence[Mapping[str, int]]) -> tuple[dict[str, int], int]:
@@ -115,6 +139,16 @@ class _Large:
     generator: random.Random
     shared: dict[Sequence[str], list[dict[str, int]]] = field(default_factory=dict)
     """Kinds of sizes -> sets of sizes of all axes that a case was made with."""
+
+    def whole_cases(self) -> Iterator[LargeCase]:
+        """Yield cases with one long axis that varies and is not repeated; each axis has its turn, then another length."""
+        axes = [axis for axis in varying_axes(self.definition) if axis not in self.repeated]
+        lengths = WHOLE_LENGTHS if self.definition.serving is not None else WHOLE_LENGTHS[:1]
+        turns = [self.generator.sample(lengths, len(lengths)) for _ in axes]
+        whole = replace(self, repeated=(), shared={})
+        for bounds in zip(*turns, strict=True):
+            cases = (whole.case([axis], of_axis, thin=True) for axis, of_axis in zip(axes, bounds, strict=True))
+            yield from filter(None, cases)
 
     def first_case(self, axes: Sequence[str], ranges: Iterable[tuple[int, int]]) -> LargeCase | None:
         """Return a case within the first of some bounds that allow one."""
@@ -203,7 +237,10 @@ class _Large:
             for name, shape in sizes.items()
         )
         flops = self.definition.cost_of(axes, self.dtypes)[0]
-        return total <= self.budget_bytes and flops <= (MAX_FLOPS_ON_GPU if self.on_gpu else MAX_FLOPS_ON_CPU)
+        most = MAX_FLOPS_ON_CPU
+        if self.on_gpu:
+            most = MAX_FLOPS_ON_GPU if self.repeated else MAX_FLOPS_OF_WHOLE
+        return total <= self.budget_bytes and flops <= most
 
     def _elements(self, axes: Mapping[str, int], inner: int = 0) -> int:
         """Return the elements of the largest tensor, without the last ``inner`` dimensions."""
@@ -213,7 +250,7 @@ class _Large:
         return (
             self._elements(base) <= _MAX_DRAWN
             and self._elements(compared) <= 2 * _MAX_COMPARED
-            and self._elements(compared, inner=2) <= 2 * _MAX_MATRICES
+            and self._elements(compared, inner=2) <= (2 * _MAX_MATRICES if self.repeated else _MAX_MATRICES_OF_WHOLE)
         )
 
     def _period(self, size: int) -> int:

@@ -652,7 +652,7 @@ def _at_work(helping: Sequence[Future[None]]) -> int:
     return sum(not help_given.done() for help_given in helping)
 
 
-NEARLY_SHARE = 1 / 3
+NEARLY_SHARE = 1 / 2
 """Share of a kernel's cases that are followed by a call on nearly the same contents."""
 
 

@@ -384,7 +384,7 @@ class WorkerHandle:
             return found
         judged = judge(self.definition, self.solution.record, nearly, found)
         if isinstance(judged, Failure):
-            return replace(judged, reason=f"after a call that differs in one place of one input: {judged.reason}")
+            return replace(judged, reason=f"after a call whose contents differ in one input: {judged.reason}")
         return None
 
     def check_slices(
