@@ -37,7 +37,7 @@ from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
 from tilegym_db.records.definition_parts import ModelCode
 
 KIND = "cache"
-AFTER = ("attention", "attention_sink")
+AFTER = ("attention", "attention_sink", "biased_attention")
 """The parts that count the calls of a forward in training."""
 UPDATE = "update"
 CALL, CONCAT = "_tilegym_db_update", "_tilegym_db_concat"
