@@ -216,10 +216,10 @@ def _layouts(definition: Definition) -> list[dict[str, str]]:
         of_keys = {"k", "v", "grad_k", "grad_v"}
         whole = [dict.fromkeys(names, "row_contiguous") for names in (set(varying) - of_keys, of_keys)]
         return [{}, whole[0], whole[1], whole[0] | whole[1]]
-    return [
-        {name: "row_contiguous" for name, strided in zip(varying, chosen, strict=True) if strided}
-        for chosen in itertools.product((False, True), repeat=len(varying))
-    ]
+    ways: dict[str, Sequence[str]] = dict.fromkeys(varying, ("", "row_contiguous"))
+    if definition.serving is not None and definition.serving.part == "biased_attention":  # heads may be last in memory
+        ways["bias"] = ("", "row_contiguous", "strided")
+    return [{name: way for name, way in chosen.items() if way} for chosen in _products(ways)]
 
 
 def _size(definition: Definition, axis: str, size: int) -> int:

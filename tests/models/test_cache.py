@@ -196,6 +196,34 @@ def test_an_encoder_has_no_cache_that_grows(is_decoder: bool) -> None:
     assert (OP in found) == is_decoder
 
 
+SIDES = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+BOTH: dict[str, dict[str, Any]] = {
+    "bart": {"d_model": 64},
+    "t5": {"d_model": 64, "d_kv": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2},
+    "whisper": {"d_model": 64, "num_mel_bins": 8, "max_source_positions": 12},
+}
+"""Sizes of models with an encoder and two layers that decode."""
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_decoder_beside_an_encoder_is_served(name: str, shop: Any, prompt: Any) -> None:
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 0}
+    torch.manual_seed(5)
+    config = transformers.CONFIG_MAPPING[name](**SIDES, **BOTH[name], **tokens, vocab_size=96)
+    is_sound = name == "whisper"
+    factory = transformers.AutoModelForSpeechSeq2Seq if is_sound else transformers.AutoModelForSeq2SeqLM
+    model = factory.from_config(config).eval()
+    given = torch.randn(1, 8, 24) if is_sound else prompt()
+    stock = model.generate(given, **TOKENS)
+    # Both parts are in the forwards of the same class, and so are the encoder's, which has no cache.
+    catalog = shop.offer(ops=(OP, "attention_decode"))
+    with patched(model, catalog=catalog, ops=[OP, "attention_decode"], graphs=False) as handle:
+        assert torch.equal(model.generate(given, **TOKENS), stock)
+    hits = handle.report().hits()
+    assert hits[OP] == 2 * (TOKENS["max_new_tokens"] - 1)
+    assert bool(hits["attention_decode"]) == (name != "t5")  # T5 adds a bias to scores
+
+
 def site_of(*answers: Any) -> CallSite:
     return CallSite(lambda *inputs: answers or None)
 

@@ -42,6 +42,7 @@ SERVED = {
         "fused_add_rms_norm": 0,
         "swiglu": 1,
         "rope_complex_pairs": 1,
+        "mla_expand_keys": 0,
         **ATTENTION,
     },  # a norm on part of a projection: rows with a gap between them
 }

@@ -70,6 +70,8 @@ MASK = "mask"
 """The input of a Definition that takes flags, True at what a position sees."""
 SOFTCAP = "softcap"
 """An argument of eager attention that bounds its scores."""
+BIAS = "position_bias"
+"""An argument of attention that is added to its scores."""
 SINKS = "s_aux"
 """An argument of eager attention; stock code may ignore it, but no Definition with it is served here."""
 
@@ -80,9 +82,13 @@ Module = torch.nn.Module
 
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward asks the registry of attention functions, once per Definition of some of its calls."""
-    return attention_modules(
-        "attention", model, known, lambda module: not has_sinks(type(module).forward) and softcap_of(module) is None
-    )
+    return attention_modules("attention", model, known, _is_plain)
+
+
+def _is_plain(module: Module) -> bool:
+    """Return True if a module has usual attention: no sinks, no soft cap and no bias."""
+    forward: Any = type(module).forward
+    return not has_sinks(forward) and softcap_of(module) is None and not passes_bias(forward)
 
 
 def attention_modules(
@@ -138,6 +144,14 @@ def _softcap_attribute(forward: FunctionType) -> str:
             ):
                 return attribute
     return ""
+
+
+def passes_bias(forward: Any) -> bool:
+    """Return True if an attention forward that asks the registry passes a bias of positions by its name."""
+    code = getattr(undecorated(forward), "__code__", None)
+    return (
+        code is not None and REGISTRY in names_in_code(forward) and any(BIAS in _texts(one) for one in code.co_consts)
+    )
 
 
 def _texts(constant: Any) -> tuple[Any, ...]:
@@ -456,7 +470,7 @@ def why_stock(
     """
     if options.get("attention_mask") is not None:
         return MASKED
-    reason = _why_other_call(module, query, key, options, others)
+    reason = why_other_call(module, query, key, options, others)
     return reason or _why_not_causal(module, query.shape[2], key.shape[2], options.get("is_causal"))
 
 
@@ -472,7 +486,7 @@ def why_stock_bidirectional(
     is_causal = options.get("is_causal")
     if (states_causal(module) if is_causal is None else is_causal) is not False:
         return CAUSAL
-    return _why_other_call(module, query, key, options, others)
+    return why_other_call(module, query, key, options, others)
 
 
 def why_stock_with_mask(
@@ -482,7 +496,7 @@ def why_stock_with_mask(
 
     With a mask, stock code ignores causality.
     """
-    reason = _why_other_call(module, query, key, options, others)
+    reason = why_other_call(module, query, key, options, others)
     return reason or _why_other_mask(options["attention_mask"], query, key)
 
 
@@ -502,9 +516,13 @@ def whole_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> to
     return mask.expand(query.shape[0], 1, query.shape[2], key.shape[2]).contiguous()
 
 
-def _why_other_call(
+def why_other_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, options: Mapping[str, Any], others: Sequence[str]
 ) -> str:
+    """Return the reason if a call has options, heads or a scale of no Definition, whatever its mask is; empty if not.
+
+    For arguments, see :func:`why_stock`.
+    """
     if is_autocast(query):
         return AUTOCAST
     if options.get("dropout"):

@@ -37,7 +37,7 @@ from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
 from tilegym_db.records.definition_parts import ModelCode
 
 KIND = "cache"
-AFTER = ("attention", "attention_sink")
+AFTER = ("attention", "attention_sink", "biased_attention")
 """The parts that count the calls of a forward in training."""
 UPDATE = "update"
 CALL, CONCAT = "_tilegym_db_update", "_tilegym_db_concat"
@@ -59,15 +59,13 @@ Module = torch.nn.Module
 def find(model: Module, known: KnownCode, others: Sequence[ModuleGroup]) -> Iterable[ModuleGroup]:
     """Return the modules whose forward gets keys and values from the update of a cache that may grow.
 
-    A module that states that it is not causal is left out. An encoder has no cache, and the cache of another sequence, as of
-    cross attention, is filled once.
+    A class without causal modules is left out: an encoder has no cache. If a class has causal modules, its others are found as
+    well, because all of them share one patched forward. The cache of another sequence, as of cross attention, is filled once.
     """
     updates = of_class(lambda cls: UPDATE in names_in_code(cls.forward) and _gets_two(undecorated(cls.forward)))
-    parts = [
-        ModuleOfPart(module, detail=device_of(module))
-        for module in model.modules()
-        if updates(module) and states_causal(module)
-    ]
+    modules = [module for module in model.modules() if updates(module)]
+    growing = {type(module) for module in modules if states_causal(module)}
+    parts = [ModuleOfPart(module, detail=device_of(module)) for module in modules if type(module) in growing]
     return grouped(KIND, parts if known.definitions(KIND) else ())
 
 
