@@ -9,8 +9,10 @@ applied.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -522,8 +524,10 @@ def recommend(
     Raises:
         UsageError: the config or an option is invalid.
     """
-    model = build_model(of_one_gpu(load_config(path, layers), parallel), "cpu", dtype)
-    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
+    config = of_one_gpu(load_config(path, layers), parallel)
+    with _without_advice():
+        model = build_model(config, "cpu", dtype)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
     handle.unpatch()
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]
     with open_store(read_only=True) as store:
@@ -535,6 +539,24 @@ def recommend(
         tuple(match(call, awards, Catalog.default(), gpu) for call in handle.workloads),
         tuple(runs),
     )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Hold back the warnings of transformers.
+
+    It advises packages that make a model faster here, but this machine only captures the calls.
+    """
+    from transformers.utils.logging import warning_once
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        warning_once.cache_clear()  # else a held back warning would count as printed
 
 
 def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
