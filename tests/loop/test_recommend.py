@@ -43,6 +43,12 @@ def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_pat
     assert found.to_dict()["model_runs"] == []
     assert "tokens" not in json.dumps(found.to_dict())
     assert not (home / "loop").exists()
+    required = recommend(config, gpu="h200", prompt=16, require="batch-invariant")
+    assert [call.axes for call in required.calls] == [call.axes for call in found.calls]
+    assert not any(call.available for call in required.calls)  # no shipped kernel promises it
+    assert all(call.reason.endswith("--require batch_invariant") for call in required.calls)
+    kept = recommend(config, gpu="h200", prompt=16, require="deterministic")
+    assert [call.award for call in kept.calls] == [call.award for call in found.calls]
 
 
 HYBRID = {
