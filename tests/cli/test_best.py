@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tilegym_db.published.input_files import read_traces
@@ -247,6 +249,27 @@ def test_the_ending_of_a_file_says_its_format(ending, cli, measured, tmp_path):
     assert cli("best", "-o", files[1]).cause == "format_missing"
     assert cli("best", f"--{ending.lower()}", "-o", files[1]).code == 0
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_parquet_rows_are_those_of_sql_for_other_tools(cli, measured, tmp_path):
+    """Read by DuckDB and pandas, as an analyst without this package does."""
+    import duckdb
+    import pandas
+
+    files = tmp_path / "command.parquet", tmp_path / "sql.parquet"
+    assert cli("best", "--parquet", "-o", files[0]).code == 0
+    assert cli("sql", "FROM best", "--parquet", "-o", files[1]).code == 0
+    one, other = (duckdb.read_parquet(str(file)) for file in files)
+    assert one.columns == other.columns
+    assert one.types == other.types
+    assert len(one.except_(other)) == len(other.except_(one)) == 0
+    (shown,) = cli("best", "--json").json()
+    frame = pandas.read_parquet(files[0])
+    assert [frame[name].item() for name in ("trace_id", "latency_us", "axes_key")] == [
+        shown[name] for name in ("trace_id", "latency_us", "axes_key")
+    ]
+    assert json.loads(frame["scalars"].item()) == shown["scalars"]
+    assert dict(frame["axes"].item()) == shown["axes"]
 
 
 def test_long_table_ends_with_a_word_on_the_other_rows(cli, row_scale, home, journal_traces, monkeypatch):

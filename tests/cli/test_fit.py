@@ -115,6 +115,13 @@ def test_a_model_is_measured_published_and_timed_once(config: Path, home: Path, 
             model, {"input_ids": ids}
         )  # as when the lock was written: a busy machine may leave the prompt to stock code
         assert handle.report().hits()["rms_norm"], str(handle.report())
+    bits = lock.with_name("bits.json")
+    required = fit(model, ids, rounds=2, lock=bits, require="deterministic")
+    assert (required.lock, ServingLock.read(bits).required) == (str(bits), {"deterministic"})
+    assert ServingLock.read(bits).kernels == ServingLock.read(lock).kernels
+    none = fit(model, ids, rounds=2, lock=lock.with_name("none.json"), require="batch-invariant")
+    assert (none.lock, none.kernels, lock.with_name("none.json").exists()) == ("", [], False)
+    assert any("that is batch-invariant" in text for text in none.notes)
     assert in_memory.measured is None
     assert in_memory.speedup is not None
     assert in_memory.speedup.total.median > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.loop.from_model import match, recommend
+from tilegym_db.models.random_model import build_model, load_config
 from tilegym_db.paths import shipped_root
 from tilegym_db.records import Workload
 from tilegym_db.store.connection import open_store
@@ -41,6 +43,41 @@ def test_every_call_has_an_award_of_its_operator_or_a_reason(home: Path, tmp_pat
     assert found.to_dict()["model_runs"] == []
     assert "tokens" not in json.dumps(found.to_dict())
     assert not (home / "loop").exists()
+    required = recommend(config, gpu="h200", prompt=16, require="batch-invariant")
+    assert [call.axes for call in required.calls] == [call.axes for call in found.calls]
+    assert not any(call.available for call in required.calls)  # no shipped kernel promises it
+    assert all(call.reason.endswith("--require batch_invariant") for call in required.calls)
+    kept = recommend(config, gpu="h200", prompt=16, require="deterministic")
+    assert [call.award for call in kept.calls] == [call.award for call in found.calls]
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_advice_of_transformers_is_silent_only_in_recommend(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without its optional packages, transformers warns when the layers of this model run."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HYBRID))
+    load_config(config)  # transformers sets its level when it is imported
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(caplog.handler)  # it does not propagate
+    try:
+        assert recommend(config, gpu="h200", prompt=16).calls
+        assert caplog.records == []
+        assert logger.level == level
+        build_model(load_config(config), "cpu", "float32")  # the same warnings, for a caller that runs the model
+        assert any(record.name.startswith("transformers") for record in caplog.records)
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def award(number: int, axes: dict[str, int], ratio: float) -> dict[str, Any]:

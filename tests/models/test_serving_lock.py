@@ -113,7 +113,15 @@ def test_kernel_outside_of_the_lock_is_no_candidate(lock: Path, kernels: Catalog
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"serving_lock": 2, "kernels": []}', '{"serving_lock": 1, "kernels": [{}]}']
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"serving_lock": 2, "kernels": []}',
+        '{"serving_lock": 3, "kernels": []}',
+        '{"serving_lock": 1, "kernels": [{}]}',
+    ],
 )
 def test_file_that_is_no_lock_is_refused(text: str, tmp_path: Path, build: Any) -> None:
     path = tmp_path / "lock.json"

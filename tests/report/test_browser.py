@@ -327,6 +327,42 @@ def test_a_button_copies_the_command_and_each_source(shipped_report: ReportData,
     assert tab.evaluate("window.copied") == tab.locator("#detail pre.command").inner_text()
 
 
+def test_history_of_a_kernel_is_a_plot_with_a_row_a_pass(shipped_report: ReportData, show: Callable[..., Any]) -> None:
+    row = next(row for row in shipped_report.evidence if row["role"] == "kernel")
+    keys = ("solution", "gpu", "axes_key", "dtypes_key", "scalars_key", "layouts_key", "config_key", "tier", "driver")
+    passes = [
+        {
+            **{key: row[key] for key in keys}, "number": number, "timestamp": f"2026-11-0{number}T00:00:00Z",
+            "latency_us": latency, "ci_low_us": latency * 0.99, "ci_high_us": latency * 1.01,
+            "ratio": None if number == 1 else 1.2, "change": None if number == 1 else "slower", "is_current": number > 1,
+            "trace_id": f"{number}" * 32,
+        }
+        for number, latency in ((1, 10.0), (2, 12.0), (3, 14.4))
+    ]  # fmt: skip
+    tab = show(replace(shipped_report, history=passes), f"#kernel={row['solution']}&trace={row['trace_id']}")
+    marks = tab.locator("#plot-history .point")
+    assert marks.count() == 3
+    assert tab.locator("#plot-history .point.old").count() == 1
+    assert tab.locator("#plot-history .tick text").all_text_contents()[:3] == ["2026-11-01", "2026-11-02", "2026-11-03"]
+    assert tab.locator("#plot-history line.series").count() == 3  # an interval for each
+    tab.locator("#plot-history").scroll_into_view_if_needed()
+    marks.nth(1).hover()
+    assert "12 us [11.88, 12.12]" in tab.locator("#tip").inner_text()
+    assert tab.evaluate("document.getElementById('tip').closest('dialog') !== null")  # else the dialog covers it
+    marks.nth(1).focus()
+    tab.keyboard.press("Enter")
+    assert tab.evaluate("document.activeElement.textContent").startswith("2026-11-02")
+    rows = tab.locator("#table-history tbody tr").all_inner_texts()
+    assert [("slower" in line, "older" in line) for line in rows] == [(False, True), (True, False), (True, False)]
+    assert tab.evaluate(TOO_WIDE) == []
+
+
+def test_kernel_timed_once_has_no_history(shipped_report: ReportData, show: Callable[..., Any]) -> None:
+    tab = show(replace(shipped_report, history=[]), f"#kernel={shipped_report.evidence[0]['solution']}")
+    assert tab.locator("#detail h3", has_text="Reproduce").count() == 1
+    assert tab.locator("#plot-history").count() == 0
+
+
 def test_paper_shows_plots_and_tables_without_controls(shipped_report: ReportData, show: Callable[..., Any]) -> None:
     tab = show(shipped_report)
     tab.emulate_media(media="print")

@@ -5,8 +5,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tilegym_db.store.journal import Journal
-from tilegym_db.store.queries.report_rows import change_rows, model_rows, open_rows
+from tilegym_db.store.queries.report_rows import change_rows, history_rows, model_rows, open_rows
 
 
 def kinds(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -33,6 +35,24 @@ def test_a_slower_pass_is_a_regression_only_beyond_its_interval(trace: Any, home
     assert kinds(rows)["regression"] == ["scale_triton"]
     assert [row["ratio"] for row in rows if row["kind"] == "regression"] == [1.3]
     assert sorted(kinds(rows)["verified"]) == ["scale_tilelang", "scale_triton"]
+
+
+def test_history_compares_a_pass_with_the_one_before(trace: Any, home: Path, opened: Callable[..., Any]):
+    journaled(
+        home,
+        trace(latency_us=10.0), trace(latency_us=13.0), trace(latency_us=13.1), trace(latency_us=9.0),
+        trace(tier="screen", latency_us=99.0), trace(m=64, latency_us=50.0),
+        trace(status="INCORRECT_NUMERICAL"), trace(kind="tilelang", latency_us=10.0),
+    )  # fmt: skip
+    with opened() as store:
+        shown = history_rows(store)
+        whole = store.rows("FROM history ORDER BY timestamp")
+    expected = [(1, 10.0, None), (2, 13.0, "slower"), (3, 13.1, "same"), (4, 9.0, "faster")]
+    assert [(row["number"], row["latency_us"], row["change"]) for row in shown] == expected
+    assert [(row["ci_low_us"], row["ci_high_us"]) for row in shown[:1]] == [(9.9, 10.1)]
+    assert shown[1]["ratio"] == pytest.approx(1.3)
+    assert all(row["is_current"] for row in shown)
+    assert len(whole) == 7  # also what was timed once, and no failure
 
 
 def test_failure_revokes_only_after_a_promotion(trace: Any, home: Path, opened: Callable[..., Any]):

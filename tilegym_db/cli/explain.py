@@ -11,6 +11,7 @@ from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write
 from tilegym_db.cli.kit.options import (
     Axes,
     Dtypes,
+    Require,
     Scalars,
     Trust,
     complete_definition,
@@ -47,10 +48,7 @@ def command(
     ] = None,
     mode: Annotated[str, typer.Option(help="inference or training.")] = "inference",
     launch: Annotated[str, typer.Option(help="call, or replay for a call in a CUDA graph.")] = "call",
-    require: Annotated[
-        str,
-        typer.Option(help="What must be verified of a kernel's bits: deterministic, batch-invariant.", metavar="NAME"),
-    ] = "",
+    require: Require = "",
     form: Form = TABLE,
     trust: Trust = False,
 ) -> None:

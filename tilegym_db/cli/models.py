@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from tilegym_db.cli.kit.options import (
     MaxNewTokens,
     ModelDtype,
     PromptTokens,
+    Require,
     Rounds,
     Sequences,
     complete_gpu,
@@ -66,6 +68,7 @@ def fit_command(
             help="Write the kernels that serve the model, for patch(lock=...).", metavar="FILE", parser=path_given
         ),
     ] = None,
+    require: Require = "",
     as_json: AsJson = False,
     wide: Wide = False,
 ) -> None:
@@ -81,13 +84,13 @@ def fit_command(
     from tilegym_db.cli.kit.bench_progress import Progress
     from tilegym_db.loop.fit import FitOptions, fit_config
 
-    options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock)
+    options = FitOptions(batches, prompts, max_new_tokens, dtype, layers, rounds, lock, require)
     with Progress(quiet=as_json and not sys.stderr.isatty()) as progress:
         report = fit_config(config, devices, options, progress.observer(), progress.round_done)
     if as_json:
         print_json(content_of(report))
     else:
-        print_report(report, config, wide=wide)
+        print_report(report, config, wide=wide, require=options.required)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
@@ -122,7 +125,7 @@ def content_of(report: FitReport) -> dict[str, Any]:
     }
 
 
-def print_report(report: FitReport, config: Path, *, wide: bool = False) -> None:
+def print_report(report: FitReport, config: Path, *, wide: bool = False, require: Sequence[str] = ()) -> None:
     """Print what was measured, the share of each piece and what serves it, then the model's timings and the next step."""
     counts = {} if report.measured is None else report.measured.counts
     done = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "nothing new"
@@ -152,10 +155,14 @@ def print_report(report: FitReport, config: Path, *, wide: bool = False) -> None
     if report.interrupted:
         note("interrupted; run it again to continue.")
     elif not report.failed and report.kernels:
-        note(f"Next: tilegym_db.patch(model{f', lock={report.lock!r}' if report.lock else ''})")
+        kept = f", lock={report.lock!r}" if report.lock else f", require={[*require]!r}" if require else ""
+        note(f"Next: tilegym_db.patch(model{kept})")
     elif not report.failed:
+        from tilegym_db.published.entries import spelled_requirements
+
         note(
-            "No verified kernel serves this model here, so tilegym_db.patch(model) would change nothing. "
+            f"No verified kernel{spelled_requirements(require)} serves this model here, so tilegym_db.patch(model) would "
+            "change nothing. "
             "To rank what a new kernel would be worth:"
         )
         note(f"Next: tilegym-db task from-model {shlex.quote(str(config))}")

@@ -40,6 +40,9 @@ def command(
             help="A definition, a solution, or a trace by its id or the start of it.", autocompletion=complete_name
         ),
     ],
+    history: Annotated[
+        bool, typer.Option("--history", help="Show the timed passes of a definition's or solution's kernels over runs.")
+    ] = False,
     form: Form = TABLE,
     spark: Spark = None,
 ) -> None:
@@ -51,18 +54,22 @@ def command(
     from tilegym_db.catalog import Catalog
 
     catalog = Catalog.default()
-    if name in catalog.definitions:
+    if history:
+        show_history(catalog, name, form, spark)
+    elif name in catalog.definitions:
         show_definition(catalog, catalog.definition(name), form, spark)
     elif name in catalog.solutions:
         show_solution(catalog.solution(name), form, spark)
     elif name in OTHER_NAMES:
         show_other_name(catalog, name, form, spark)
     elif not show_trace(name, form):
-        catalog.refuse_broken(name)
-        hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
-        raise NotFoundError(
-            f"'{name}' is not a definition, a solution or a trace.{hint} Try: tilegym-db list", code="name_unknown"
-        )
+        raise _unknown(catalog, name, "a definition, a solution or a trace")
+
+
+def _unknown(catalog: Catalog, name: str, kinds: str) -> NotFoundError:
+    catalog.refuse_broken(name)
+    hint = did_you_mean(name, [*catalog.definitions, *catalog.solutions])
+    return NotFoundError(f"'{name}' is not {kinds}.{hint} Try: tilegym-db list", code="name_unknown")
 
 
 def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
@@ -229,6 +236,77 @@ def print_traces(traces: list[dict[str, Any]], digest: str, wide: bool = False) 
     )
     if failed is not None:
         note(f"details of a failure: tilegym-db show {failed['trace_id'][:TRACE_ID_SHOWN]}")
+
+
+HISTORY_COLUMNS = (
+    "solution", "gpu", "dtypes", "axes", "config", "tier", "timestamp", "latency_us", "ci_low_us", "ci_high_us", "ratio",
+    "change", "source", "trace",
+)  # fmt: skip
+
+
+def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = None) -> None:
+    """Print the timed passes of a Solution, or of a Definition's Solutions, oldest first; a table has only repeated ones.
+
+    Raises:
+        NotFoundError: the name is neither in the catalog nor in the database.
+    """
+    from tilegym_db.cli.kit.formats import open_reader
+    from tilegym_db.store.queries import history_of_passes
+
+    with open_reader() as store:
+        passes, schema = history_of_passes(store, name), schema_of(form, store, "history")
+    if not passes and name not in catalog.definitions and name not in catalog.solutions:
+        raise _unknown(catalog, name, "a definition or a solution")
+    if not form.is_table:
+        write_records(form, passes, schema=schema)
+        return
+    series: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in passes:
+        series.setdefault(tuple(row[key] for key in HISTORY_KEY), []).append(row)
+    repeated = [rows for rows in series.values() if len(rows) > 1]
+    if repeated:
+        cells = [_pass_cells(row) for rows in repeated for row in rows]
+        dropped_first = ("tier", "ci_low_us", "ci_high_us", "dtypes", "config", "gpu")
+        kept = ("change", "latency_us", "timestamp")
+        print_table(HISTORY_COLUMNS, cells, wide=form.wide, least=dropped_first, most=kept)
+        if spark_wanted(spark):
+            lines = [{**rows[0], "latencies_us": [row["latency_us"] for row in rows]} for rows in repeated]
+            print_by_size(lines, "{solution} on {gpu}, {axes_key} {dtypes_key}", "in {} passes")
+    once = len(series) - len(repeated)
+    if once:
+        note(
+            f"{once} case{'s were' if once > 1 else ' was'} timed once and {'have' if once > 1 else 'has'} no history yet"
+        )
+    if not passes:
+        note(f"no timed pass of {name} yet. Next: tilegym-db bench {name}")
+    elif not repeated:
+        note(f"Next: tilegym-db bench {name} --force, which times what is done again")
+
+
+HISTORY_KEY = (
+    "solution", "gpu", "dtypes_key", "axes_key", "scalars_key", "layouts_key", "blobs_key", "config_key", "tier",
+)  # fmt: skip
+"""What is equal for the passes that are compared with each other."""
+
+
+def _pass_cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the cells of one pass, in the order of ``HISTORY_COLUMNS``."""
+    return (
+        row["solution"],
+        row["gpu"],
+        row["dtypes_key"],
+        ",".join(filter(None, (row["axes_key"], row["scalars_key"], row["layouts_key"], row["blobs_key"]))),
+        row["config_key"] or None,
+        row["tier"],
+        row["timestamp"].isoformat(sep=" ", timespec="seconds"),
+        row["latency_us"],
+        row["ci_low_us"],
+        row["ci_high_us"],
+        row["ratio"],
+        row["change"],
+        "current" if row["is_current"] else "old",
+        row["trace_id"][:TRACE_ID_SHOWN],
+    )
 
 
 def print_source(text: str) -> None:

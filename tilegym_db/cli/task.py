@@ -18,6 +18,7 @@ from tilegym_db.cli.kit.options import (
     MachineGpu,
     ModelDtype,
     PromptTokens,
+    Require,
     Rounds,
     complete_definition,
     complete_gpu,
@@ -314,6 +315,7 @@ def recommend_command(
     dtype: ModelDtype = "bfloat16",
     layers: Layers = 1,
     parallel: Annotated[int, typer.Option("--tp", help="Number of GPUs that share the model.", min=1)] = 1,
+    require: Require = "",
     as_json: AsJson = False,
 ) -> None:
     """Show which kernels with an award would serve a model's calls. Nothing is applied: publish and patch do that.
@@ -325,7 +327,9 @@ def recommend_command(
     chosen_gpu(gpu)  # before the slow import of PyTorch
     from tilegym_db.loop.from_model import recommend
 
-    found = recommend(config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, parallel=parallel)
+    found = recommend(
+        config, gpu=gpu, prompt=prompt_tokens, dtype=dtype, layers=layers, parallel=parallel, require=require
+    )
     if as_json:
         print_json(found.to_dict())
         return

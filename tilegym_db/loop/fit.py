@@ -7,7 +7,7 @@ was cut off therefore continues, and a repeated run has nothing left to do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -29,10 +29,12 @@ from tilegym_db.models.capture import ModelInputs, run_model, typical_inputs
 from tilegym_db.models.patch import PatchOptions, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, check_run_fits, load_config
 from tilegym_db.paths import DISABLE_VARIABLE, home, is_disabled
+from tilegym_db.published.entries import REQUIREMENTS, Requirement, spelled_requirements
 from tilegym_db.published.table import LockedKernel, load_table, write_lock_file
 from tilegym_db.records import Workload
 from tilegym_db.records.hardware import same_gpu
 from tilegym_db.records.model_run import ModelRun, Speedups
+from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.answer import html_table
 from tilegym_db.store.connection import ingest, open_store
 from tilegym_db.store.model_runs import save_model_run, stored_model_runs
@@ -43,7 +45,8 @@ from tilegym_db.store.publish import publish
 class FitOptions:
     """Options of a fit: the model runs every batch size with every prompt length and generates ``new`` tokens.
 
-    ``lock`` is a file to write, of the kernels that then serve the model.
+    ``lock`` is a file to write, of the kernels that then serve the model. ``require`` is what must be verified of their bits, as
+    for :func:`~tilegym_db.patch`.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -53,12 +56,22 @@ class FitOptions:
     layers: int | None = None
     rounds: int = 10
     lock: Path | None = None
+    require: str | Collection[str] = ()
+
+    @property
+    def required(self) -> tuple[Requirement, ...]:
+        """The names in ``require``, in one order.
+
+        Raises:
+            UsageError: a name is unknown.
+        """
+        return _ordered(self.require)
 
     @property
     def runs(self) -> list[ModelBenchOptions]:
         """The timed runs of the model, one per batch size and prompt length."""
         return [
-            ModelBenchOptions(self.dtype, batch, prompt, self.new, self.rounds, self.layers, verify=True)
+            ModelBenchOptions(self.dtype, batch, prompt, self.new, self.rounds, self.layers, True, self.required)
             for batch, prompt in itertools.product(self.batches, self.prompts)
         ]
 
@@ -138,6 +151,7 @@ def fit_config(
     """
     _refuse_if_disabled()
     options, asked = options or FitOptions(), _of_this_host(devices)
+    required = options.required
     machine = select_machine(asked.gpu)
     for run in options.runs:
         run.check()
@@ -148,12 +162,17 @@ def fit_config(
         check_run_fits(config, machine.device, run.dtype, run.batch, run.prompt, run.new)
     model = build_model(config, machine.device, options.dtype)
     prompts = [typical_inputs(model, run.batch, run.prompt) for run in options.runs]
-    report = _fit(model, prompts, model_tag(path), machine, asked, observer, options.lock)
+    report = _fit(model, prompts, model_tag(path), machine, asked, observer, options.lock, required)
     del model  # the runs build it again, and a GPU may not have room for both
     if not report.interrupted:
         for run in options.runs:
             _time(path, config, run, report, round_done)
     return report
+
+
+def _ordered(require: str | Collection[str]) -> tuple[Requirement, ...]:
+    names = requirements(require)
+    return tuple(name for name in REQUIREMENTS if name in names)
 
 
 def _refuse_if_disabled() -> None:
@@ -172,6 +191,7 @@ def fit(
     devices: DevicesLike = "auto",
     rounds: int = 10,
     lock: str | Path | None = None,
+    require: str | Collection[str] = (),
     observer: Observer | None = None,
 ) -> FitReport:
     """Fit a model in memory without changing it. ``patch(model)`` then uses the published kernels.
@@ -184,6 +204,8 @@ def fit(
             all others are of its kind.
         rounds: timed calls of the model; stock and patched calls alternate.
         lock: a file to write for ``patch(model, lock=...)``: the kernels that serve the model on these inputs.
+        require: what must be verified of the bits of a kernel that serves: ``deterministic``, ``batch_invariant`` or both, as for
+            :func:`~tilegym_db.patch`. The lock states it.
         observer: callbacks for the kernel measurements.
 
     Raises:
@@ -201,6 +223,7 @@ def fit(
             code="tokens_invalid",
         )
     _refuse_if_disabled()
+    required = _ordered(require)
     if lock is not None:
         check_kind(lock, (str, Path), "lock is the path of a file")
         lock = Path(lock)
@@ -217,9 +240,9 @@ def fit(
             f"the model is on {machine.gpu}, and devices={devices!r} was asked for. Move the model or leave devices out.",
             code="gpu_other",
         )
-    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer, lock)
+    report = _fit(model, [inputs], name or type(model).__name__.lower(), machine, asked, observer, lock, required)
     if not report.interrupted:
-        report.speedup, handle = time_instance(model, inputs, machine, rounds)
+        report.speedup, handle = time_instance(model, inputs, machine, rounds, required)
         report.failed += handle.report().problems
     return report
 
@@ -243,6 +266,7 @@ def _fit(
     devices: Devices,
     observer: Observer | None,
     lock: Path | None,
+    required: tuple[Requirement, ...],
 ) -> FitReport:
     """Run every step except timing the model."""
     captured: list[Workload] = []
@@ -265,22 +289,24 @@ def _fit(
         )
     if not report.interrupted:
         _publish(report)
-        report.pieces = pieces_of(model, prompts[0], tag).pieces
-        served = _kernels_that_serve(model, prompts)
+        report.pieces = pieces_of(model, prompts[0], tag, required=required).pieces
+        served = _kernels_that_serve(model, prompts, required)
         report.kernels = sorted({kernel.solution for kernel in served})
         if lock is not None and not served:
-            report.notes.append(f"no kernel served a call, so {lock} was not written")
+            report.notes.append(f"no kernel{spelled_requirements(required)} served a call, so {lock} was not written")
         elif lock is not None:
-            write_lock_file(lock, served)
+            write_lock_file(lock, served, required)
             report.lock = str(lock)
     return report
 
 
-def _kernels_that_serve(model: Any, prompts: Sequence[ModelInputs]) -> set[LockedKernel]:
+def _kernels_that_serve(
+    model: Any, prompts: Sequence[ModelInputs], required: tuple[Requirement, ...]
+) -> set[LockedKernel]:
     """Return the kernels that serve the model on its prompts, and while it generates."""
     served: set[LockedKernel] = set()
     for ids in prompts:
-        handle = patch_what_fits(model, PatchOptions(graphs=False))
+        handle = patch_what_fits(model, PatchOptions(graphs=False, require=required))
         try:
             run_model(model, {"input_ids": ids} if isinstance(ids, torch.Tensor) else ids)
             served |= handle.kernels_that_served()
@@ -344,4 +370,4 @@ def _time(
 def _is_of(one: ModelRun, run: ModelBenchOptions, config: Any, machine: Machine) -> bool:
     found = (one.config_digest, one.gpu_name, one.dtype, one.batch, one.prompt_tokens, one.new_tokens, one.rounds)
     asked = (config_digest(config), machine.gpu_name, run.dtype, run.batch, run.prompt, run.new, run.rounds)
-    return found == asked and one.proved and dict(one.libs) == machine.libs
+    return found == asked and one.proved and dict(one.libs) == machine.libs and one.required == run.require

@@ -9,8 +9,10 @@ applied.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +32,15 @@ from tilegym_db.models.found import NO_DEFINITION, ModuleGroup
 from tilegym_db.models.gpu_time import ModuleTime, module_times, time_of
 from tilegym_db.models.patch import PatchOptions, discover, keep_workloads, model_tag, patch_what_fits
 from tilegym_db.models.random_model import build_model, config_content, load_config
+from tilegym_db.published.entries import spelled_requirements, why_not_as_required
+from tilegym_db.published.table import table_for
 from tilegym_db.records import Workload, axes_key
 from tilegym_db.records.base import binding_key, canonical_json
 from tilegym_db.records.call import explain_command
 from tilegym_db.records.hardware import GPU_SLUGS, gpus_meant, parse_gpu
 from tilegym_db.records.loop import MIN_SPEEDUP, Coverage, Experiment, Task
 from tilegym_db.records.model_run import Estimate, ModelRun
+from tilegym_db.resolver.resolve import requirements
 from tilegym_db.store.connection import open_store
 from tilegym_db.store.loop import award_rows, model_run_rows
 
@@ -223,13 +228,15 @@ def stock_times(model: Any, inputs: ModelInputs) -> StockTimes:
     return module_times(model, call, function_seams(model))
 
 
-def pieces_of(model: Any, inputs: ModelInputs, tag: str, times: StockTimes | None = None) -> ModelPieces:
+def pieces_of(
+    model: Any, inputs: ModelInputs, tag: str, times: StockTimes | None = None, required: Collection[str] = ()
+) -> ModelPieces:
     """Match each module class of a model with the Definitions of the catalog, costliest first.
 
     The model's calls are added to the user's workloads, tagged with the model. ``times`` are earlier :func:`stock_times`; they
-    stay valid when the published kernels change.
+    stay valid when the published kernels change. ``required`` is what must be verified of the bits of a kernel that serves.
     """
-    catalog = Catalog.default()
+    catalog = Catalog.default().requiring(required)
     measured, total_us = times or stock_times(model, inputs)
     described = discover(model, catalog)
     served, captured = _calls(model, inputs, catalog)
@@ -507,7 +514,14 @@ class Recommendation:
 
 
 def recommend(
-    path: Path, *, gpu: str, prompt: int = 128, dtype: str = "bfloat16", layers: int | None = 1, parallel: int = 1
+    path: Path,
+    *,
+    gpu: str,
+    prompt: int = 128,
+    dtype: str = "bfloat16",
+    layers: int | None = 1,
+    parallel: int = 1,
+    require: str | Collection[str] = (),
 ) -> Recommendation:
     """Capture the calls of a model with random weights on the CPU, and find the nearest standing award for each.
 
@@ -518,27 +532,71 @@ def recommend(
         dtype: dtype of the model.
         layers: maximum number of layers to keep, because calls repeat per layer.
         parallel: number of GPUs that share the model; the calls are those of one of them.
+        require: what must be verified of the bits of a kernel, as for :func:`~tilegym_db.patch`.
 
     Raises:
         UsageError: the config or an option is invalid.
     """
-    model = build_model(of_one_gpu(load_config(path, layers), parallel), "cpu", dtype)
-    handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
+    required = requirements(require)
+    config = of_one_gpu(load_config(path, layers), parallel)
+    with _without_advice():
+        model = build_model(config, "cpu", dtype)
+        handle = patch_what_fits(model, PatchOptions(verify=True, inputs=random_inputs(model, 1, prompt)))
     handle.unpatch()
     slugs = gpus_meant(parse_gpu(gpu), GPU_SLUGS) or [parse_gpu(gpu)]
     with open_store(read_only=True) as store:
         awards = [row for row in award_rows(store, gpus=slugs) if row["status"] == "standing"]
         runs = model_run_rows(store, model_tag(path), slugs)
+    if required:
+        called = {call.definition for call in handle.workloads}
+        awards = [row for row in awards if row["definition"] in called and _is_as_required(row, required)]
     return Recommendation(
         model_tag(path),
         gpu,
-        tuple(match(call, awards, Catalog.default(), gpu) for call in handle.workloads),
+        tuple(match(call, awards, Catalog.default(), gpu, required) for call in handle.workloads),
         tuple(runs),
     )
 
 
-def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: str) -> Recommended:
-    """Return the award for a call: of the same sizes, else of the nearest ones. Reads only the catalog."""
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Hold back the warnings of transformers.
+
+    It advises packages that make a model faster here, but this machine only captures the calls.
+    """
+    from transformers.utils.logging import warning_once
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        warning_once.cache_clear()  # else a held back warning would count as printed
+
+
+def _is_as_required(award: dict[str, Any], required: Collection[str]) -> bool:
+    """Return True if the kernel of an award promises what is required of its bits, and its published trace has it verified."""
+    catalog, name = Catalog.default(), award["definition"]
+    table = table_for(catalog, award["gpu"])
+    if table is None or award["solution"] not in catalog.solution_paths:
+        return False
+    files, axis = catalog.solution(award["solution"]), catalog.definition(name).batch_axis
+    return any(
+        candidate.trace_id == award["trace_id"] and why_not_as_required(candidate, files, required, axis) is None
+        for entry in table.entries(name, dict(award["dtypes"]))
+        for candidate in entry.candidates
+    )
+
+
+def match(
+    call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: str, required: Collection[str] = ()
+) -> Recommended:
+    """Return the award for a call: of the same sizes, else of the nearest ones. Reads only the catalog.
+
+    ``required`` is what each of the awards has verified of its bits.
+    """
     stage = next((tag.removeprefix("stage:") for tag in call.tags if tag.startswith("stage:")), "")
     dtypes = ", ".join(call.dtypes.values())
     axes = dict(catalog.definition(call.definition).bind_axes(call.axes))
@@ -546,8 +604,8 @@ def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: s
     place = (call.definition, stage, axes_key(call.axes), dtypes)
     if not fitting:
         reason = (
-            f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype stands on this GPU. For "
-            f"the kernel that serves it: {explain_command(call.definition, axes_key(call.axes), binding_key(call.dtypes), gpu)}"
+            f"no award ({MIN_SPEEDUP:.2f}x over the best baseline) of this operator and dtype{spelled_requirements(required)} "
+            f"stands on this GPU. For the kernel that serves it: {_explained(call, gpu, required)}"
         )
         return Recommended(*place, available=False, reason=reason)
     best = min(fitting, key=lambda row: (_distance(dict(row["axes"]), axes), -row["ratio"], row["id"]))
@@ -562,6 +620,11 @@ def match(call: Workload, awards: list[dict[str, Any]], catalog: Catalog, gpu: s
         exact=exact,
         reason="" if exact else f"measured at {axes_key(dict(best['axes']))}",
     )
+
+
+def _explained(call: Workload, gpu: str, required: Collection[str]) -> str:
+    command = explain_command(call.definition, axes_key(call.axes), binding_key(call.dtypes), gpu)
+    return " ".join([command, *(f"--require {name}" for name in sorted(required)[:1])])  # the first includes the second
 
 
 def _distance(one: dict[str, int], other: dict[str, int]) -> float:

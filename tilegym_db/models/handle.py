@@ -80,6 +80,8 @@ class Handle:
         self._gpu_time: GpuTime | None = None
         self._quantised: QuantisationReport | None = None
         self._note = note
+        self.required: frozenset[str] = frozenset()
+        """What is required of the bits of its kernels."""
         self.undescribed: tuple[Undescribed, ...] = ()
         self.newcomers: Newcomers | None = None
         self._undo: Callable[[], None] | None = None
@@ -175,7 +177,7 @@ class Handle:
         """Write the kernels that have served calls so far as a lock, for ``patch(model, lock=path)`` in a deployment.
 
         Run the model on typical calls first. The file names each kernel with the digests of its operator and source, its config
-        and its GPU. An existing file is replaced.
+        and its GPU, and what was required of their bits. An existing file is replaced.
 
         Raises:
             UsageError: no kernel has served a call.
@@ -189,7 +191,7 @@ class Handle:
                 "why a call site has no kernel.",
                 code="nothing_to_lock",
             )
-        write_lock_file(Path(path), kernels)
+        write_lock_file(Path(path), kernels, self.required)
         return Path(path)
 
     def kernels_that_served(self) -> set[LockedKernel]:

@@ -40,7 +40,7 @@ from tilegym_db.models.quantise import quantise_and_patch
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, load_config
 from tilegym_db.models.report import PatchReport
 from tilegym_db.paths import DISABLED, home, is_disabled
-from tilegym_db.published.entries import Candidate
+from tilegym_db.published.entries import Candidate, why_not_as_required
 from tilegym_db.published.table import LockedKernel, ServingLock, table_for, why_no_table
 from tilegym_db.records import Definition, Workload
 from tilegym_db.records.call import Launch
@@ -117,6 +117,7 @@ def patch(
             runs once on the arguments of that call, beside stock code, and serves such calls if it is right and faster. By
             default the measurement of the nearest size decides.
         lock: a file that :meth:`Handle.write_lock` wrote. Only its kernels serve, and all of them must be here as they were.
+            What it requires of their bits is required again.
         skip_logits: the caller does not read the logits of training. If a kernel computes the loss from the hidden states, the
             output has None for them. Without labels and in evaluation, it has them.
         require: what must be verified of the bits of a kernel that serves. ``deterministic``: repeated calls give equal bits.
@@ -188,7 +189,7 @@ def patch_what_fits(model: torch.nn.Module, options: PatchOptions | None = None)
     if options.lock is not None:
         check_kind(options.lock, (str, Path), "lock is the path of a file")
         kept = ServingLock.read(Path(options.lock))
-        records = records.locked(kept)
+        records = records.locked(kept).requiring(required | kept.required)
         devices = _placement_of(set(model.parameters())).devices
         refuse_broken_lock(kept, records, {device_gpu(device)[0] for device in devices})
     options = replace(options, ops=ops)
@@ -213,6 +214,7 @@ def _found_and_patched(model: torch.nn.Module, records: Catalog, options: PatchO
 def _patch(model: torch.nn.Module, found: Sequence[ModuleGroup], records: Catalog, options: PatchOptions) -> Handle:
     served = PublishedTables(records, "replay" if options.graphs and Decoding.fits(model) else "call")
     handle = Handle()
+    handle.required = records.required
     handle.undescribed = undescribed(model, found)
     handle.newcomers = Newcomers(model)
     try:
@@ -708,7 +710,11 @@ def _why(kernel: LockedKernel, catalog: Catalog, gpus: Collection[str]) -> str:
     measured = list(kernel.candidates_in(table))
     if not measured:
         return f"no verified measurement of it is published for {kernel.gpu}"
-    reasons = [_library_changed(one, files.record.spec.dependencies) for one in measured]
+    reasons = [
+        _library_changed(one, files.record.spec.dependencies)
+        or getattr(why_not_as_required(one, files, catalog.required, definition.batch_axis), "reason", "")
+        for one in measured
+    ]
     return reasons[0] if all(reasons) else ""
 
 

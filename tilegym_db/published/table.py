@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
@@ -27,10 +27,12 @@ from tilegym_db.files import read_bytes, write_atomically
 from tilegym_db.paths import DISABLED, home, is_disabled, shipped_root
 from tilegym_db.published.checked import bounds_of, why_implausible
 from tilegym_db.published.entries import (
+    REQUIREMENTS,
     Candidate,
     DtypesKey,
     Entry,
     MeasuredEntries,
+    Requirement,
     dtypes_key,
     entries_of,
 )
@@ -464,6 +466,8 @@ def _point(entry: Entry) -> str:
 # ---- Locks of deployments --------------------------------------------------------------------------------
 
 FORMAT = 1
+REQUIRING_FORMAT = 2
+"""The format of a lock that states ``require``. Readers of the first format would serve without it, so they refuse it."""
 _TEXTS = ("definition", "definition_digest", "solution", "solution_digest", "gpu")
 
 
@@ -511,6 +515,8 @@ class ServingLock:
     source: str
     """The file, for messages."""
     kernels: tuple[LockedKernel, ...]
+    required: frozenset[Requirement] = frozenset()
+    """What was required of the bits of these kernels, and is required wherever the lock is used."""
 
     @property
     def definitions(self) -> frozenset[str]:
@@ -525,7 +531,7 @@ class ServingLock:
             RecordError: the file cannot be read, is no lock, or was written by a newer version.
         """
         content = parse_object(read_bytes(path, "serving lock"), "serving lock", path)
-        if not isinstance(content, dict) or content.get("serving_lock") != FORMAT:
+        if not isinstance(content, dict) or content.get("serving_lock") not in (FORMAT, REQUIRING_FORMAT):
             raise RecordError(
                 f'{path}: this is no lock of served kernels ("serving_lock": {FORMAT}). Write one with handle.write_lock(path).',
                 code="serving_lock_invalid",
@@ -536,6 +542,15 @@ class ServingLock:
                 f"{path}: kernels: each has the texts {', '.join(_TEXTS)} and the object config. Write the lock again.",
                 code="serving_lock_invalid",
             )
+        stated = content.get("require", [])
+        required = frozenset(name for name in REQUIREMENTS if isinstance(stated, list) and name in stated)
+        is_requiring = content["serving_lock"] == REQUIRING_FORMAT
+        if not isinstance(stated, list) or len(required) != len(stated) or bool(stated) != is_requiring:
+            raise RecordError(
+                f"{path}: require: format {REQUIRING_FORMAT} lists {' or '.join(REQUIREMENTS)}, and format {FORMAT} has no such "
+                "key. Write the lock again: handle.write_lock(path)",
+                code="serving_lock_invalid",
+            )
         return cls(
             str(path),
             tuple(
@@ -544,6 +559,7 @@ class ServingLock:
                 )
                 for one in kernels
             ),
+            required,
         )
 
     def applied_to(self, table: ResolverTable) -> ResolverTable:
@@ -554,8 +570,13 @@ class ServingLock:
         return ResolverTable(table.gpu, table.sm, table.published, loaders, table.source, table.load_peaks)
 
 
-def write_lock_file(path: Path, kernels: Iterable[LockedKernel]) -> None:
+def write_lock_file(path: Path, kernels: Iterable[LockedKernel], required: Collection[str] = ()) -> None:
     """Write kernels as a lock, sorted; the same kernels give the same bytes.
+
+    Args:
+        path: an existing file is replaced.
+        kernels: the kernels that served.
+        required: what was required of their bits, some of :data:`REQUIREMENTS`.
 
     Raises:
         StoreError: the file cannot be written.
@@ -564,7 +585,9 @@ def write_lock_file(path: Path, kernels: Iterable[LockedKernel]) -> None:
         {**{name: getattr(kernel, name) for name in _TEXTS}, "config": kernel.config}
         for kernel in sorted(kernels, key=lambda one: (one.definition, one.solution, one.config_text, one.gpu))
     ]
-    content = {"serving_lock": FORMAT, "kernels": rows}
+    content: dict[str, Any] = {"serving_lock": REQUIRING_FORMAT if required else FORMAT}
+    content |= {"require": [name for name in REQUIREMENTS if name in required]} if required else {}
+    content |= {"kernels": rows}
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -108,6 +108,8 @@ class ModelRun(Record):
     """True if heat or power delivery slowed the GPU during the run; null if unknown."""
     proved: Flag = False
     """True if the patch was made with ``verify=True``."""
+    required: tuple[Literal["deterministic", "batch_invariant"], ...] = ()
+    """What was required of the bits of the kernels that served."""
     stock: ModelTiming
     patched: ModelTiming
     ttft_speedup: Estimate

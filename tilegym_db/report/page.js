@@ -19,10 +19,12 @@
     return row;
   });
   const rows = {};
-  for (const name of ["evidence", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models"]) rows[name] = rowsOf(data[name]);
+  for (const name of ["evidence", "history", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models"]) rows[name] = rowsOf(data[name]);
   const families = new Map(rows.definitions.map((row) => [row.name, row.op_type]));
   const languages = new Map(rows.solutions.map((row) => [row.name, row.language]));
   const evidenceOf = d3.group(rows.evidence, (row) => row.solution);
+  const caseOf = (row) => [row.solution, row.gpu, row.axes_key, row.dtypes_key, row.scalars_key, row.layouts_key].join("|");
+  const historyOf = d3.group(rows.history, caseOf);
 
   function element(tag, attributes = {}, ...children) {
     const node = document.createElement(tag);
@@ -352,9 +354,23 @@
       ["fuzzing", row.envelope_digest ? `${row.envelope_cases} fuzz cases, ${row.envelope_digest}` : "none"], ["trace", row.trace_id], ["measured", row.timestamp],
     ];
     const command = element("pre", { class: "command", tabindex: 0 }, row.command);
+    const measured = (historyOf.get(caseOf(row)) ?? []).map((one) => ({ ...one, language: row.language, series: `${one.config_key || "the source's own defaults"}, ${one.tier}` }));
     return [evidence.length > 1 ? element("label", { class: "check" }, `One of ${evidence.length} verified cases: `, cases) : element("p", { class: "muted" }, "The only verified case of this solution."),
       element("dl", {}, ...facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text ?? "")])),
-      withCopy(element("h3", {}, "Reproduce"), command, "the command"), command];
+      withCopy(element("h3", {}, "Reproduce"), command, "the command"), command, ...historyNodes(measured)];
+  }
+  function historyNodes(measured) { // of a case that was timed more than once
+    if (!measured.length) return [];
+    const ago = (one) => (one.change === null ? "" : `${times(one.ratio)}x the time before: ${one.change}`), source = (one) => (one.is_current ? "current" : "older");
+    const story = (one) => `${one.timestamp}: ${figure(one.latency_us, 7)} us [${figure(one.ci_low_us, 7)}, ${figure(one.ci_high_us, 7)}]\n${[one.series, ago(one), `${source(one)} source`].filter(Boolean).join("\n")}`;
+    const lines = new Map(measured.map((one) => [one.trace_id, element("tr", { tabindex: -1 }, ...[one.timestamp, time(one), ago(one), one.series, source(one), one.driver, one.trace_id]
+      .map((content, at) => element("td", at === 1 ? { class: "number" } : {}, content ?? "")))]));
+    const { svg, lines: drawn } = plots.history(`Time of ${measured[0].solution} over ${measured.length} measurements`, measured, { story, open: (one) => lines.get(one.trace_id).focus() });
+    const heads = ["measured", "us [interval]", "change", "config, tier", "source", "driver", "trace"];
+    return [element("h3", { id: "history" }, "History"),
+      element("p", { class: "muted" }, "Every timed pass of this case, oldest first. A hollow mark is of an older source. slower, faster: the intervals lie apart. Drivers and hosts may differ, so compare sources with tilegym-db regress."),
+      element("div", { class: "plot", id: "plot-history" }, svg, element("ul", { class: "legend" }, ...drawn.map(({ name, language, dash }) => element("li", {}, plots.swatch(language, dash), ` ${name}`)))),
+      element("div", { class: "table" }, element("table", { id: "table-history" }, element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, head)))), element("tbody", {}, ...lines.values())))];
   }
 
   // --- controls ---

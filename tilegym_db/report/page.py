@@ -66,7 +66,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
         "evidence": _table(data.evidence, SHOWN),
         **{
             name: _table(getattr(data, name))
-            for name in ("coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
+            for name in ("history", "coverage", "open", "changes", "definitions", "solutions", "peaks", "models")
         },
         "sources": packed(data.sources),
         "files": data.files_of,
@@ -146,6 +146,7 @@ class ReportData:
 
     newest: datetime | None
     evidence: list[dict[str, Any]]
+    history: list[dict[str, Any]]
     coverage: list[dict[str, Any]]
     open: list[dict[str, Any]]
     changes: list[dict[str, Any]]
@@ -165,6 +166,7 @@ def read_report(store: Store, catalog: Catalog, since: datetime | None = None) -
     return ReportData(
         newest=queries.newest_trace_time(store),
         evidence=_with_work(queries.evidence_rows(store), definitions),
+        history=[_with_files(row) for row in queries.history_rows(store)],
         coverage=queries.coverage_rows(store),
         open=queries.open_rows(store),
         changes=queries.change_rows(store, since),
@@ -224,11 +226,16 @@ def _with_work(rows: list[dict[str, Any]], definitions: Sequence[dict[str, Any]]
             lights[place] = _stated_light_us(records[row["definition"]], row)
         if row["sol_us"] is not None and (light_us := lights[place]) is not None:
             row |= {"sol_us": round(light_us, 4), "sol_ratio": round(light_us / row["latency_us"], 4)}
-        if row["blobs_key"]:
-            # Distinguishes cases of one shape on the page: numbers, and files that hold inputs.
-            files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in _pairs(row["blobs_key"]))
-            row["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)
+        _with_files(row)
     return rows
+
+
+def _with_files(row: dict[str, Any]) -> dict[str, Any]:
+    """Add the files that hold inputs to the row's scalars, which tell apart cases of one shape on the page."""
+    if row["blobs_key"]:
+        files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in _pairs(row["blobs_key"]))
+        row["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)
+    return row
 
 
 def _pairs(key: str) -> list[tuple[str, str]]:

@@ -10,22 +10,25 @@ const plots = (() => {
   const unit = (value, name) => d3.format(".4~s")(value).replace(/[a-zA-Z]?$/, (prefix) => ` ${prefix}${name}`).trim();
   const padded = (values) => { const [least, most] = d3.extent(values); return [least / 1.4, most * 1.4]; };
 
-  function frame(label, across, up) { // two logarithmic axes with their grid; on a phone of fewer units, so that letters stay readable
+  function frame(label, across, up) { // two axes with their grid, logarithmic unless `across` has positions to give names to; on a phone of fewer units, so that letters stay readable
     const [width, height] = matchMedia("(max-width: 46rem)").matches ? [400, 340] : [960, 440];
     const [floor, end] = [height - EDGE.bottom, width - EDGE.right];
-    const x = d3.scaleLog(across.domain, [EDGE.left, end]), y = d3.scaleLog(up.domain, [floor, EDGE.top]);
+    const x = across.places ? d3.scalePoint(across.places, [EDGE.left, end]).padding(0.5) : d3.scaleLog(across.domain, [EDGE.left, end]), y = d3.scaleLog(up.domain, [floor, EDGE.top]);
     const svg = d3.create("svg").attr("viewBox", `0 0 ${width} ${height}`).attr("role", "group").attr("aria-label", label);
     const named = (text, where) => svg.append("text").attr("text-anchor", "middle").attr("transform", where).text(text);
     named(across.name, `translate(${(EDGE.left + end) / 2} ${height - 8})`);
     named(up.name, `translate(16 ${(EDGE.top + floor) / 2}) rotate(-90)`);
     const axis = (draw, where) => svg.append("g").attr("class", "axis").attr("transform", where).call(draw.tickPadding(9))
       .selectAll(".tick").classed("minor", function () { return !this.textContent; });
-    axis(d3.axisBottom(x).ticks((end - EDGE.left) / 110, across.tick).tickSize(EDGE.top - floor), `translate(0 ${floor})`);
+    const most = (end - EDGE.left) / 110, every = across.places ? Math.ceil(across.places.length / most) : 1;
+    const below = across.places ? d3.axisBottom(x).tickValues(across.places.filter((_, at) => at % every === 0)).tickFormat(across.tick) : d3.axisBottom(x).ticks(most, across.tick);
+    axis(below.tickSize(EDGE.top - floor), `translate(0 ${floor})`);
     axis(d3.axisLeft(y).ticks((floor - EDGE.top) / 50, up.tick).tickSize(EDGE.left - end), `translate(${EDGE.left} 0)`);
     return { svg, x, y, end };
   }
   function tip(node, text) {
     const box = node.getBoundingClientRect(), place = document.getElementById("tip");
+    (node.closest("dialog") ?? document.body).append(place); // an open dialog covers what is outside
     place.textContent = text;
     place.hidden = false;
     place.style.left = `${Math.max(4, Math.min(box.right + 8, innerWidth - place.offsetWidth - 8))}px`;
@@ -33,7 +36,7 @@ const plots = (() => {
   }
   function addMarks(svg, marks, open) { // marks: { row, x, y, text }
     const nodes = svg.append("g").selectAll("path").data(marks).join("path")
-      .attr("class", ({ row }) => `point ${row.language}`).attr("d", ({ row }) => signOf(row.language)).attr("transform", ({ x, y }) => `translate(${x} ${y})`)
+      .attr("class", ({ row }) => `point ${row.language}${row.is_current === false ? " old" : ""}`).attr("d", ({ row }) => signOf(row.language)).attr("transform", ({ x, y }) => `translate(${x} ${y})`)
       .attr("role", "button").attr("tabindex", (_, index) => (index ? -1 : 0)).attr("aria-label", ({ text }) => text.replaceAll("\n", ", "))
       .on("pointerenter focus", (event, { text }) => tip(event.currentTarget, text))
       .on("pointerleave blur", () => { document.getElementById("tip").hidden = true; })
@@ -96,5 +99,19 @@ const plots = (() => {
     addMarks(svg, lines.flatMap(({ line }) => line.map((row) => ({ row, x: x(row.bytes), y: y(row.latency_us), text: story(row) }))), open);
     return { svg: svg.node(), lines };
   }
-  return { figure, unit, roofline, latency, filterMarks, swatch };
+  /** Microseconds of one call in the order of the measurements, with intervals; a line for each config and tier. */
+  function history(label, rows, { open, story }) {
+    const day = new Map(rows.map((row) => [row.trace_id, row.timestamp.slice(0, 10)]));
+    const { svg, x, y } = frame(label, { places: [...day.keys()], name: "measurements, oldest first", tick: (trace) => day.get(trace) },
+      { domain: padded(rows.flatMap((row) => [row.ci_low_us, row.ci_high_us])), name: "microseconds", tick: (tick) => figure(tick) });
+    const through = d3.line((row) => x(row.trace_id), (row) => y(row.latency_us));
+    const lines = [...d3.group(rows, (row) => row.series)].map(([name, line], at) => ({ name, language: line[0].language, line, dash: DASHES[at % DASHES.length] }));
+    svg.append("g").selectAll("path").data(lines).join("path").attr("class", ({ language }) => `series ${language}`)
+      .attr("stroke-dasharray", ({ dash }) => dash).attr("d", ({ line }) => through(line));
+    svg.append("g").selectAll("line").data(rows).join("line").attr("class", ({ language }) => `series ${language}`)
+      .attr("x1", (row) => x(row.trace_id)).attr("x2", (row) => x(row.trace_id)).attr("y1", (row) => y(row.ci_low_us)).attr("y2", (row) => y(row.ci_high_us));
+    addMarks(svg, rows.map((row) => ({ row, x: x(row.trace_id), y: y(row.latency_us), text: story(row) })), open);
+    return { svg: svg.node(), lines };
+  }
+  return { figure, unit, roofline, latency, history, filterMarks, swatch };
 })();

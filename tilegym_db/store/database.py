@@ -348,8 +348,17 @@ def writer_lock(database: Path, timeout_s: float) -> Iterator[None]:
 # ---- json columns ---------------------------------------------------------------------------------
 
 
+class StoredObject(dict[str, Any]):
+    """A JSON object of the database with its text: another writer may spell the same numbers in another way."""
+
+    def __init__(self, text: str) -> None:
+        """Parse the text of an object."""
+        super().__init__(json.loads(text))
+        self.text = text
+
+
 def parsed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parse ``config`` and ``scalars`` of each row, which DuckDB returns as JSON text."""
     for row in rows:
-        row["config"], row["scalars"] = json.loads(row["config"]), json.loads(row["scalars"])
+        row["config"], row["scalars"] = StoredObject(row["config"]), StoredObject(row["scalars"])
     return rows

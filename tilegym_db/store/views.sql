@@ -209,6 +209,28 @@ SELECT t.* EXCLUDE (is_newest) FROM marked_traces t JOIN (
 ) b ON b.definition = t.definition AND b.gpu = t.gpu AND b.trace_id = t.trace_id
 WHERE t.is_newest;
 
+-- Every timed pass, with the pass before it of the same solution, config, call, GPU and tier. Sources may differ: `solution_digest`
+-- says which was measured. A difference counts only beyond both intervals. Runs of different hosts, drivers or days are
+-- no comparison of sources; `regress` times two sources in the same rounds.
+CREATE OR REPLACE VIEW history AS
+SELECT
+    definition, op_type, solution, language, role, gpu, gpu_family_of(gpu) AS gpu_family, tier,
+    axes, axes_key, dtypes_key, scalars_key, layouts_key, blobs_key, config_key,
+    row_number() OVER earlier AS number,
+    timestamp, run_id, trace_id, solution_digest,
+    solution_digest IN (SELECT digest FROM solution_records WHERE is_current) AS is_current,
+    driver, host, origin, trusted, latency_us, ci_low_us, ci_high_us, samples, speedup, speedup_ci_low,
+    latency_us / lag(latency_us) OVER earlier AS ratio,
+    CASE
+        WHEN ci_low_us > lag(ci_high_us) OVER earlier THEN 'slower'
+        WHEN ci_high_us < lag(ci_low_us) OVER earlier THEN 'faster'
+        WHEN lag(trace_id) OVER earlier IS NOT NULL THEN 'same' END AS change
+FROM marked_traces
+WHERE status = 'PASSED' AND latency_us IS NOT NULL AND doubt IS NULL AND is_counted(origin, trusted)
+WINDOW earlier AS (
+    PARTITION BY definition, solution, gpu, tier, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, config_key
+    ORDER BY timestamp, trace_id);
+
 -- What `verify` may be tried on: passed its newest screen, with the definition and source that the catalog holds now,
 -- neither judged by the promotion tier since nor verified before.
 CREATE OR REPLACE VIEW promotable AS

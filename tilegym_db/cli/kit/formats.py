@@ -258,10 +258,17 @@ def _typed_array(values: Sequence[Any], kind: pyarrow.DataType) -> pyarrow.Array
     import pyarrow as pa
 
     if pa.types.is_string(kind):
-        values = [value if value is None or isinstance(value, str) else _flat(value) for value in values]
+        values = [value if value is None or isinstance(value, str) else _stored(value) for value in values]
     elif pa.types.is_map(kind):
         values = [None if value is None else list(value.items()) for value in values]
     return pa.array(values, kind)
+
+
+def _stored(value: Any) -> str:
+    """Return the text of an object as the database stores it, so that rows of commands and of SQL can be joined on it."""
+    from tilegym_db.store.database import StoredObject
+
+    return value.text if isinstance(value, StoredObject) else _flat(value)
 
 
 def unique_names(columns: Sequence[str]) -> list[str]:

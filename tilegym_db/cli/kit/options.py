@@ -307,6 +307,10 @@ Implements = Annotated[
 # One call of an operator.
 SolutionToRun = Annotated[str, typer.Argument(help="The solution.", metavar="SOLUTION", autocompletion=complete_name)]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="Dtypes: T=bfloat16.", metavar="T=DTYPE,...")]
+Require = Annotated[
+    str,
+    typer.Option(help="What must be verified of a kernel's bits: deterministic, batch-invariant.", metavar="NAME"),
+]
 Scalars = Annotated[list[str] | None, typer.Option("--scalar", help="Scalars: eps=1e-5.", metavar="S=VALUE,...")]
 Tunables = Annotated[list[str] | None, typer.Option("--config", help="Tunables: BLOCK_M=2.", metavar="NAME=VALUE,...")]
 

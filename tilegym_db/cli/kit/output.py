@@ -431,7 +431,7 @@ def by_size(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], str
     return lines
 
 
-def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
+def print_by_size(rows: Sequence[Mapping[str, Any]], label: str, counted: str = "at {} sizes") -> None:
     """Print a line for each row with enough sizes: its label, its spark line, and the first and last time.
 
     On a terminal so narrow that little of a label would be left, each label has a line to itself.
@@ -440,7 +440,7 @@ def print_by_size(rows: Sequence[Mapping[str, Any]], label: str) -> None:
     for row in rows:
         values = row["latencies_us"]
         if len(values) >= MIN_SIZES:
-            ends = f"{values[0]:.4g} to {values[-1]:.4g} us at {len(values)} sizes"
+            ends = f"{values[0]:.4g} to {values[-1]:.4g} us {counted.format(len(values))}"
             free = table_width() - len(ends) - len(":  ")
             named = label.format(**row)
             drawn.append((named, cut(named, max(free - WIDTH, WIDTH)), values, free, ends))

@@ -37,6 +37,7 @@ from tilegym_db.models.handle import Handle
 from tilegym_db.models.patch import model_tag, patched
 from tilegym_db.models.random_model import DTYPES, build_model, check_run_fits, config_content, load_config
 from tilegym_db.models.upstream_code import KNOWN, counted_ways, wrapper_of
+from tilegym_db.published.entries import Requirement
 from tilegym_db.records.base import canonical_json
 from tilegym_db.records.model_run import CONTROL, MIN_ROUNDS, Estimate, ExecutionMode, ModelRun, ModelTiming, Speedups
 from tilegym_db.records.trace import new_run_id
@@ -60,6 +61,8 @@ class ModelBenchOptions:
     """Keep only this many of the first layers."""
     verify: bool = False
     """Verify the patch first; see :func:`~tilegym_db.models.patch.patch`."""
+    require: tuple[Requirement, ...] = ()
+    """What must be verified of the bits of the kernels; see :func:`~tilegym_db.models.patch.patch`."""
     with_static_cache: bool = False
     """Add stock and patched with a static cache and decoding compiled as in transformers."""
     with_compiled_prefill: bool = False
@@ -115,7 +118,9 @@ def model_bench(
         options = replace(options, new=0)  # an encoder is timed on its forward, and so is a model of pixels or sound
     twin = _twin_of(stock)
     with (
-        patched(twin, verify=options.verify, **({"inputs": ids} if options.verify else {})) as handle,
+        patched(
+            twin, verify=options.verify, require=options.require, **({"inputs": ids} if options.verify else {})
+        ) as handle,
         timing_lock(machine.device),
         contextlib.ExitStack() as processes,
         ClockWatch(machine.device) as clocks,
@@ -141,7 +146,9 @@ def model_bench(
     return ModelRun.from_dict(record, f"run of {type(stock).__name__}"), handle
 
 
-def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[Speedups, Handle]:
+def time_instance(
+    model: Any, ids: Any, machine: Machine, rounds: int, require: Collection[str] = ()
+) -> tuple[Speedups, Handle]:
     """Time the prefill of a model in memory, stock against a patched twin with the same weights; store nothing.
 
     Args:
@@ -149,12 +156,13 @@ def time_instance(model: Any, ids: Any, machine: Machine, rounds: int) -> tuple[
         ids: token ids [batch, tokens].
         machine: the machine that the model is on.
         rounds: counted calls of each of the two.
+        require: what must be verified of the bits of the kernels.
 
     Returns:
         The speedup of the patched model, and the handle of the patch (undone already) for its report.
     """
     twin = _twin_of(model)
-    with patched(twin, verify=True, inputs=ids) as handle, timing_lock(machine.device):
+    with patched(twin, verify=True, inputs=ids, require=require) as handle, timing_lock(machine.device):
         entries = Entries(model, twin, handle, ids, 0, "inductor")
         entries.add_eager()
         comparison = compare(entries.ways, rounds, None)
@@ -191,6 +199,7 @@ def _described(config: Any, model: Any, options: ModelBenchOptions) -> dict[str,
         "new_tokens": options.new,
         "rounds": options.rounds,
         "proved": options.verify,
+        "required": list(options.require),
         "model_class": type(model).__name__,
         "config_digest": config_digest(config),
         "layers": text_configs(config)[0].num_hidden_layers,

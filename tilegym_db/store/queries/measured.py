@@ -181,6 +181,11 @@ FIND_TRACES = """
     WHERE starts_with(t.trace_id, $prefix) ORDER BY t.trace_id LIMIT $most
 """
 
+HISTORY_OF = """
+    FROM history WHERE solution = $name OR definition = $name
+    ORDER BY definition, solution, gpu, dtypes_key, axes_key, scalars_key, layouts_key, blobs_key, config_key, tier, number
+"""
+
 COUNT_TRACES_OF = """
     SELECT gpu, count(*) AS traces FROM trace_records WHERE solution = $name OR definition = $name GROUP BY gpu ORDER BY gpu
 """
@@ -201,6 +206,14 @@ _KEYS = (
 def traces_of(store: Store, solution: str) -> list[dict[str, Any]]:
     """Return every trace of a Solution by name, newest first, with any digest; columns as in the view."""
     return parsed(store.rows(TRACES_OF, {"solution": solution}))
+
+
+def history_of_passes(store: Store, name: str) -> list[dict[str, Any]]:
+    """Return the rows of the view ``history`` for a Solution, or for all Solutions of a Definition.
+
+    Passes of one Solution, call, GPU, config and tier follow each other, oldest first.
+    """
+    return store.rows(HISTORY_OF, {"name": name})
 
 
 def find_traces(store: Store, prefix: str, most: int = 10) -> list[dict[str, Any]]:

@@ -27,6 +27,15 @@ EVIDENCE = f"""
     ORDER BY {_SHAPE}, latency_us, trace_id
 """
 
+# Passes of what was timed more than once. A pass that was never repeated has no history.
+HISTORY = f"""
+    SELECT solution, gpu, axes_key, dtypes_key, scalars_key, layouts_key, blobs_key, config_key, tier, number, timestamp,
+        latency_us, ci_low_us, ci_high_us, ratio, change, is_current, driver, trace_id
+    FROM history
+    QUALIFY count(*) OVER (PARTITION BY solution, {_SHAPE}, config_key, tier) > 1
+    ORDER BY solution, {_SHAPE}, timestamp, trace_id
+"""
+
 # Every operator, language and GPU with any data. `workloads` is the number to verify.
 COVERAGE = """
     WITH places AS (SELECT DISTINCT gpu FROM trace_records WHERE is_counted(origin, trusted)),
@@ -174,6 +183,11 @@ def evidence_rows(store: Store) -> list[dict[str, Any]]:
     in the view ``traces``: ``is_fastest`` of its shape, and ``is_fastest_in_language``.
     """
     return store.rows(EVIDENCE)
+
+
+def history_rows(store: Store) -> list[dict[str, Any]]:
+    """Return every pass of each solution, call, GPU, config and tier that was timed more than once, oldest first."""
+    return store.rows(HISTORY)
 
 
 def coverage_rows(store: Store) -> list[dict[str, Any]]:
