@@ -221,7 +221,7 @@ def test_a_decoder_beside_an_encoder_is_served(name: str, shop: Any, prompt: Any
         assert torch.equal(model.generate(given, **TOKENS), stock)
     hits = handle.report().hits()
     assert hits[OP] == 2 * (TOKENS["max_new_tokens"] - 1)
-    assert bool(hits["attention_decode"]) == (name != "t5")  # T5 adds a bias to scores
+    assert bool(hits.get("attention_decode")) == (name != "t5")  # T5 has another part, with a bias
 
 
 def site_of(*answers: Any) -> CallSite:
