@@ -437,7 +437,7 @@ _SPARE_ELEMENTS = 1 << 17
 
 FAR = "far apart"
 """Property of a dimension whose indices lie up to a million elements apart, as the sequences of a long cache do."""
-_SHARE_FAR = 0.15
+_SHARE_FAR = 0.3
 _FAR_ELEMENTS = 1 << 22
 """Elements of memory that such a tensor takes. Guards of the memory are compared after each call, so more would take long."""
 _MOST_FAR = 64
