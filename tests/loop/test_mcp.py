@@ -74,7 +74,7 @@ def content(result: Any) -> Any:
 
 @pytest.mark.slow
 def test_client_creates_a_task_and_gets_a_verdict_on_a_kernel(home: Path) -> None:
-    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": "cpu"}
+    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}
     tools, (task, page, verdict, status) = asked(
         home,
         [

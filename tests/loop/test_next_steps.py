@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loop_authors import GOOD
 
 from tilegym_db.cli.models import print_report
 from tilegym_db.cli.task import _print_attempt
 from tilegym_db.loop.fit import FitReport
 from tilegym_db.loop.from_model import Piece
-from tilegym_db.loop.submit import award_refusal
-from tilegym_db.loop.tasks import create_task, find_task
+from tilegym_db.loop.submit import award_refusal, screen_refusal, submit
+from tilegym_db.loop.tasks import create_task, find_task, prompt_of
 from tilegym_db.measurement.machine import cpu_machine
 from tilegym_db.records.loop import Attempt, Task
 
@@ -101,6 +102,34 @@ def test_a_kernel_that_was_too_short_to_tell_is_not_called_slow(
     assert refusal is not None
     assert refusal.reason.startswith("at M=512,N=1024: the interval is this")
     assert ("may be fast enough" in refusal.reason) == is_open
+
+
+def test_wrong_numbers_are_told_before_what_was_not_measured(task: Task) -> None:
+    (item,) = task.workloads
+    two: Any = SimpleNamespace(workloads=[item, item.model_copy(update={"uuid": "other"})], min_speedup=1.1)
+    failure = SimpleNamespace(gate="elementwise", command="tilegym-db debug reproduce mine")
+    common = {"timestamp": 0, "axes": item.axes, "correctness": None, "performance": None, "log": ""}
+    traces: Any = [
+        SimpleNamespace(workload_uuid=item.uuid, status="UNSUPPORTED", reason="no memory", failure=None, **common),
+        SimpleNamespace(workload_uuid="other", status="INCORRECT_NUMERICAL", reason="off", failure=failure, **common),
+    ]
+    refusal = screen_refusal(two, traces)
+    assert refusal is not None
+    assert (refusal.gate, refusal.command) == ("elementwise", failure.command)
+
+
+def test_submission_that_leaves_out_a_workload_runs_nothing(task: Task, hand_in: Any) -> None:
+    spec = {
+        "language": "python",
+        "entry_point": "kernel.py::run",
+        "dtypes": {"T": ["float32"]},
+        "constraints": ["N < 1024"],
+    }
+    attempt = submit(task, hand_in(GOOD, spec=spec))
+    assert (attempt.verdict, attempt.gate, attempt.trace_ids) == ("refused", "received", ())
+    assert "M=512,N=1024" in attempt.reason
+    assert "N < 1024" in attempt.reason
+    assert attempt.reason in prompt_of(task).replace("\n", " ")
 
 
 def test_fit_names_each_reason_and_its_config_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from tilegym_db.measurement.run_setup import Observer
 from tilegym_db.paths import home as default_home
 from tilegym_db.published.input_files import loop_folder
 from tilegym_db.records import TILE_LANGUAGES, Definition, Solution, Trace, axes_key
-from tilegym_db.records.base import length_prefixed_digest
+from tilegym_db.records.base import binding_key, length_prefixed_digest
 from tilegym_db.records.hardware import GPU_SLUGS, TARGETS, gpu_base, parse_gpu, same_gpu
 from tilegym_db.records.loop import STEPS, Attempt, Step, Task, Verdict
 from tilegym_db.records.solution import signature_problem, why_not_timed
@@ -348,10 +348,29 @@ def receive(folder: Path, task: Task, definition: Definition) -> SolutionFiles |
                 "received", f"{why_not_timed('it', record.spec.omits)}. The task asks for every output."
             )
         record.check_against(definition)
+        excluded = _excluded(task, record, definition)
+        if excluded:
+            return AttemptRefusal("received", excluded)
     except (RecordError, ValueError) as error:
         return AttemptRefusal("received", str(error).replace(f"{folder}{os.sep}", ""))
     problem = signature_problem(record, files.sources[record.spec.entry_path], definition)
     return files if problem is None else AttemptRefusal("received", f"entry_point {problem}.")
+
+
+def _excluded(task: Task, record: Solution, definition: Definition) -> str:
+    """Return which workload of the task the record says that it does not support; empty if it supports all of them.
+
+    No measurement is spent on such a submission, because an award takes every workload.
+    """
+    for item in task.workloads:
+        reason = record.unsupported(definition.bind_axes(item.axes), item.dtypes, item.layouts)
+        if reason is not None:
+            place = ", ".join(filter(None, (axes_key(item.axes), binding_key(item.dtypes))))
+            return (
+                f"solution.json leaves out the workload {place} of the task: {reason}. Support every workload of section 2, or "
+                "ask for a task with fewer of them."
+            )
+    return ""
 
 
 def _others(folder: Path) -> list[str]:
@@ -401,20 +420,22 @@ def compile_refusal(results: Sequence[CompileResult]) -> AttemptRefusal | None:
 
 
 def screen_refusal(task: Task, traces: Sequence[Trace]) -> AttemptRefusal | None:
-    """Return the refusal by the first workload that failed the screen or is clearly slower than the bar.
+    """Return the refusal by a workload that failed the screen, else by one at which the kernel is clearly slower than the bar.
 
     Args:
         task: the task with its workloads and bar.
         traces: the submission's traces in tier screen or interpreter. The newest per workload counts.
     """
     newest = {trace.workload_uuid: trace for trace in sorted(traces, key=lambda trace: trace.timestamp)}
+    failed = [
+        trace for item in task.workloads if (trace := newest.get(item.uuid)) is not None and trace.status != "PASSED"
+    ]
+    if failed:  # wrong numbers say more to the author than a workload that could not be measured
+        return _failure(min(failed, key=lambda trace: trace.status == "UNSUPPORTED"))
     for item in task.workloads:
         trace = newest.get(item.uuid)
         if trace is None:
             continue
-        refusal = _failure(trace)
-        if refusal is not None:
-            return refusal
         slow = [
             item
             for item in (trace.performance.comparisons if trace.performance else ())
