@@ -74,7 +74,7 @@ def content(result: Any) -> Any:
 
 @pytest.mark.slow
 def test_client_creates_a_task_and_gets_a_verdict_on_a_kernel(home: Path) -> None:
-    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": "cpu"}
+    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}
     tools, (task, page, verdict, status) = asked(
         home,
         [
@@ -115,6 +115,44 @@ def test_kernel_of_a_client_runs_in_the_sandbox_and_is_judged(home: Path) -> Non
     (row,) = status["entries"]
     assert (row["passed"], row["verdict"]) == ("compiled", "refused")
     assert "INCORRECT_NUMERICAL" in row["reason"]
+
+
+SLOW = """def run(x, weight, eps, out):
+    wide = x.double()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    out.copy_(weight * (wide * scale).to(x.dtype))
+"""
+"""Right, and slower than stock code."""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_client_hears_why_each_candidate_failed(home: Path) -> None:
+    """From the task over a wrong kernel and its page of reasons to a right one that misses the bar."""
+    create = {"definition": "rms_norm", "language": "python", "gpu": "cpu", "workload": ONE_SHAPE}
+    left_out = {**SOLUTION, "spec": {**SOLUTION["spec"], "dtypes": {"T": ["bfloat16"]}}}
+    _, (_, other, wrong, page, slow, status) = asked(
+        home,
+        [
+            ("task_create", create),
+            ("task_submit", {"task": "TASK", "kernel": SLOW, "solution": left_out}),
+            ("task_submit", {"task": "TASK", "kernel": WRONG, "solution": SOLUTION}),
+            ("task_prompt", {"task": "TASK"}),
+            ("task_submit", {"task": "TASK", "kernel": SLOW, "solution": SOLUTION}),
+            ("task_status", {"task": "TASK"}),
+        ],
+        "--allow-submit",
+    )
+    assert (other["gate"], other["trace_ids"]) == ("received", [])
+    assert "float32 is not among bfloat16" in other["reason"]
+    assert "INCORRECT_NUMERICAL" in wrong["reason"]
+    told = page.partition("## 9.")[2]
+    assert "INCORRECT_NUMERICAL" in told
+    assert "float32 is not among bfloat16" in told
+    assert (slow["verdict"], slow["gate"]) == ("refused", "speed"), slow
+    assert "1.10x is required" in slow["reason"]
+    assert [(row["verdict"], bool(row["reason"])) for row in status["entries"]] == [("refused", True)] * 3
 
 
 @pytest.mark.nightly
