@@ -1,0 +1,147 @@
+"""Walk the paths of four users on an empty home, and print every command with its output: a transcript to read as that user.
+
+    python tools/user_paths.py [engineer|inference|analyst|agent ...] [--transcript FILE]
+
+Needs no GPU and no network. Exits with 1 where a command ends with another status than expected, or with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 900
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 2048,
+}  # fmt: skip
+WRONG = "def run(x, weight, eps, out):\n    out.copy_(x * weight)\n"
+RIGHT = """def run(x, weight, eps, out):
+    wide = x.float()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    out.copy_(weight * (wide * scale).to(x.dtype))
+"""
+RECORD = {
+    "name": "mine", "definition": "rms_norm", "author": "a user",
+    "spec": {"language": "python", "entry_point": "kernel.py::run", "dtypes": {"T": ["bfloat16", "float32"]}},
+    "sources": [{"path": "kernel.py"}],
+}  # fmt: skip
+FILES = {
+    "config.json": json.dumps(CONFIG, indent=1),
+    "wrong/kernel.py": WRONG,
+    "wrong/solution.json": json.dumps(RECORD, indent=1),
+    "right/kernel.py": RIGHT,
+    "right/solution.json": json.dumps({**RECORD, "name": "rms_norm_mine"}, indent=1),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, or a Python text, with the status that it ends with."""
+
+    command: str
+    status: int = 0
+    is_python: bool = False
+
+
+SIZE = "M=256,N=2048"
+RESOLVE = """import tilegym_db
+print(tilegym_db.resolve("swiglu", axes={"M": 8, "I": 64}, dtypes={"T": "float32"}, gpu="cpu"))"""
+PATHS: dict[str, tuple[Step, ...]] = {
+    "engineer": (
+        Step("tilegym-db show rms_norm"),
+        Step("tilegym-db new solution rms_norm --language triton"),
+        Step("tilegym-db dev rms_norm_triton_2", 1),  # a draft with its TODO
+        Step("tilegym-db dev wrong --gpu cpu", 1),
+    ),
+    "inference": (
+        Step("tilegym-db best swiglu --gpu h200 --limit 3"),
+        Step("tilegym-db explain swiglu --axes M=4096,I=14336 --dtype T=bfloat16 --gpu h200"),
+        Step("tilegym-db task recommend config.json --gpu h200"),
+        Step("tilegym-db task recommend config.json --gpu h200 --require batch-invariant"),
+        Step(RESOLVE, 0, True),
+    ),
+    "analyst": (
+        Step('tilegym-db sql "SHOW TABLES"'),
+        Step('tilegym-db sql "DESCRIBE history"'),
+        Step('tilegym-db sql "SELECT solution, count(*) AS cases FROM best GROUP BY ALL ORDER BY cases DESC LIMIT 5"'),
+        Step("tilegym-db best --parquet -o best.parquet"),
+        Step("import pandas; print(pandas.read_parquet('best.parquet').groupby('gpu').speedup.median())", 0, True),
+        Step("tilegym-db best --rank softmax"),
+        Step("tilegym-db report -o report.html"),
+        Step("tilegym-db show softmax_triton --history"),
+        Step('tilegym-db sql "SELECT solutoin FROM best"', 2),
+    ),
+    "agent": (
+        Step(f"tilegym-db task create rms_norm --language python --gpu cpu --workload {SIZE}"),
+        Step("tilegym-db task status"),
+        Step("tilegym-db task prompt TASK"),
+        Step("tilegym-db task submit TASK wrong", 1),
+        Step("tilegym-db task status TASK"),
+        Step("tilegym-db task submit TASK right", 1),  # right, but no faster than 1.10x the best baseline
+        Step("tilegym-db task status TASK"),
+        Step("tilegym-db task from-model config.json --gpu cpu --dtype float32 --prompt-tokens 16"),
+    ),
+}  # fmt: skip
+
+
+def walk(user: str, folder: Path) -> tuple[list[str], int]:
+    """Run a user's steps in an empty folder with an empty home; return the transcript and the number of surprises."""
+    work = folder / user
+    for name, text in FILES.items():
+        path = work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    environment = {
+        **os.environ, "TILEGYM_DB_HOME": str(folder / f"{user}-home"), "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
+        "COLUMNS": "100", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    lines, surprises, task = [f"== {user} =="], 0, ""
+    for step in PATHS[user]:
+        text = step.command.replace("TASK", task[:8])
+        program = ["-c", text] if step.is_python else ["-m", *shlex.split(text.replace("tilegym-db", "tilegym_db", 1))]
+        begun = time.monotonic()
+        answer = subprocess.run(
+            [sys.executable, *program], cwd=work, env=environment, text=True, check=False, timeout=LIMIT_S,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if " task create " in text:
+            task = answer.stdout.split()[0]
+        wrong = answer.returncode != step.status or "Traceback" in answer.stdout
+        surprises += wrong
+        end = f"exit {answer.returncode}{f', not {step.status}' if answer.returncode != step.status else ''}"
+        shown = f"python -c {shlex.quote(text)}" if step.is_python else text
+        lines += [f"$ {shown}", answer.stdout.rstrip(), f"# {end}, {time.monotonic() - begun:.1f} s", ""]
+        print("\n".join(lines[-4:] if len(lines) > 5 else lines), flush=True)
+    return lines, surprises
+
+
+def main() -> int:
+    """Walk the paths; write the transcript where one is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("users", nargs="*", choices=[*PATHS, []], help="all by default")
+    parser.add_argument("--transcript", type=Path)
+    options = parser.parse_args()
+    transcript, surprises = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for user in options.users or PATHS:
+            lines, wrong = walk(user, Path(folder))
+            transcript += lines
+            surprises += wrong
+    if options.transcript is not None:
+        options.transcript.write_text("\n".join(transcript))
+    print(f"{surprises} steps ended otherwise than expected")
+    return 1 if surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
