@@ -71,8 +71,8 @@ def test_a_statement_is_a_text(statement: Any, tmp_path: Path, catalog: Catalog)
     ("inputs", "rounds", "name"),
     [
         ("x", 1, "not str"),
-        (torch.zeros(1, 4), 1, "[1, 4] of float32"),
-        (torch.zeros(1, 0, dtype=torch.int64), 1, "[1, 0] of int64"),
+        (torch.zeros(1, 4), 1, "float32 [1, 4]"),
+        (torch.zeros(1, 0, dtype=torch.int64), 1, "int64 [1, 0]"),
         (torch.zeros(1, 4, dtype=torch.int64), 0, "and 0"),
     ],
 )

@@ -47,7 +47,7 @@ def fuzzed_strides(definition: Definition, **layouts: str) -> list[tuple[tuple[i
     """(shape, strides) of ``out`` in many fuzz cases."""
     cases = [
         case
-        for seed in range(6)
+        for seed in range(12)
         for case in fuzz_cases(
             definition, solution(**layouts), [], {"T": "float32"}, {"factor": 2.0}, count=12, seed=seed
         )
