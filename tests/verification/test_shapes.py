@@ -313,6 +313,13 @@ def test_most_cases_of_a_shipped_operator_prove_something(name):
     cases = fuzz_cases(definition, solution(), anchors, dtypes, workloads[0].scalars(), count=12, seed=5)
     survived = [case for case in cases if make_oracle_case(definition, case, "cpu") is not None]
     assert len(survived) >= 9
-    for case in cases:
-        if case not in survived and not may_overflow(case.distribution) and "subnormals" not in str(case.distribution):
-            assert ends_in_roundings(definition, case), case
+    unexplained = [
+        case
+        for case in cases
+        if case not in survived
+        and not may_overflow(case.distribution)
+        and "subnormals" not in str(case.distribution)
+        and not ends_in_roundings(definition, case)
+    ]
+    # One of twelve may lie where a derivative cancels, or where ties decide a sample.
+    assert len(unexplained) <= 1, unexplained
