@@ -206,7 +206,7 @@ def test_leader_of_several_workloads_is_screened_in_one_run(make_catalog, tmp_pa
 
     monkeypatch.setattr(LocalExecutor, "run", counted)
     sizes = ({"axes": {"M": 120, "N": 64}, "tags": ["tiny"]}, {"axes": {"M": 128, "N": 64}})
-    space = {"tunables": {"ROWS": [1, 3, 4, 5, 6, 8, 12, 48]}}
+    space = {"tunables": {"ROWS": [1, 3, 4, 5, 6, 7, 8, 48]}}
     catalog = make_catalog(tmp_path / "catalog", {"row_scale_blocked": (BLOCKED, space)}, sizes)
     steps: list[TuningStep] = []
     report = tune(
