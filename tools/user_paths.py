@@ -2,7 +2,7 @@
 
     python tools/user_paths.py [engineer|inference|analyst|agent ...] [--transcript FILE]
 
-Needs no GPU and no network. Exits with 1 where a command ends with another status than expected, or with a traceback.
+Needs no GPU and no network. Exits with 1 if a command ends with another status than expected, or with a traceback.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def walk(user: str, folder: Path) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    """Walk the paths; write the transcript where one is asked for."""
+    """Walk the paths; write the transcript if a file is given for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("users", nargs="*", choices=[*PATHS, []], help="all by default")
     parser.add_argument("--transcript", type=Path)

@@ -71,7 +71,9 @@ class FitOptions:
     def runs(self) -> list[ModelBenchOptions]:
         """The timed runs of the model, one per batch size and prompt length."""
         return [
-            ModelBenchOptions(self.dtype, batch, prompt, self.new, self.rounds, self.layers, True, self.required)
+            ModelBenchOptions(
+                self.dtype, batch, prompt, self.new, self.rounds, self.layers, verify=True, require=self.required
+            )
             for batch, prompt in itertools.product(self.batches, self.prompts)
         ]
 

@@ -10,7 +10,7 @@ import ast
 import contextlib
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from tilegym_db.models.call_site import change_class, runs_class_forward, shadow_function, subclass
 from tilegym_db.models.found import WRAPPED, ModuleGroup, ModuleOfPart, PartCall, grouped, names_in_code, of_class
 from tilegym_db.models.probe import device_of
+from tilegym_db.models.rewrite import is_name, method_calls
 from tilegym_db.models.upstream_code import decorated_alike, undecorated, wrapper_codes
 
 OWN = "self."
@@ -179,7 +180,7 @@ def replacements(
             functions[CALL + name] = _of_module(name, stock, made)
         else:
             functions[name] = made
-    return functions, [lambda function: _AttributeCalls(attributes).visit(function)] if attributes else []
+    return functions, [_call_attributes(attributes)] if attributes else []
 
 
 def _of_module(name: str, probed: Any, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,19 +191,13 @@ def _of_module(name: str, probed: Any, made: Callable[..., Any]) -> Callable[...
     return call
 
 
-class _AttributeCalls(ast.NodeTransformer):
-    """A transformer that turns ``self.name(...)`` into ``CALL<name>(self, ...)``."""
+def _call_attributes(names: Collection[str]) -> Callable[[ast.FunctionDef], None]:
+    """Return a rewrite that turns ``self.name(...)`` into ``CALL<name>(self, ...)``."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def name_of(call: ast.Call, method: ast.Attribute) -> str | None:
+        return CALL + method.attr if is_name(method.value, "self") and method.attr in names else None
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node.func:
-            case ast.Attribute(value=ast.Name(id="self") as owner, attr=name) if name in self._names:
-                function = ast.copy_location(ast.Name(CALL + name, ctx=ast.Load()), node.func)
-                return ast.copy_location(ast.Call(function, [owner, *node.args], node.keywords), node)
-        return node
+    return method_calls(name_of)
 
 
 # ---- seams ----------------------------------------------------------------------------------------

@@ -100,6 +100,35 @@ def rewritten_by(forward: FunctionType, rewrites: Sequence[Callable[[ast.Functio
     return recompiled(forward, function)
 
 
+def method_calls(name_of: Callable[[ast.Call, ast.Attribute], str | None]) -> Callable[[ast.FunctionDef], None]:
+    """Return a rewrite that turns ``owner.method(x, ...)`` into ``name(owner, x, ...)``.
+
+    Args:
+        name_of: gets each call of an attribute, and the attribute. It returns the name to call, or None if the call stays.
+    """
+    transformer = _MethodCalls(name_of)
+
+    def rewrite(function: ast.FunctionDef) -> None:
+        transformer.visit(function)
+
+    return rewrite
+
+
+class _MethodCalls(ast.NodeTransformer):
+    """The transformer of :func:`method_calls`."""
+
+    def __init__(self, name_of: Callable[[ast.Call, ast.Attribute], str | None]) -> None:
+        self._name_of = name_of
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        method = node.func
+        if not isinstance(method, ast.Attribute) or (name := self._name_of(node, method)) is None:
+            return node
+        called = ast.copy_location(ast.Name(name, ctx=ast.Load()), method)
+        return ast.copy_location(ast.Call(called, [method.value, *node.args], node.keywords), node)
+
+
 def parsed(forward: FunctionType) -> ast.FunctionDef | None:
     """Return the syntax tree of a Python function without decorators that rename arguments; None for other functions."""
     try:

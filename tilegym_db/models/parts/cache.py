@@ -32,7 +32,7 @@ from tilegym_db.models.found import (
 )
 from tilegym_db.models.parts.attention import states_causal
 from tilegym_db.models.probe import ROWS, Probe, device_of, drawn_inputs
-from tilegym_db.models.rewrite import parsed, recompiled
+from tilegym_db.models.rewrite import method_calls, parsed, recompiled
 from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
 from tilegym_db.records.definition_parts import ModelCode
 
@@ -123,20 +123,11 @@ def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     return FunctionOverrides({CALL: update_function(site)}, {}, [], [_call_update])
 
 
-def _call_update(function: ast.FunctionDef) -> None:
-    _UpdateCalls().visit(function)
+def _called(call: ast.Call, method: ast.Attribute) -> str | None:
+    return CALL if _is_update(call, 2) else None
 
 
-class _UpdateCalls(ast.NodeTransformer):
-    """A transformer that turns ``cache.update(k, v, ...)`` into ``CALL(cache, k, v, ...)``, for any expression ``cache``."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not _is_update(node, 2):
-            return node
-        assert isinstance(node.func, ast.Attribute), "it is an update"
-        name = ast.copy_location(ast.Name(CALL, ctx=ast.Load()), node.func)
-        return ast.copy_location(ast.Call(name, [node.func.value, *node.args], node.keywords), node)
+_call_update = method_calls(_called)
 
 
 def update_function(site: CallSite) -> Function:

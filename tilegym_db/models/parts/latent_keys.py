@@ -29,6 +29,7 @@ from tilegym_db.models.found import (
     of_class,
 )
 from tilegym_db.models.probe import ROWS, Draw, Probe, device_of
+from tilegym_db.models.rewrite import method_calls
 from tilegym_db.models.upstream_code import fingerprint, of_models, undecorated
 from tilegym_db.records.definition_parts import ModelCode
 
@@ -95,23 +96,11 @@ def parts_of(projected: torch.Tensor, length: int, key: int, value: int) -> tupl
 def forward(stock: Any, calls: Sequence[PartCall]) -> FunctionOverrides:
     """Return the function that a forward calls in place of the method of its module."""
     ((_, site),) = calls
-    return FunctionOverrides({CALL: expand_function(site)}, {}, [], [_call_expand])
+    return FunctionOverrides({CALL: expand_function(site)}, {}, [], [method_calls(_called)])
 
 
-def _call_expand(function: ast.FunctionDef) -> None:
-    _ExpandCalls().visit(function)
-
-
-class _ExpandCalls(ast.NodeTransformer):
-    """A transformer that turns ``module.expand_kv(latents, rotated)`` into ``CALL(module, latents, rotated)``."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[_, _], keywords=[]) if name == EXPAND:
-                called = ast.copy_location(ast.Name(CALL, ctx=ast.Load()), node.func)
-                return ast.copy_location(ast.Call(called, [owner, *node.args], []), node)
-        return node
+def _called(call: ast.Call, method: ast.Attribute) -> str | None:
+    return CALL if method.attr == EXPAND and len(call.args) == 2 and not call.keywords else None
 
 
 def expand_function(site: CallSite) -> Function:
