@@ -3,7 +3,7 @@
 A plan has one command per line: ``tilegym-db`` or ``python`` with its words; ``#`` starts a comment. A GPU that is free takes the
 next line. It has a home, ``OUT/home-0`` and so on, a share of the host's processors, and is the only GPU that its commands see.
 Each line's output is in ``OUT/line-N.txt`` and ``OUT/line-N.log`` (stderr). Results are kept in the homes as they come, so the
-time may end in the middle of a line; the same plan continues there.
+time may end in the middle of a line. ``OUT/left.txt`` is the plan of what was not done; run it with the same OUT to continue.
 
     python tools/run_in_order.py plan.txt --out /tmp/homes --seconds 540 --gpus 2
     TILEGYM_DB_HOME=/tmp/homes/home-0 tilegym-db publish --gpu h200
@@ -104,7 +104,8 @@ def main() -> int:
     begun = time.monotonic()
     until = begun + given.seconds - END_S
     try:
-        waiting = collections.deque(enumerate(lines_of(given.plan.read_text()), start=1))
+        begins = 1 + len(list(given.out.glob("line-*.txt")))
+        waiting = collections.deque(enumerate(lines_of(given.plan.read_text()), start=begins))
     except ValueError as error:
         parser.error(str(error))
     given.out.mkdir(parents=True, exist_ok=True)
@@ -131,9 +132,11 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    for words in (*unfinished, *(words for _, words in waiting)):
-        print("left:", shlex.join(words))
-    return 1 if unfinished or waiting else 0
+    left = [shlex.join(words) for words in (*unfinished, *(words for _, words in waiting))]
+    (given.out / "left.txt").write_text("".join(f"{line}\n" for line in left))
+    for line in left:
+        print("left:", line)
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

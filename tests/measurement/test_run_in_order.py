@@ -40,6 +40,13 @@ def test_lines_that_the_time_did_not_allow_are_named(tmp_path):
     assert "time ended" in ran.stdout
     assert ran.stdout.splitlines()[-2:] == [f"left: {waits}", "left: python -c pass"]
     assert ran.returncode == 1
+    assert (tmp_path / "homes" / "left.txt").read_text() == f"{waits}\npython -c pass\n"
+
+
+def test_a_plan_that_continues_keeps_the_output_before(tmp_path):
+    run(tmp_path, "python -c 'print(1)'\n", seconds=60)
+    run(tmp_path, "python -c 'print(2)'\n", seconds=60)
+    assert [(tmp_path / "homes" / f"line-{number}.txt").read_text() for number in (1, 2)] == ["1\n", "2\n"]
 
 
 def test_a_line_of_another_program_is_refused(tmp_path):

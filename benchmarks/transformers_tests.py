@@ -1,0 +1,201 @@
+"""transformers' own tests of architectures, stock and patched: does a test that passes stock fail patched?
+
+Needs the folder ``tests`` of a checkout of transformers, of about the installed version. Every architecture's tests run twice,
+each time in a process of its own. In the patched run, each model is patched when it first generates, with what is published for
+the machine and CUDA graphs on, and stays patched. Counts kernel calls, replays, and why generations ran stock.
+
+    git clone --depth 1 --branch v5.17.0 https://github.com/huggingface/transformers /tmp/transformers
+    python benchmarks/transformers_tests.py /tmp/transformers llama qwen3_moe --out tests.json    # tests of generation
+    python benchmarks/transformers_tests.py /tmp/transformers llama -k "" --jobs 2                # every test
+
+Exits with 1 where a test that passes stock does not pass patched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import collections
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GENERATION = "generat or cache or left_padding or assisted or prompt_lookup or decoding"
+"""Words of the names of tests that generate."""
+COUNTS = "TILEGYM_DB_TESTS_COUNTS"
+"""Environment variable: the file for the counts of a patched run."""
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Return test -> passed, failed or skipped, from a JUnit file."""
+    found = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        status = FAILED if kinds & {"failure", "error"} else SKIPPED if "skipped" in kinds else PASSED
+        found[f"{case.get('classname')}::{case.get('name')}"] = status
+    return found
+
+
+def run_tests(checkout: Path, name: str, words: str, seconds: float, *, patched: bool) -> dict[str, Any]:
+    """Run an architecture's tests in a process, and return their outcomes, the counts, and the last lines if none ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, counts = Path(folder) / "report.xml", Path(folder) / "counts.json"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        plugin: list[str] = []
+        if patched:
+            environment |= {COUNTS: str(counts)}
+            here = str(Path(__file__).parent)
+            environment["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+            plugin = ["-p", Path(__file__).stem]
+        tests = checkout / "tests" / "models" / name / f"test_modeling_{name}.py"
+        command = [sys.executable, "-m", "pytest", str(tests), "-q", "-x", "--maxfail=1000", f"--junitxml={report}"]
+        command += [*plugin, "-p", "no:cacheprovider", "-k", words]
+        try:
+            ran = subprocess.run(
+                command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"outcomes": {}, "error": f"longer than {seconds:.0f} s"}
+        found = outcomes(report) if report.exists() else {}
+        ran_any = PASSED in found.values()
+        result: dict[str, Any] = {"outcomes": found, "error": "" if ran_any else (ran.stdout + ran.stderr)[-1000:]}
+        result["failures"] = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+        if counts.exists():
+            result["counts"] = json.loads(counts.read_text())
+        return result
+
+
+def compared(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+    """Return one row: how many tests passed each way, which regressed, and what the patched models did."""
+    before, after = stock["outcomes"], patched["outcomes"]
+    passed = [test for test, status in before.items() if status == PASSED]
+    regressed = sorted(test for test in passed if after.get(test) != PASSED)
+    return {
+        "architecture": name,
+        "passed_stock": len(passed),
+        "passed_patched": sum(status == PASSED for status in after.values()),
+        "failed_stock": sum(status == FAILED for status in before.values()),
+        "regressed": regressed,
+        "failures": [line for line in patched.get("failures", ()) if any(test.split("::")[-1] in line for test in regressed)],
+        "errors": [way["error"] for way in (stock, patched) if way["error"]],
+        **patched.get("counts", {}),
+    }  # fmt: skip
+
+
+# ---- In the process of a patched run: a plugin of pytest ------------------------------------------
+
+
+class Counter:
+    """What every patched model of a process did: written when it ends."""
+
+    def __init__(self) -> None:
+        self.models = 0
+        self.unpatched: collections.Counter[str] = collections.Counter()
+        self.of_handle: dict[int, tuple[int, int, int, dict[str, int]]] = {}
+
+    def read(self, handle: Any) -> None:
+        """Keep the counts of a model so far."""
+        report = handle.report()
+        calls = report.kernel_calls
+        done = report.decoding
+        graphs = (0, 0, {}) if done is None else (done.captured, done.replayed, dict(done.stock))
+        self.of_handle[id(handle)] = (calls, *graphs)
+
+    def write(self) -> None:
+        """Write the sums."""
+        stock: collections.Counter[str] = collections.Counter()
+        for *_, reasons in self.of_handle.values():
+            stock.update(reasons)
+        sums = [sum(counts[number] for counts in self.of_handle.values()) for number in range(3)]
+        counts = dict(zip(("kernel_calls", "graphs", "replays"), sums, strict=True))
+        told = {**counts, "models": self.models, "stock": dict(stock), "unpatched": dict(self.unpatched)}
+        Path(os.environ[COUNTS]).write_text(json.dumps(told))
+
+
+def pytest_configure() -> None:
+    """Patch each model that generates, once."""
+    if COUNTS not in os.environ:
+        return
+    from transformers.generation import GenerationMixin
+
+    from tilegym_db.models.patch import patch_what_fits
+
+    stock = GenerationMixin.generate
+    counter, handles = Counter(), []
+    atexit.register(counter.write)
+    known = "_tilegym_db_of_tests"
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if known in self.__dict__:
+            return stock(self, *args, **kwargs)
+        self.__dict__[known] = True
+        counter.models += 1
+        try:
+            handle = patch_what_fits(self)
+        except Exception as error:
+            counter.unpatched[f"{type(error).__name__}: {error}"] += 1
+            return stock(self, *args, **kwargs)
+        handles.append(handle)  # so that the model stays patched, and no id is used twice
+        return type(self).generate(self, *args, **kwargs)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return generate(self, *args, **kwargs)
+        finally:
+            for handle in handles[-4:]:
+                counter.read(handle)
+
+    GenerationMixin.generate = counted
+
+
+# ---- The command ----------------------------------------------------------------------------------
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the tests both ways, and print one row per architecture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="a checkout of transformers")
+    parser.add_argument("architectures", nargs="+", help="folders of tests/models")
+    parser.add_argument("-k", default=GENERATION, help="expression of pytest over names of tests")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at the same time")
+    parser.add_argument("--time-limit", type=float, default=300, help="seconds of one process")
+    parser.add_argument("--out", type=Path, help="JSON file of the rows")
+    given = parser.parse_args(words)
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        runs = {
+            (name, patched): pool.submit(
+                run_tests, given.checkout.resolve(), name, given.k, given.time_limit, patched=patched
+            )
+            for name in given.architectures
+            for patched in (False, True)
+        }
+        for name in given.architectures:
+            row = compared(name, runs[name, False].result(), runs[name, True].result())
+            rows.append(row)
+            counts = ", ".join(
+                f"{row[key]} {what}"
+                for key, what in (("kernel_calls", "kernel calls"), ("graphs", "graphs"), ("replays", "replays"))
+                if key in row
+            )
+            print(
+                f"{name}: {row['passed_stock']} pass stock, {row['passed_patched']} patched; {counts or 'no counts'}",
+                flush=True,
+            )
+            for line in (*row["regressed"], *row["failures"], *row["errors"]):
+                print("   ", line)
+            if given.out:
+                given.out.write_text(json.dumps(rows, indent=1))
+    return 1 if any(row["regressed"] or row["errors"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
