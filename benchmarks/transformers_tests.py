@@ -1,8 +1,8 @@
 """transformers' own tests of architectures, stock and patched: does a test that passes stock fail patched?
 
 Needs the folder ``tests`` of a checkout of transformers, of about the installed version. Every architecture's tests run twice,
-each time in a process of its own. In the patched run, each model is patched when it first generates, with what is published for
-the machine and CUDA graphs on, and stays patched. Counts kernel calls, replays, and why generations ran stock.
+each time in another process. In the patched run, each model is patched when it first generates, with what is published for the
+machine and CUDA graphs on, and stays patched. Counts kernel calls, replays, and why generations ran stock.
 
     git clone --depth 1 --branch v5.17.0 https://github.com/huggingface/transformers /tmp/transformers
     python benchmarks/transformers_tests.py /tmp/transformers llama qwen3_moe --out tests.json    # tests of generation
@@ -94,7 +94,7 @@ def compared(name: str, stock: dict[str, Any], patched: dict[str, Any]) -> dict[
 
 
 class Counter:
-    """What every patched model of a process did: written when it ends."""
+    """Counts of every patched model of a process, written when it ends."""
 
     def __init__(self) -> None:
         self.models = 0
@@ -114,10 +114,15 @@ class Counter:
         stock: collections.Counter[str] = collections.Counter()
         for *_, reasons in self.of_handle.values():
             stock.update(reasons)
-        sums = [sum(counts[number] for counts in self.of_handle.values()) for number in range(3)]
-        counts = dict(zip(("kernel_calls", "graphs", "replays"), sums, strict=True))
-        told = {**counts, "models": self.models, "stock": dict(stock), "unpatched": dict(self.unpatched)}
-        Path(os.environ[COUNTS]).write_text(json.dumps(told))
+        counts = {
+            "kernel_calls": sum(calls for calls, *_ in self.of_handle.values()),
+            "graphs": sum(graphs for _, graphs, _, _ in self.of_handle.values()),
+            "replays": sum(replays for _, _, replays, _ in self.of_handle.values()),
+            "models": self.models,
+            "stock": dict(stock),
+            "unpatched": dict(self.unpatched),
+        }
+        Path(os.environ[COUNTS]).write_text(json.dumps(counts))
 
 
 def pytest_configure() -> None:
