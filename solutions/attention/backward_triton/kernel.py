@@ -39,6 +39,21 @@ def _rows(base_ptr, rows, stride, cols, S, D, MASKED: tl.constexpr, WHOLE: tl.co
         return tl.load(ptrs, mask=cols[None, :] < D * UNIT, other=0.0)
 
 
+@triton.jit
+def _columns(base_ptr, rows, stride, cols, S, D, MASKED: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr):
+    """Load the transpose of `_rows`: a tile of `_rows` that is transposed is multiplied wrongly (Triton 3.6)."""
+    ptrs = base_ptr + rows.to(tl.int64)[None, :] * stride * UNIT + cols[:, None]
+    if MASKED:
+        if WHOLE:
+            return tl.load(ptrs, mask=rows[None, :] < S, other=0.0)
+        else:
+            return tl.load(ptrs, mask=(rows[None, :] < S) & (cols[:, None] < D * UNIT), other=0.0)
+    elif WHOLE:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=cols[:, None] < D * UNIT, other=0.0)
+
+
 # ---- queries --------------------------------------------------------------------------------------
 
 
@@ -47,8 +62,7 @@ def _add_to_sums(q, sums, largest, k_ptr, rows, start, cols, S, k_s, scale, D, M
                  BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Add BLOCK_N keys from ``start`` on to the running sum of weights."""
     keys = start + tl.arange(0, BLOCK_N)
-    k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)
-    scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.dot(q, _columns(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)) * scale
     if MASKED:
         scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -62,11 +76,12 @@ def _add_to_queries(q, grad_out, acc, sums, along, k_ptr, v_ptr, rows, start, co
     """Add what BLOCK_N keys from ``start`` on give to the gradient of the queries."""
     keys = start + tl.arange(0, BLOCK_N)
     k = _rows(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)
-    v = _rows(v_ptr, keys, v_s, cols, S, D, MASKED, WHOLE, UNIT)
-    weights = tl.exp2(tl.dot(q, tl.trans(k)) * scale - sums[:, None])
+    k_columns = _columns(k_ptr, keys, k_s, cols, S, D, MASKED, WHOLE, UNIT)
+    v_columns = _columns(v_ptr, keys, v_s, cols, S, D, MASKED, WHOLE, UNIT)
+    weights = tl.exp2(tl.dot(q, k_columns) * scale - sums[:, None])
     if MASKED:
         weights = tl.where(keys[None, :] <= rows[:, None], weights, 0.0)
-    grad_scores = weights * (tl.dot(grad_out, tl.trans(v)) - along[:, None])
+    grad_scores = weights * (tl.dot(grad_out, v_columns) - along[:, None])
     return tl.dot(grad_scores.to(k.dtype), k, acc)
 
 
@@ -181,19 +196,21 @@ def _grad_keys(
     for turn in range(0, members * blocks):
         query_head = (head * parts + part) * members + turn // blocks
         rows = (low + turn % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = _rows(q_ptr + (batch * q_b + query_head * q_h) * UNIT, rows, q_s, cols, S, D, True, WHOLE, UNIT)
-        grad_out = _rows(
-            grad_out_ptr + (batch * go_b + query_head * go_h) * UNIT, rows, go_s, cols, S, D, True, WHOLE, UNIT
-        )
+        own_q = q_ptr + (batch * q_b + query_head * q_h) * UNIT
+        own_grad = grad_out_ptr + (batch * go_b + query_head * go_h) * UNIT
+        q = _rows(own_q, rows, q_s, cols, S, D, True, WHOLE, UNIT)
+        q_columns = _columns(own_q, rows, q_s, cols, S, D, True, WHOLE, UNIT)
+        grad_out = _rows(own_grad, rows, go_s, cols, S, D, True, WHOLE, UNIT)
+        grad_columns = _columns(own_grad, rows, go_s, cols, S, D, True, WHOLE, UNIT)
         # Rows past S have no weight.
         own_sums = sums_ptr + (batch * Hkv * parts * members + query_head) * 2 * S
         sums = tl.load(own_sums + rows, mask=rows < S, other=float("inf"))
         along = tl.load(own_sums + S + rows, mask=rows < S, other=0.0)
         # Keys lie along rows.
-        weights = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634) - sums[None, :])
+        weights = tl.exp2(tl.dot(k, q_columns) * (scale * 1.4426950408889634) - sums[None, :])
         weights = tl.where(keys[:, None] <= rows[None, :], weights, 0.0)
         grad_v = tl.dot(weights.to(grad_out.dtype), grad_out, grad_v)
-        grad_scores = weights * (tl.dot(v, tl.trans(grad_out)) - along[None, :])
+        grad_scores = weights * (tl.dot(v, grad_columns) - along[None, :])
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k)
     inside = (keys[:, None] < S) & (cols[None, :] < D * UNIT)
     offsets = keys.to(tl.int64)[:, None] * UNIT

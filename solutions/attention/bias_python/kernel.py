@@ -1,22 +1,7 @@
 """Attention with a bias of its scores in PyTorch: scaled_dot_product_attention as transformers calls it for T5."""
 
 import torch
-
-ALIGNMENT = 16
-"""Bytes that a load of PyTorch's kernels takes at once: on a GPU some of them stop at rows that start elsewhere."""
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    if all(start * x.element_size() % ALIGNMENT == 0 for start in (x.storage_offset(), *x.stride()[:-1])):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    batch, heads, length, size = x.shape
-    if times == 1:
-        return x
-    return x[:, :, None].expand(batch, heads, times, length, size).reshape(batch, heads * times, length, size)
+from _lib.python.attention_heads import aligned, repeated
 
 
 def run(
@@ -28,9 +13,9 @@ def run(
         places = [torch.arange(size, device=q.device) for size in bias.shape[2:]]
         bias = torch.where(places[0][:, None] >= places[1], bias, torch.finfo(q.dtype).min)
     out = torch.nn.functional.scaled_dot_product_attention(
-        _aligned(q),
-        _repeated(_aligned(k), group),
-        _repeated(_aligned(v), group),
+        aligned(q),
+        repeated(aligned(k), group),
+        repeated(aligned(v), group),
         attn_mask=bias.contiguous(),
         scale=scale,
     )

@@ -1,15 +1,29 @@
 """Attention with a bias of its scores, Triton: scores stay in registers, and the bias is read where it lies.
 
 The least number of the bias's dtype is so large that a score vanishes beside it, so a row whose keys all have it has equal
-weights, as in PyTorch. A causal row sees the first key, so tiles of keys behind a block of queries are left out.
+weights, as in PyTorch. A causal block of queries leaves out the tiles of keys behind it, unless it has such a row: later keys
+have that number too, and so the same weight.
 """
 
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.running_softmax import add_values, load_added, load_keys, load_queries, store_means
 
 LEAST_ROWS = 16
 """Of a product on tensor cores."""
+
+
+@triton.jit
+def _add_tile(q, acc, sums, largest, k_ptr, v_ptr, bias_ptr, rows, cols, start, k_s, v_s, bias_q, bias_k, scale, least, S, L,
+              D: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Add BLOCK_N keys from ``start`` on to the running softmax."""
+    keys = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+    k, v = load_keys(k_ptr, v_ptr, keys, cols, k_s, v_s, L, D)
+    added = load_added(bias_ptr, rows, keys, bias_q, bias_k, S, L)
+    if CAUSAL:
+        added = tl.where((keys[None, :] > rows[:, None]) & (keys[None, :] < L), least, added)
+    return add_values(tl.dot(q, k, input_precision="ieee") * scale + added, v, acc, sums, largest)
 
 
 @triton.jit(do_not_specialize=["S", "L"])
@@ -23,8 +37,7 @@ def _biased_attention(
     head = (tl.program_id(0) % Hq).to(tl.int64)
     rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
-    inside = (rows[:, None] < S) & (cols[None, :] < D)
-    q = tl.load(q_ptr + batch * q_b + head * q_h + rows[:, None] * q_s + cols[None, :], mask=inside, other=0.0)
+    q = load_queries(q_ptr + batch * q_b + head * q_h, rows, cols, q_s, S, D)
     k_ptr += batch * k_b + head // group * k_h
     v_ptr += batch * v_b + head // group * v_h
     bias_ptr += batch * bias_b + head * bias_h
@@ -33,33 +46,22 @@ def _biased_attention(
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     end = L
     if CAUSAL:
-        end = min(L, (tl.program_id(1) + 1) * BLOCK_M)
+        end = tl.minimum(L, (tl.program_id(1) + 1) * BLOCK_M)
     for start in range(0, end, BLOCK_N):
-        keys = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
-        k = tl.load(
-            k_ptr + keys[None, :] * k_s + cols[:, None], mask=(keys[None, :] < L) & (cols[:, None] < D), other=0.0
-        )
-        v = tl.load(
-            v_ptr + keys[:, None] * v_s + cols[None, :], mask=(keys[:, None] < L) & (cols[None, :] < D), other=0.0
-        )
-        added = tl.load(
-            bias_ptr + rows[:, None] * bias_q + keys[None, :] * bias_k,
-            mask=(rows[:, None] < S) & (keys[None, :] < L), other=float("-inf"),
-        ).to(tl.float32)  # fmt: skip
-        if CAUSAL:
-            added = tl.where((keys[None, :] > rows[:, None]) & (keys[None, :] < L), least, added)
-        scores = tl.dot(q, k, input_precision="ieee") * scale + added
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen only -inf so far has no largest score, and -inf - -inf is no number.
-        top = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp(scores - top[:, None])
-        shrink = tl.exp(largest - top)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        sums = sums * shrink + tl.sum(weights, 1)
-        largest = new_largest
-    out = acc / tl.where(sums > 0, sums, 1.0)[:, None]
-    out_ptrs = out_ptr + batch * out_b + head * out_h + rows[:, None] * out_s + cols[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+        acc, sums, largest = _add_tile(
+            q, acc, sums, largest, k_ptr, v_ptr, bias_ptr, rows, cols, start, k_s, v_s, bias_q, bias_k, scale, least, S, L,
+            D, CAUSAL, BLOCK_N,
+        )  # fmt: skip
+    if CAUSAL:
+        # A row that has seen nothing above the least number gives later keys, which have it, the same weight.
+        lowest = tl.min(tl.where(rows < S, largest, 0.0), 0)
+        last = tl.where(lowest <= least * 0.5, L, end)
+        for start in range(tl.cdiv(end, BLOCK_N) * BLOCK_N, last, BLOCK_N):
+            acc, sums, largest = _add_tile(
+                q, acc, sums, largest, k_ptr, v_ptr, bias_ptr, rows, cols, start, k_s, v_s, bias_q, bias_k, scale, least,
+                S, L, D, CAUSAL, BLOCK_N,
+            )  # fmt: skip
+    store_means(out_ptr + batch * out_b + head * out_h, rows, cols, out_s, acc, sums, S, D)
 
 
 def run(

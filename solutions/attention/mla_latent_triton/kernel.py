@@ -36,16 +36,23 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @triton.jit
 def _rows(x, batch, start, batch_stride, row_stride, L, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-          BY_TMA: tl.constexpr):  # fmt: skip
-    """Load rows from ``start`` on; zeros past L and past SIZE."""
+          BY_TMA: tl.constexpr, TRANSPOSED: tl.constexpr = False):  # fmt: skip
+    """Load rows from ``start`` on, or their transpose; zeros past L and past SIZE."""
     if BY_TMA:
         tile = x.load([batch, start, 0]).reshape(ROWS, COLUMNS)
+        if TRANSPOSED:
+            tile = tile.T
     else:
+        # A tile that is transposed after it was loaded like this is multiplied wrongly (Triton 3.6).
         rows = start + tl.arange(0, ROWS)
         cols = tl.arange(0, COLUMNS)
-        inside = (rows[:, None] < L) & (cols[None, :] < SIZE)
-        places = tl.cast(batch, tl.int64) * batch_stride + rows.to(tl.int64)[:, None] * row_stride
-        tile = tl.load(x + places + cols[None, :], mask=inside, other=0.0)
+        x += tl.cast(batch, tl.int64) * batch_stride
+        if TRANSPOSED:
+            inside = (rows[None, :] < L) & (cols[:, None] < SIZE)
+            tile = tl.load(x + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
+        else:
+            inside = (rows[:, None] < L) & (cols[None, :] < SIZE)
+            tile = tl.load(x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
     return tile
 
 
@@ -61,13 +68,11 @@ def _attend_to_latents(
     split = tl.program_id(1)
     members = tl.program_id(0) % groups * BLOCK_H + tl.arange(0, BLOCK_H)
     cols = tl.arange(0, BLOCK_R)
-    rots = tl.arange(0, BLOCK_E)
     inside = (members[:, None] < H) & (cols[None, :] < R)
-    # 1. The queries of the program's heads.
-    q = tl.load(q_ptr + tl.cast(batch, tl.int64) * q_b + members[:, None] * q_h + cols[None, :], mask=inside, other=0.0)
-    in_rot = (members[:, None] < H) & (rots[None, :] < E)
-    q_rot_ptr += tl.cast(batch, tl.int64) * q_rot_b
-    q_rot = tl.load(q_rot_ptr + members[:, None] * q_rot_h + rots[None, :], mask=in_rot, other=0.0)
+    # 1. The queries of the program's heads; as columns they are loaded as such, for the reason given in `_rows`.
+    first_head = tl.program_id(0) % groups * BLOCK_H
+    q = _rows(q_ptr, batch, first_head, q_b, q_h, H, R, BLOCK_H, BLOCK_R, False, BY_KEYS)
+    q_rot = _rows(q_rot_ptr, batch, first_head, q_rot_b, q_rot_h, H, E, BLOCK_H, BLOCK_E, False, BY_KEYS)
     # 2. A tile of latents is the keys of one product and the values of the other.
     sums = tl.zeros([BLOCK_H], dtype=tl.float32)
     largest = tl.full([BLOCK_H], NOTHING, dtype=tl.float32)
@@ -78,8 +83,8 @@ def _attend_to_latents(
         for start in range(first, end, BLOCK_N):
             keys = _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, BY_TMA)
             rot = _rows(rotated, batch, start, r_b, r_s, L, E, BLOCK_N, BLOCK_E, BY_TMA)
-            scores = tl.dot(keys, q.T)
-            scores = tl.dot(rot, q_rot.T, scores) * scale
+            scores = tl.dot(keys, q)
+            scores = tl.dot(rot, q_rot, scores) * scale
             places = start + tl.arange(0, BLOCK_N)
             scores = tl.where(places[:, None] < L, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 0))
@@ -93,9 +98,10 @@ def _attend_to_latents(
         found = tl.zeros([BLOCK_H, BLOCK_R], dtype=tl.float32)
         for start in range(first, end, BLOCK_N):
             keys = _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, BY_TMA)
-            rot = _rows(rotated, batch, start, r_b, r_s, L, E, BLOCK_N, BLOCK_E, BY_TMA)
-            scores = tl.dot(q, keys.T)
-            scores = tl.dot(q_rot, rot.T, scores) * scale
+            columns = keys.T if BY_TMA else _rows(latents, batch, start, l_b, l_s, L, R, BLOCK_N, BLOCK_R, False, True)
+            rot = _rows(rotated, batch, start, r_b, r_s, L, E, BLOCK_N, BLOCK_E, BY_TMA, True)
+            scores = tl.dot(q, columns)
+            scores = tl.dot(q_rot, rot, scores) * scale
             places = start + tl.arange(0, BLOCK_N)
             scores = tl.where(places[None, :] < L, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))

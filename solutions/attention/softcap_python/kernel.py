@@ -1,13 +1,7 @@
 """Attention with a soft cap of its scores and a mask of numbers in PyTorch: the eager code of transformers' Gemma-2."""
 
 import torch
-
-
-def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    batch, heads, length, size = x.shape
-    if times == 1:
-        return x
-    return x[:, :, None].expand(batch, heads, times, length, size).reshape(batch, heads * times, length, size)
+from _lib.python.attention_heads import repeated
 
 
 def run(
@@ -18,7 +12,7 @@ def run(
     Each step is rounded to T, except for the softmax, whose weights are rounded.
     """
     group = q.shape[1] // k.shape[1]
-    keys, values = _repeated(k, group), _repeated(v, group)
+    keys, values = repeated(k, group), repeated(v, group)
     scores = torch.matmul(q, keys.transpose(2, 3)) * scale
     scores = torch.tanh(scores / softcap) * softcap + mask
     weights = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)

@@ -7,6 +7,7 @@ row that sees no key has equal weights, as in PyTorch. For that reason no tile o
 import torch
 import triton
 import triton.language as tl
+from _lib.triton.running_softmax import add_values, load_added, load_keys, load_queries, store_means
 
 LEAST_ROWS = 16
 """Of a product on tensor cores."""
@@ -23,8 +24,7 @@ def _capped_attention(
     head = (tl.program_id(0) % Hq).to(tl.int64)
     rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
-    inside = (rows[:, None] < S) & (cols[None, :] < D)
-    q = tl.load(q_ptr + batch * q_b + head * q_h + rows[:, None] * q_s + cols[None, :], mask=inside, other=0.0)
+    q = load_queries(q_ptr + batch * q_b + head * q_h, rows, cols, q_s, S, D)
     k_ptr += batch * k_b + head // group * k_h
     v_ptr += batch * v_b + head // group * v_h
     mask_ptr += batch * mask_b
@@ -33,30 +33,13 @@ def _capped_attention(
     largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for start in range(0, L, BLOCK_N):
         keys = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
-        k = tl.load(
-            k_ptr + keys[None, :] * k_s + cols[:, None], mask=(keys[None, :] < L) & (cols[:, None] < D), other=0.0
-        )
-        v = tl.load(
-            v_ptr + keys[:, None] * v_s + cols[None, :], mask=(keys[:, None] < L) & (cols[None, :] < D), other=0.0
-        )
-        numbers = tl.load(
-            mask_ptr + rows[:, None] * mask_q + keys[None, :] * mask_k,
-            mask=(rows[:, None] < S) & (keys[None, :] < L), other=float("-inf"),
-        ).to(tl.float32)  # fmt: skip
+        k, v = load_keys(k_ptr, v_ptr, keys, cols, k_s, v_s, L, D)
+        numbers = load_added(mask_ptr, rows, keys, mask_q, mask_k, S, L)
         scores = tl.dot(q, k, input_precision="ieee") * (scale / softcap)
         # tanh(x) = 2 sigmoid(2 x) - 1
         scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * softcap + numbers
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen only -inf so far has no largest score, and -inf - -inf is no number.
-        top = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp(scores - top[:, None])
-        shrink = tl.exp(largest - top)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        sums = sums * shrink + tl.sum(weights, 1)
-        largest = new_largest
-    out = acc / tl.where(sums > 0, sums, 1.0)[:, None]
-    out_ptrs = out_ptr + batch * out_b + head * out_h + rows[:, None] * out_s + cols[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+        acc, sums, largest = add_values(scores, v, acc, sums, largest)
+    store_means(out_ptr + batch * out_b + head * out_h, rows, cols, out_s, acc, sums, S, D)
 
 
 def run(

@@ -178,11 +178,11 @@ def _add_product_of(x, rest, y, acc, PARTS: tl.constexpr):
 
 @triton.jit
 def _add_chunk(state, x, x_rest, write, write_rest, step, total, last, PARTS: tl.constexpr):
-    """Return the state behind a chunk: e^last state + sum over tokens of e^(last - total) step x write."""
+    """Return the state behind a chunk: e^last state + sum over tokens of e^(last - total) step x write, x [values, tokens]."""
     weight = step * tl.exp(tl.minimum(last - total, 0.0))
-    value = tl.trans(x).to(tl.float32)
+    value = x.to(tl.float32)
     if PARTS == 2:
-        value += tl.trans(x_rest).to(tl.float32)
+        value += x_rest.to(tl.float32)
     high, low = _split(value * weight[None, :])
     return _add_product(high, low, write, write_rest, state * tl.exp(last), PARTS)
 
@@ -193,6 +193,14 @@ def _tile_offsets(rows, cols, stride, CHANNELS: tl.constexpr):
     if CHANNELS:
         return rows[:, None] + cols[None, :] * (stride * UNIT_16)
     return rows[:, None] * (stride * UNIT_16) + cols[None, :]
+
+
+@triton.jit
+def _column_offsets(rows, cols, stride, CHANNELS: tl.constexpr):
+    """Return offsets [columns, tokens]: a tile that is transposed after it was loaded is multiplied wrongly (Triton 3.6)."""
+    if CHANNELS:
+        return cols[:, None] * (stride * UNIT_16) + rows[None, :]
+    return cols[:, None] + rows[None, :] * (stride * UNIT_16)
 
 
 @triton.jit
@@ -225,7 +233,7 @@ def _write_segments(
     else:
         x_ptr += first * CHUNK * x_r * UNIT_16 + block * BLOCK_P
         B_ptr += first * CHUNK * B_r * UNIT_16
-    x_offsets = _tile_offsets(rows, cols, x_r, CHANNELS)
+    x_offsets = _column_offsets(rows, cols, x_r, CHANNELS)
     B_offsets = _tile_offsets(rows, depth, B_r, CHANNELS)
     place = (pair.to(tl.int64) * chunks + first) * CHUNK
     step_ptr += place
@@ -290,9 +298,9 @@ def _scan_chunks(
         B_ptr += token * B_r * UNIT_16
         C_ptr += token * C_r * UNIT_16
     out_ptr += (batch * out_b + head * out_h + token * out_t) * UNIT_32 + block * BLOCK_P
-    x_offsets = _tile_offsets(rows, cols, x_r, CHANNELS)
+    x_offsets = _column_offsets(rows, cols, x_r, CHANNELS)
     B_offsets = _tile_offsets(rows, depth, B_r, CHANNELS)
-    C_offsets = _tile_offsets(rows, depth, C_r, CHANNELS)
+    C_offsets = _column_offsets(rows, depth, C_r, CHANNELS)
     out_offsets = rows[:, None] * (out_t * UNIT_32) + cols[None, :]
     place = (pair.to(tl.int64) * chunks + first) * CHUNK
     step_ptr += place
@@ -310,24 +318,25 @@ def _scan_chunks(
         part += 1
     count = tl.minimum(each, chunks - first)
     for _ in tl.range(0, count, num_stages=STAGES):
-        here = (rows < left_rows)[:, None]
-        x, x_rest = _load_tile(x_ptr, x_low, x_offsets, here, PARTS)
-        write, write_rest = _load_tile(B_ptr, B_low, B_offsets, here, PARTS)
-        read, read_rest = _load_tile(C_ptr, C_low, C_offsets, here, PARTS)
+        # Values and what is read have a column for each token.
+        here = rows < left_rows
+        x, x_rest = _load_tile(x_ptr, x_low, x_offsets, here[None, :], PARTS)
+        write, write_rest = _load_tile(B_ptr, B_low, B_offsets, here[:, None], PARTS)
+        read, read_rest = _load_tile(C_ptr, C_low, C_offsets, here[None, :], PARTS)
         step, total = tl.load(step_ptr + rows), tl.load(sum_ptr + rows)
         last = tl.load(sum_ptr + CHUNK - 1)
         # 2. What tokens read of the state.
         high, low = _split(state)
         nothing = tl.zeros([BLOCK_P, CHUNK], dtype=tl.float32)
-        out = _add_product(high, low, tl.trans(read), tl.trans(read_rest), nothing, PARTS)
+        out = _add_product(high, low, read, read_rest, nothing, PARTS)
         # 3. What they read of the chunk itself, in rows of tokens that write. Their own value is on the diagonal.
-        pairs = tl.dot(write, tl.trans(read))
+        pairs = tl.dot(write, read)
         if PARTS == 2:
-            pairs = tl.dot(write, tl.trans(read_rest), tl.dot(write_rest, tl.trans(read), pairs))
+            pairs = tl.dot(write, read_rest, tl.dot(write_rest, read, pairs))
         left = tl.exp(tl.where(rows[:, None] <= rows[None, :], total[None, :] - total[:, None], float("-inf")))
         pairs = pairs * left * step[:, None] + tl.where(rows[:, None] == rows[None, :], skip, 0.0)
-        out = _add_product_of(tl.trans(x), tl.trans(x_rest), pairs, out * tl.exp(total)[None, :], PARTS)
-        tl.store(out_ptr + out_offsets, tl.trans(out), mask=here)
+        out = _add_product_of(x, x_rest, pairs, out * tl.exp(total)[None, :], PARTS)
+        tl.store(out_ptr + out_offsets, tl.trans(out), mask=here[:, None])
         # 4. The state behind the chunk.
         state = _add_chunk(state, x, x_rest, write, write_rest, step, total, last, PARTS)
         left_rows -= CHUNK
