@@ -49,13 +49,13 @@ def _attend_to_pages(
         keys = start + places
         slots = pages.to(tl.int64)
         if IS_WITHIN:
-            k_places = slots * k_n + (start % P + places) * k_p
-            v_places = slots * v_n + (start % P + places) * v_p
+            within = (start % P + places).to(tl.int64)
             ahead = start + BLOCK_N
         else:
-            k_places = slots * k_n + (keys % P) * k_p
-            v_places = slots * v_n + (keys % P) * v_p
+            within = (keys % P).to(tl.int64)
             ahead = keys + BLOCK_N
+        k_places = slots * k_n + within * k_p
+        v_places = slots * v_n + within * v_p
         pages = tl.load(table_ptr + ahead // P, mask=ahead < end, other=0)
         in_k = (keys[None, :] < end) & (cols[:, None] < D)
         in_v = (keys[:, None] < end) & (cols[None, :] < D)

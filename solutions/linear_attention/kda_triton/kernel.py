@@ -30,7 +30,8 @@ def _scan_tokens(
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = rows < K, cols < V
     inside = in_k[:, None] & in_v[None, :]
-    state_ptrs = initial_ptr + batch * initial_b + head * initial_h + rows[:, None] * initial_k + cols[None, :]
+    far_rows, far_cols = rows.to(tl.int64), cols.to(tl.int64)  # their strides may be those of a whole tensor
+    state_ptrs = initial_ptr + batch * initial_b + head * initial_h + far_rows[:, None] * initial_k + cols[None, :]
     state = tl.load(state_ptrs, mask=inside, other=0.0)
     q_ptr += batch * q_b + head * q_h
     k_ptr += batch * k_b + head * k_h
@@ -39,9 +40,9 @@ def _scan_tokens(
     beta_ptr += batch * beta_b + head
     out_ptr += batch * out_b + head * out_h
     for _ in tl.range(0, T, num_stages=STAGES):
-        q = _unit(tl.load(q_ptr + rows * q_k, mask=in_k, other=0.0).to(tl.float32)) * scale
-        k = _unit(tl.load(k_ptr + rows * k_k, mask=in_k, other=0.0).to(tl.float32))
-        v = tl.load(v_ptr + cols * v_v, mask=in_v, other=0.0).to(tl.float32)
+        q = _unit(tl.load(q_ptr + far_rows * q_k, mask=in_k, other=0.0).to(tl.float32)) * scale
+        k = _unit(tl.load(k_ptr + far_rows * k_k, mask=in_k, other=0.0).to(tl.float32))
+        v = tl.load(v_ptr + far_cols * v_v, mask=in_v, other=0.0).to(tl.float32)
         decay = tl.exp(tl.load(g_ptr + rows, mask=in_k, other=0.0))
         beta = tl.load(beta_ptr).to(tl.float32)
         # Both sums over the state at once: the query reads the state before the write, and its product with the key the write.
@@ -56,7 +57,8 @@ def _scan_tokens(
         g_ptr += g_t
         beta_ptr += beta_t
         out_ptr += out_t
-    tl.store(final_ptr + batch * final_b + head * final_h + rows[:, None] * final_k + cols[None, :], state, mask=inside)
+    final_ptrs = final_ptr + batch * final_b + head * final_h + far_rows[:, None] * final_k + cols[None, :]
+    tl.store(final_ptrs, state, mask=inside)
 
 
 def run(

@@ -22,6 +22,8 @@ HEADS = 16
 MOST_SEGMENTS = 8
 MOST_MOVED = 1 << 28
 """Elements of the largest tensors that are moved at once. Whole tiles may be much larger than the sizes of a caller."""
+MOST_APART = (1 << 23) - 1
+"""Elements between the rows of a tile, of which there are up to 256."""
 UNIT_16, UNIT_32 = tl.constexpr(8), tl.constexpr(4)
 """Elements of 2 and of 4 bytes in 16 bytes. Strides are passed in these, so that the compiler knows of their alignment."""
 
@@ -136,9 +138,14 @@ def _move_rows(source, target, parts=1):
     )  # fmt: skip
 
 
-def _is_aligned(x, dimension):
-    """Return True if rows along a dimension begin at multiples of 16 bytes and their elements lie side by side."""
+def _is_aligned(x, dimension, across):
+    """Return True if rows along a dimension begin at multiples of 16 bytes and their elements lie side by side.
+
+    ``across`` is the other dimension of a tile, whose offsets are of 32 bits.
+    """
     unit = 16 // x.element_size()
+    if x.stride(across) > MOST_APART:
+        return False
     others = [place for place, size in enumerate(x.shape) if place != dimension and size > 1]
     is_packed = x.stride(dimension) == 1 and x.data_ptr() % 16 == 0
     return is_packed and all(x.stride(place) % unit == 0 for place in others)
@@ -421,11 +428,11 @@ def _scan(
     values = x, Bmat, Cmat
     is_whole = [not is_wide and tensor.shape[3] == size for tensor, size in zip(values, sizes, strict=True)]
     in_columns = T % UNIT_16.value == 0 and all(
-        whole and _is_aligned(tensor, 1) for tensor, whole in zip(values, is_whole, strict=True)
+        whole and _is_aligned(tensor, 1, 3) for tensor, whole in zip(values, is_whole, strict=True)
     )
     rows, lows = [], []
     for tensor, whole, size in zip(values, is_whole, sizes, strict=True):
-        if not in_columns and not (whole and _is_aligned(tensor, 3)):
+        if not in_columns and not (whole and _is_aligned(tensor, 3, 1)):
             parts = 2 if is_wide else 1
             shape = (*tensor.shape[:3], size)
             moved = torch.empty((2, *shape) if is_wide else shape, dtype=torch.bfloat16, device=x.device)
@@ -434,12 +441,12 @@ def _scan(
         rows.append(tensor)
         lows.append(tensor.numel() // UNIT_16.value)
     initial, result, final = initial_state, out, final_state
-    if is_padded or not _is_aligned(initial, 3):
+    if is_padded or not _is_aligned(initial, 3, 2):
         initial = torch.empty(B, H, *sizes[:2], dtype=torch.float32, device=x.device)
         _move_rows(initial_state, initial)
-    if sizes[0] > P or not _is_aligned(out, 3):
+    if sizes[0] > P or not _is_aligned(out, 3, 1):
         result = torch.empty(B, T, H, sizes[0], dtype=torch.float32, device=x.device)
-    if is_padded or not _is_aligned(final_state, 3):
+    if is_padded or not _is_aligned(final_state, 3, 2):
         final = torch.empty(B, H, *sizes[:2], dtype=torch.float32, device=x.device)
 
     # 2. Segments, of which the two parts of wider inputs have one: few models need it, and it is one kernel less to compile.

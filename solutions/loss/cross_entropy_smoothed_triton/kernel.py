@@ -17,6 +17,7 @@ def _cross_entropy(
     smoothing,
     z_weight,
     ignore_index,
+    share,
     REPEAT: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -40,7 +41,8 @@ def _cross_entropy(
             new_tops = tl.maximum(tops, tl.max(x, axis=0))
             base = tl.where(new_tops == float("-inf"), 0.0, new_tops)
             totals = totals * tl.exp(tops - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
-            sums += tl.sum(tl.where(cols < V, x, 0.0), axis=0)
+            # By a power of two, so that large logits do not overflow and nothing is rounded.
+            sums += tl.sum(tl.where(cols < V, x * share, 0.0), axis=0)
             tops = new_tops
         top = tl.max(tops, axis=0)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -51,7 +53,7 @@ def _cross_entropy(
         log_sum = tl.where(bad, float("nan"), tl.log(total))
         inside = (label >= 0) & (label < V)  # a label that is neither a column nor ignored is an error: its loss is NaN
         of_label = top - tl.load(x_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
-        of_all = top - tl.sum(sums, axis=0) / V
+        of_all = top - tl.sum(sums, axis=0) / (V * share)
         lse = top + log_sum
         loss = log_sum + (1.0 - smoothing) * of_label + smoothing * of_all + z_weight * lse * lse
         tl.store(loss_ptr + row, loss)
@@ -146,6 +148,7 @@ def run(
         smoothing,
         z_weight,
         ignore_index,
+        0.5 ** (V - 1).bit_length(),
         REPEAT,
         lanes,
         num_warps=num_warps,
