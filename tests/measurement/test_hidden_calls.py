@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tilegym_db.measurement import audit
-from tilegym_db.measurement.audit import BASELINE_BUSY_US, BUSY_US, MAX_QUEUED, MIN_CALLS_BY_TIME, hidden_calls
+from tilegym_db.measurement.audit import (
+    BASELINE_BUSY_US,
+    BUSY_US,
+    MAX_QUEUED,
+    MIN_CALLS_BY_TIME,
+    affordable_calls,
+    hidden_calls,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +56,27 @@ def test_dispatched_code_gets_no_more_time_to_hide_work_behind(role: str, longes
     solution = SimpleNamespace(record=SimpleNamespace(spec=SimpleNamespace(role=role)))
     runner: Any = SimpleNamespace(device="cuda:0", solution=solution)
     pool: Any = SimpleNamespace(slots=32, fill_with=lambda fresh: None)
-    contents: Any = SimpleNamespace(fresh=lambda attempt, count: [attempt] * count)
+    contents: Any = SimpleNamespace(fresh=lambda attempt, count: [attempt] * count, seconds_of_fresh=0.0)
     worker: Any = SimpleNamespace(null_us=null_us)
     with pytest.raises(InterruptedError):
-        audit._run(runner, worker, pool, contents, SimpleNamespace(host_us=1e6), 0, activities=2)  # type: ignore[arg-type]
+        audit._run(runner, worker, pool, contents, SimpleNamespace(host_us=1e6, latency_us=50.0), 0, activities=2)  # type: ignore[arg-type]
     assert asked == [longest_us]
 
 
 def test_there_are_never_more_calls_than_buffers() -> None:
     assert hidden_calls(1, 500, 5000.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("content_s", "latency_us", "calls"),
+    [
+        (0.0, 50.0, 16),  # contents that are there already
+        (0.01, 1000.0, 16),  # and quick ones: as many as there are buffers
+        (0.2, 1000.0, 2),  # what two seconds allow
+        (2.0, 1000.0, 1),
+        (0.2, 100.0, 6),  # a short call is never timed by fewer than tell it from noise
+        (2.0, 5.0, 16),
+    ],
+)
+def test_slow_references_leave_fewer_calls(content_s, latency_us, calls):
+    assert affordable_calls(16, content_s, latency_us) == calls

@@ -6,6 +6,7 @@ The audits are the wall clock, fresh contents, and the ownership of kernels.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,10 @@ MIN_CALLS_BY_TIME = 4
 """Minimum number of calls for any launch time that the worker reports; with fewer calls the check is weaker."""
 NULL_CALLS = 5
 AUDIT_TIMEOUT_S = 60.0
+FRESH_S = 2.0
+"""Seconds of drawing contents for a run of the clock's audit."""
+CLEAR_US = 600.0
+"""Time of calls beside which the noise of a request, 30 us and what its host adds, is a few percent."""
 
 PROFILED_CALLS = 2
 
@@ -226,7 +231,9 @@ def _run(
 ) -> WallRun | Failure:
     host_us = 0.0 if runner.device == CPU else performance.host_us or 0.0
     busy_times = BASELINE_BUSY_US if runner.solution.record.spec.role == "baseline" else BUSY_US
-    slots = _Slots(hidden_calls(pool.slots // 4, activities / PROFILED_CALLS, host_us, busy_times[-1]))
+    contents.fresh(attempt, 4)  # needed in any case, and shows what one takes
+    most = affordable_calls(pool.slots // 4, contents.seconds_of_fresh, performance.latency_us)
+    slots = _Slots(hidden_calls(most, activities / PROFILED_CALLS, host_us, busy_times[-1]))
     fresh = contents.fresh(attempt, 4 * slots.calls)
     if len(fresh) < 4 * slots.calls:
         return Failure("UNSUPPORTED", "the reference passes too few contents at this shape to check the clock on")
@@ -267,6 +274,24 @@ def _copying_us(runner: Runner, pool: BufferPool) -> float:
         return 0.0
     launch_us, bytes_per_us = (5.0, 2e3) if runner.device == CPU else (4.0, 1.5e6)
     return sum(launch_us + 2 * plan.span / bytes_per_us for plan in pool.buffers.plan.outputs)
+
+
+def affordable_calls(most: int, content_s: float, latency_us: float) -> int:
+    """Return the number of calls of the short run for which there is time to draw contents: four times as many.
+
+    The reference of a recurrence takes a fifth of a second for a content, where a kernel takes a millisecond.
+
+    Args:
+        most: maximum number of calls, by the number of buffers.
+        content_s: seconds to draw one content with its oracle.
+        latency_us: time of a call. Short ones are never fewer than tell their time from the noise of a request.
+
+    Returns:
+        At least 1, and at most ``most``.
+    """
+    by_time = int(FRESH_S / content_s / 4) if content_s else most
+    by_noise = math.ceil(CLEAR_US / latency_us) if latency_us else most
+    return min(most, max(1, by_time, by_noise))
 
 
 def hidden_calls(most: int, launches: float, host_us: float, longest_us: float = BUSY_US[-1]) -> int:

@@ -141,6 +141,9 @@ class WorkloadContents:
     """A second call of the shape with other ranges and scalars, verified in turn with the first."""
     _fresh: dict[int, tuple[list[OracleCase], int]] = field(default_factory=dict)
     """By attempt: the contents, and how many were tried."""
+    _seconds: float = 0.0
+    _drawn: int = 0
+    """Of all attempts."""
 
     @classmethod
     def draw(
@@ -199,6 +202,11 @@ class WorkloadContents:
         self._draw_fresh(attempt, count)
         return self._fresh[attempt][0][:count]
 
+    @property
+    def seconds_of_fresh(self) -> float:
+        """Seconds that one content of :meth:`fresh` took so far, with its oracle; 0 before the first."""
+        return self._seconds / self._drawn if self._drawn else 0.0
+
     def draw_ahead(self, count: int, stopped: Callable[[], bool]) -> None:
         """Draw contents for the first attempt of :meth:`fresh` before they are needed, until ``stopped``.
 
@@ -216,7 +224,10 @@ class WorkloadContents:
                 known_good = self.sets[number // 2 % len(self.sets)].case.distribution
                 distribution = ranges[(self.seed + number // 2) % len(ranges)] if number % 2 and varies else known_good
                 cases.append(self._case(distribution, _FRESH * (attempt + 1) + number, drawn=self.is_fixed))
+            began = time.perf_counter()
             known += [drawn for drawn in self.cache.several(cases) if drawn is not None]
+            self._seconds += time.perf_counter() - began
+            self._drawn += len(cases)
             tried += len(cases)
             self._fresh[attempt] = known, tried
 
