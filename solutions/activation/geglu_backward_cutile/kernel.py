@@ -32,7 +32,9 @@ def _gelu_tanh_and_mul_backward(a: Rows, b: Rows, grad_out: Rows, grad_a: Rows, 
     share = ct.truediv(1.0, divisor, rounding_mode=ct.RoundingMode.FULL)
     activated = (gate * share).astype(grad_b.dtype)
     to_activated = (grad * up).astype(ct.float32)  # rounded to T by the product of two T
-    to_gate = to_activated * (share + gate * (LINEAR + 3.0 * CUBIC * gate * gate) * (share * (1.0 - share)))
+    # The cube of a large gate would be infinite, and times 0 no number.
+    steepness = LINEAR + 3.0 * CUBIC * gate * gate
+    to_gate = to_activated * (share + gate * (share * (1.0 - share)) * steepness)
     ct.scatter(grad_a, (rows, cols), to_gate.astype(grad_a.dtype), mask=inside, check_bounds=False)
     ct.scatter(grad_b, (rows, cols), grad * activated, mask=inside, check_bounds=False)
 

@@ -69,7 +69,8 @@ def gelu_tanh_and_mul_backward_kernel(I, dtype, vec, threads, repeat):
                             product = T.cast(grad[i, v], "float32") * T.cast(up[i, v], "float32")
                             rounded = T.cast(T.cast(product, dtype), "float32")
                             steepness = LINEAR + 3.0 * CUBIC * g * g
-                            derivative = share[v] + g * steepness * (share[v] * (1.0 - share[v]))
+                            # The cube of a large g would be infinite, and times 0 no number.
+                            derivative = share[v] + g * (share[v] * (1.0 - share[v])) * steepness
                             to_gate[v] = T.cast(rounded * derivative, dtype)
                         for v in T.vectorized(vec):
                             activated = T.cast(T.cast(T.cast(gate[i, v], "float32") * share[v], dtype), "float32")

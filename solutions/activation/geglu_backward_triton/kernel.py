@@ -43,7 +43,8 @@ def _gelu_tanh_and_mul_backward_tile(
     activated = (a * share).to(dtype).to(tl.float32)
     grad_activated = (grad * b).to(dtype).to(tl.float32)
     steepness = LINEAR + 3.0 * CUBIC * a * a
-    grad_a = grad_activated * (share + a * steepness * (share * (1.0 - share)))
+    # The cube of a large a would be infinite, and times 0 no number.
+    grad_a = grad_activated * (share + a * (share * (1.0 - share)) * steepness)
     tl.store(grad_a_ptr + rows * grad_a_stride + cols, grad_a.to(dtype), mask=mask)
     tl.store(grad_b_ptr + rows * grad_b_stride + cols, (grad * activated).to(dtype), mask=mask)
 

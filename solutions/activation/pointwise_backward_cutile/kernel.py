@@ -51,7 +51,8 @@ def _gradient(x, grad, out, FUNCTION: Int):
         share = _sigmoid(1.702 * x, out)
         return grad * (share + 1.702 * x * (share * (1.0 - share)))
     share = _sigmoid(x * (LINEAR + CUBIC * x * x), out)
-    return grad * (share + x * (LINEAR + 3.0 * CUBIC * x * x) * (share * (1.0 - share)))
+    # The cube of a large x would be infinite, and times 0 no number.
+    return grad * (share + x * (share * (1.0 - share)) * (LINEAR + 3.0 * CUBIC * x * x))
 
 
 @ct.kernel

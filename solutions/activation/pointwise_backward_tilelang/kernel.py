@@ -41,7 +41,8 @@ def pointwise_backward_kernel(function, I, dtype, vec, threads, repeat):
     def derivative(x, share):
         if function == "gelu":
             return share + x * (DENSITY_AT_0 * exponential(-0.5 * x * x))
-        return share + x * slope(x, 3.0) * (share * (1.0 - share))
+        # The cube of a large x would be infinite, and times 0 no number.
+        return share + x * (share * (1.0 - share)) * slope(x, 3.0)
 
     @T.prim_func
     def pointwise_backward(

@@ -26,7 +26,8 @@ def _derivative(x, FUNCTION: tl.constexpr, EXACT: tl.constexpr):
     # An exponential that overflows to inf makes the share 0.
     power = tl.exp(-slope * x) if EXACT else tl.exp2(slope * x * -LOG2_E)
     share = 1.0 / (1.0 + power)
-    return share + x * steepness * (share * (1.0 - share))
+    # The cube of a large x would be infinite, and times 0 no number.
+    return share + x * (share * (1.0 - share)) * steepness
 
 
 @triton.jit(do_not_specialize=["M"])
