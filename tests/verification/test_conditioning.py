@@ -245,3 +245,43 @@ def test_what_is_never_asked(verdict: OutputComparison, name: str) -> None:
     once = iter([{output: verdict, "other": PASSED}])
     found = excuse_ill_conditioned(definition, {}, outputs, outputs, lambda outputs: next(once))
     assert found == {output: verdict, "other": PASSED}
+
+
+SCAN = Catalog.default().definition("mamba2_chunk_scan")
+
+
+def scanned(share: float) -> tuple[OracleCase, torch.Tensor]:
+    """A scan one of whose outputs is a small difference of its two terms, and the larger one of them."""
+    axes = {"B": 1, "T": 24, "H": 2, "G": 1, "P": 4, "N": 8}
+    call = Call(SCAN.name, SCAN.bind_axes(axes), {"T": "bfloat16"}, {}, {"dt_min": 0.0})
+    case = make_oracle_case(SCAN, Case(call, seed=5), "cpu")
+    assert case is not None
+    skip = case.inputs["D"].float()[:, None] * case.inputs["x"][0, 20].float()
+    written = case.outputs["out"][0, 20] - skip
+    # The state's part becomes what the skipped value takes away, but for a share of it: the initial state is not moved.
+    inputs = {**case.inputs, "Cmat": case.inputs["Cmat"].clone()}
+    inputs["D"] = (-written[0, 0] / case.inputs["x"][0, 20, 0, 0].float() * (1 - share)).to(torch.bfloat16).repeat(2)
+    truth = oracle(SCAN, inputs)
+    return OracleCase(case.case, inputs, truth, dict.fromkeys(truth, EXACTLY)), written[0, 0].abs()
+
+
+@pytest.mark.parametrize(("error", "passes"), [(2.0**-17, True), (2.0**-4, False)])
+def test_a_recurrence_that_rounds_its_steps_is_known_as_well_as_its_terms(error, passes):
+    case, term = scanned(share=2.0**-9)
+    wrong = {name: value.clone() for name, value in case.outputs.items()}
+    wrong["out"][0, 20, 0, 0] += error * term
+
+    def check(outputs: Mapping[str, torch.Tensor]) -> dict[str, OutputComparison]:
+        near = {name: torch.equal(outputs[name], truth) for name, truth in case.outputs.items()}
+        return {name: PASSED if ok else ONE_WRONG for name, ok in near.items()}
+
+    found = excuse_ill_conditioned(SCAN, case.inputs, case.outputs, wrong, check)
+    assert all(verdict.passed for verdict in found.values()) is passes
+
+
+def test_steps_that_a_reference_rounds_are_never_moved():
+    case, _ = scanned(share=2.0**-9)
+    conditioning._distances(SCAN, case.inputs, case.outputs)
+    moved = conditioning._unrounded[SCAN.reference]
+    assert {"x", "Bmat", "Cmat", "initial_state"} <= set(moved)
+    assert not {"dt", "dt_bias"} & set(moved)

@@ -295,7 +295,7 @@ def joining_axis(definition: Definition) -> str | None:
 
     A reference without a loop gains nothing, and the order of its sums may depend on the number of calls.
     """
-    if definition.sliced_inputs or not _loops(definition.reference):
+    if definition.sliced_inputs or not loops(definition.reference):
         return None
     shapes = [definition.inputs[name].shape or () for name in definition.tensor_inputs]
     sizes = {*definition.size_scalars.values()}
@@ -304,7 +304,8 @@ def joining_axis(definition: Definition) -> str | None:
 
 
 @functools.lru_cache(maxsize=512)
-def _loops(reference: str) -> bool:
+def loops(reference: str) -> bool:
+    """Return True if the text of a reference has a loop."""
     return any(isinstance(node, ast.For | ast.While) for node in ast.walk(ast.parse(reference)))
 
 

@@ -36,35 +36,41 @@ def _tiles(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
 
 
+@triton.jit(do_not_specialize=["rows", "H", "L", "D", "b_stride", "h_stride", "row_stride"])
+def _copy_rows(x, to, b_stride, h_stride, row_stride, rows, H, L, D, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Copy rows of D elements side by side, each with zeros up to WIDTH."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, WIDTH)
+    here = (row < rows)[:, None]
+    starts = row // L // H * b_stride + row // L % H * h_stride + row % L * row_stride
+    values = tl.load(x + starts[:, None] + cols[None, :], mask=here & (cols < D)[None, :], other=0.0)
+    tl.store(to + row[:, None] * WIDTH + cols[None, :], values, mask=here)
+
+
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, H, L, D], or a copy with rows of a power of two: few callers have other strides than models' caches."""
+    if _is_addressable(x):
+        return x
+    B, H, L, D = x.shape
+    width = max(16, 1 << (D - 1).bit_length())
+    copy = torch.empty(B, H, L, width, dtype=x.dtype, device=x.device)
+    rows = B * H * L
+    _copy_rows[(triton.cdiv(rows, 32),)](x, copy, *x.stride()[:3], rows, H, L, D, width, 32, num_warps=4)
+    return copy
+
+
 @triton.jit
-def _rows(x, batch, head, start, b_stride, h_stride, row_stride, size, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-          BY_TMA: tl.constexpr, TRANSPOSED: tl.constexpr = False):  # fmt: skip
-    """Load rows from ``start`` on, or their transpose; zeros past ``size`` and past D."""
-    if BY_TMA:
-        tile = x.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
-        if TRANSPOSED:
-            tile = tile.T
-    else:
-        # A tile that is transposed after it was loaded like this is multiplied wrongly (Triton 3.6).
-        rows = start + tl.arange(0, ROWS)
-        cols = tl.arange(0, COLUMNS)
-        x += tl.cast(batch, tl.int64) * b_stride + tl.cast(head, tl.int64) * h_stride
-        if TRANSPOSED:
-            inside = (rows[None, :] < size) & (cols[:, None] < D)
-            tile = tl.load(x + rows.to(tl.int64)[None, :] * row_stride + cols[:, None], mask=inside, other=0.0)
-        else:
-            inside = (rows[:, None] < size) & (cols[None, :] < D)
-            tile = tl.load(x + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=inside, other=0.0)
-    return tile
+def _tile(x, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load rows from ``start`` on; zeros past the end of either."""
+    return x.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["L", "D", "heads", "units", "Hkv", "group", "splits", "steps", "out_b", "out_h"])
 def _attend(
-    q, k, v, out_ptr, parts_ptr,
-    q_b, q_kv, q_h, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h,
+    q, k, v, out_ptr, parts_ptr, out_b, out_h,
     scale, L, D, heads, units, Hkv, group, splits, steps,
     IS_WHOLE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BY_TMA: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     members = tl.arange(0, BLOCK_G)
     cols = tl.arange(0, BLOCK_D)
@@ -81,9 +87,9 @@ def _attend(
         row, split = unit // splits, unit % splits
         batch, head = row // Hkv, row % Hkv
         start = (split * steps + step) * BLOCK_N
-        queries = _rows(q, batch, head, 0, q_b, q_kv, q_h, group, D, BLOCK_G, BLOCK_D, BY_TMA, True)
-        keys = _rows(k, batch, head, start, k_b, k_h, k_s, L, D, BLOCK_N, BLOCK_D, BY_TMA)
-        values = _rows(v, batch, head, start, v_b, v_h, v_s, L, D, BLOCK_N, BLOCK_D, BY_TMA, True)
+        queries = _tile(q, batch, head, 0, BLOCK_G, BLOCK_D).T
+        keys = _tile(k, batch, head, start, BLOCK_N, BLOCK_D)
+        values = _tile(v, batch, head, start, BLOCK_N, BLOCK_D).T
         # What earlier tiles of the unit before would add is worth nothing at the first step.
         kept = tl.where(step == 0, 0.0, 1.0)
         largest = tl.where(step == 0, NOTHING, largest)
@@ -150,7 +156,8 @@ def run(
 ):
     """out = T(softmax(scale * q k^T) v), scores, softmax and sums in fp32, weights rounded to T for the second product.
 
-    Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D], unit last strides, any others; T in bfloat16, float16.
+    Shapes: q and out [B, Hq, 1, D], k and v [B, Hkv, L, D], unit last strides, any others; T in bfloat16, float16. Tensors
+    whose rows are not of whole 16 bytes, or not aligned to them, are copied first.
     Mapping: a program owns key heads, with all query heads that share one, or spans of their positions. Spans are as many as
     give each program UNITS of them, which is one a key head where there are many.
     PROGRAMS = None: 264, two a multiprocessor of an H200, or 132 where two do not fit. BLOCK_N = None: 16 KB of keys a step.
@@ -169,17 +176,15 @@ def run(
     splits, steps = _spans(B * Hkv, -(-L // block_n), UNITS * programs)
     units = B * Hkv * splits
     by_group = q.view(B, Hkv, group, D)  # splitting the heads and dropping the position keeps any strides
-    by_tma = _is_addressable(by_group) and _is_addressable(k) and _is_addressable(v)
-    tensors = by_group, k, v
-    if by_tma:
-        tensors = _tiles(by_group, block_g, block_d), _tiles(k, block_n, block_d), _tiles(v, block_n, block_d)
+    # Triton 3.6 multiplies tiles wrongly that were loaded by pointers in a loop like this, so all go by descriptors.
+    queries, keys, values = (_addressable(x) for x in (by_group, k, v))
+    tensors = _tiles(queries, block_g, block_d), _tiles(keys, block_n, block_d), _tiles(values, block_n, block_d)
     # Sums of values, then the largest score and the sum of weights, of every head and span.
     parts = out if splits == 1 else torch.empty(heads * splits * (D + 2), dtype=torch.float32, device=q.device)
     _attend[(min(programs, units),)](
-        *tensors, out, parts,
-        *by_group.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
+        *tensors, out, parts, *out.stride()[:2],
         scale * LOG2_E, L, D, heads, units, Hkv, group, splits, steps,
-        splits == 1, block_g, block_n, block_d, by_tma, stages,
+        splits == 1, block_g, block_n, block_d, stages,
         num_warps=num_warps,
         # A product and a difference as one instruction would not give 0 for the largest score, however large it is.
         enable_fp_fusion=False,
