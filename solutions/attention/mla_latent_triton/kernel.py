@@ -112,7 +112,7 @@ def _attend_to_latents(
             largest = new_largest
     # 3. The result, or a part of it that is not yet divided by its sum.
     if IS_WHOLE:
-        out_ptrs = out_ptr + tl.cast(batch, tl.int64) * out_b + members[:, None] * out_h + cols[None, :]
+        out_ptrs = out_ptr + tl.cast(batch, tl.int64) * out_b + members.to(tl.int64)[:, None] * out_h + cols[None, :]
         tl.store(out_ptrs, (found / sums[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:
         part = (tl.cast(batch, tl.int64) * H + members) * splits + split
