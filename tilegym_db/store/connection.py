@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json, to_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, read_source, visible
+from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
 from tilegym_db.errors import RecordError, StoreError
 from tilegym_db.paths import home
 from tilegym_db.published.checked import Checked
@@ -165,7 +165,8 @@ def _lock_patience_s(path: Path, lock_timeout_s: float) -> float:
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
     with ExitStack() as resources:
         resources.enter_context(writer_lock(path, _lock_patience_s(path, lock_timeout_s)))
-        if not path.exists():
+        is_new = not path.exists()
+        if is_new:
             create_database(path, catalog)
         store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         if _is_older(meta):
@@ -173,10 +174,11 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
             upgrade(path, catalog, meta["schema_version"])
             store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         resources.callback(store.connection.close)
-        wanted = fingerprints(catalog, path.parent)
-        outdated_parts = outdated(meta, wanted)
-        if outdated_parts:
-            refresh(store, catalog, wanted, outdated_parts)
+        if not is_new:
+            wanted = fingerprints(catalog, path.parent)
+            outdated_parts = outdated(meta, wanted)
+            if outdated_parts:
+                refresh(store, catalog, wanted, outdated_parts)
         store.resources = resources.pop_all()
         return store
 
@@ -569,7 +571,7 @@ def _checked_solution(path: Path, checked: Checked) -> Row | None:
         return None
     try:
         record = checked.record(path)
-        sources = {source.path: read_source(path, source.path) for source in record.sources}
+        sources = checked.sources(path, record)
     except (RecordError, ValueError):
         return None  # the ordinary reader reports the fault
     return _solution_row(record, record.digest(sources)) if checked.solution(path, record, sources) else None

@@ -152,15 +152,19 @@ def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Seq
 
     DuckDB takes 2 ms to open a file, and a tenth of that to read it.
     """
+    small: list[Path] = []
+    large: list[Path] = []
     try:
-        small = [path for path in files if path.suffix == ".jsonl" and path.stat().st_size <= small_bytes]
+        for path in files:
+            is_small = path.suffix == ".jsonl" and path.stat().st_size <= small_bytes
+            (small if is_small else large).append(path)
         with target.open("wb") as out:
             for path in small:
                 content = path.read_bytes()
                 out.write(content if content.endswith(b"\n") else content + b"\n")
     except OSError:
         return files  # reading the originals reports the fault
-    return [target, *(path for path in files if path not in small)]
+    return [target, *large]
 
 
 def _foreign_note(count: int) -> str:
