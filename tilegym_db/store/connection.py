@@ -3,17 +3,17 @@
 Writers wait for each other at a file lock. A reader that finds an older catalog in the store refreshes it if it can.
 Otherwise it reads on and reports that in :attr:`Store.stale`. Opening a store with older tables rebuilds it from the
 journals, and from the old file for the rest.
-
-Usually there is nothing to bring in. The code that creates or changes a database is therefore imported on use: it takes
-half as long to import as everything else that a reader loads.
 """
 
 from __future__ import annotations
 
+import getpass
 import logging
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,15 @@ from pydantic_core import from_json, to_json
 
 from tilegym_db.catalog import Catalog
 from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
-from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
 from tilegym_db.paths import home
 from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.records.base import binding_key
-from tilegym_db.store import statements
+from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
+from tilegym_db.store import queries, statements
 from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
 from tilegym_db.store.database import (
     LOCK_TIMEOUT_S,
@@ -42,7 +43,7 @@ from tilegym_db.store.database import (
 )
 from tilegym_db.store.fingerprints import fingerprints, outdated, views_fingerprint
 from tilegym_db.store.imported import sync_imported
-from tilegym_db.store.journal import journal_files
+from tilegym_db.store.journal import Journal, journal_files
 from tilegym_db.store.loading import (
     IngestReport,
     combined,
@@ -60,8 +61,6 @@ from tilegym_db.store.tuning import load_tuning, published_tuning_rows
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.store.database import Store
 
 DATABASE_NAME = "tilegym.duckdb"
 CREATION_TIMEOUT_S = 120.0
@@ -448,6 +447,65 @@ def _forgotten(path: Path) -> str:
         f"{path} was damaged, so definitions and solutions that left the catalog are forgotten, and so are traces of other files "
         "and data sets. To add them again: tilegym-db data ingest FILES, tilegym-db data sync URI"
     )
+
+
+# ---- overruling -----------------------------------------------------------------------------------
+# A person says, with a reason, that a failure does not count.
+
+_OF_THE_FAILURE = ("attempt", "log", "correctness", "failure")
+"""Fields of a failed trace that its overruling does not repeat."""
+
+
+def overrule(store: Store, trace_id: str, reason: str) -> Trace:
+    """Journal that a failed trace does not count, and return the new trace, which names the person and the time.
+
+    The passes that the failure took back count again, unless another failure takes them back. The failure itself stays, and
+    both are published, so that other stores do the same.
+
+    Args:
+        store: opened for writing.
+        trace_id: the failed trace, by a prefix of its id.
+        reason: the cause of the failure, if not the Solution; a person reads it.
+
+    Raises:
+        NotFoundError: the store has no such trace.
+        UsageError: several traces have this prefix, the trace is no failure, or there is no reason.
+    """
+    if not reason.strip():
+        raise UsageError("a failure is overruled for a reason only: --because 'TEXT'.", code="reason_missing")
+    found = queries.find_traces(store, trace_id.lower(), most=2)
+    if not trace_id or not found:
+        raise NotFoundError(f"no trace '{trace_id}'. Try: tilegym-db sql \"FROM revocations\"", code="trace_unknown")
+    if len(found) > 1:
+        raise UsageError(
+            f"several traces have an id that starts with '{trace_id}'. Give more characters.", code="trace_ambiguous"
+        )
+    (failed,) = queries.read_traces(store, [found[0]["trace_id"]]).values()
+    if failed.status in ("PASSED", "UNSUPPORTED", "OVERRULED"):
+        raise UsageError(
+            f"trace {failed.trace_id} is {failed.status}, which takes nothing back. Give the failure: "
+            f"tilegym-db show {failed.solution}",
+            code="trace_not_failed",
+        )
+    run_id = new_run_id(failed.gpu)
+    kept = {name: value for name, value in failed.to_dict().items() if name not in _OF_THE_FAILURE}
+    overruling = Trace.from_dict(
+        kept
+        | {
+            "trace_id": new_trace_id(run_id, "untimed", 0, failed.solution_digest, failed.config, failed.workload_uuid),
+            "run_id": run_id,
+            "timestamp": datetime.now(UTC),
+            "host": socket.gethostname(),
+            "tier": "untimed",
+            "status": "OVERRULED",
+            "reason": reason.strip(),
+            "overrules": {"trace_id": failed.trace_id, "by": getpass.getuser()},
+        }
+    )
+    with Journal(run_id, store.home) as journal:
+        journal.append(overruling)
+    ingest(store, [journal.path])
+    return overruling
 
 
 # ---- refresh --------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_line
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.catalog import Catalog
     from tilegym_db.store.database import Store
 
 
