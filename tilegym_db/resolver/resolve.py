@@ -657,7 +657,7 @@ def _why_not_at(
     unavailable: Mapping[str, str],
     launch: Launch,
 ) -> str:
-    """Return why even a call that is exactly a measured point gets no kernel; empty if it does."""
+    """Return why even a call at a measured point gets no kernel; empty if such a call gets one."""
     scalars = entry.call.scalars
     try:
         request = make_request(

@@ -406,7 +406,7 @@ class DraftedCode:
     """A file that defines the function ``called``."""
     called: str
     arguments: Mapping[str, str]
-    """Its parameters -> expressions over the inputs."""
+    """Parameter of the function -> an expression over the inputs."""
     returns: Sequence[str | None]
     """An output for each result, or None for None."""
     is_tuple: bool

@@ -87,7 +87,7 @@ class PoolReport:
     traces: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     spent: dict[str, tuple[Spent, ...]] = field(default_factory=dict)
-    """The same for single Solutions and Definitions."""
+    """The time of each device for single Solutions and Definitions."""
     notes: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -349,7 +349,7 @@ class DeviceProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the supervisor."""
         return self._process.pid
 
     @property

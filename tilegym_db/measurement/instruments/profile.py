@@ -145,7 +145,8 @@ def _workload(catalog: Catalog, definition: Definition, files: SolutionFiles, pa
     ]
     if not supported:
         raise UsageError(
-            f"no workload of {definition.name} that {files.name} supports fits {pattern!r}. Try: tilegym-db list --workloads",
+            f"no workload of {definition.name} fits {pattern!r} and is supported by {files.name}. "
+            "Try: tilegym-db list --workloads",
             code="workload_unmatched",
         )
     return max(supported, key=lambda item: (_bytes(definition, item), item.uuid))
