@@ -701,18 +701,14 @@ def run_user_query(
         StoreError: the database cannot be opened.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
     """
-
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
         return ask(store, text, params, as_arrow=as_arrow, timeout_s=timeout_s)
 
 
-def run_schema_query(
-    view: str | None = None, *, path: Path | None = None, catalog: Catalog | None = None, as_arrow: bool = False
-) -> QueryResult:
+def run_schema_query(view: str | None = None, *, path: Path | None = None, as_arrow: bool = False) -> QueryResult:
     """Return every column of a view, or of all views: its type and its meaning.
 
     Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
     """
-
-    with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
+    with open_store(path, read_only=True, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
         return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)

@@ -108,15 +108,13 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
         return replace(_load(store, found, Path(folder)), files=len(files))
 
 
-def load_snapshots(
-    store: Store, folders: Sequence[Path], *, trust: bool = False, plausible: frozenset[str] = frozenset()
-) -> IngestReport:
+def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozenset[str] = frozenset()) -> IngestReport:
     """Load published folders (``traces/<gpu>``) as :func:`load_traces` does. The notes name unused parts.
 
     ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), plausible)
+        return _load(store, sorted_snapshots(folders, store.home, Path(scratch)), Path(scratch), plausible)
 
 
 def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:
