@@ -222,9 +222,7 @@ def _key(name: str, *parts: bytes) -> str:
 
 
 def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
-    """Return the :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by
-    names.
-    """
+    """Return the :func:`source_key` of every shipped Solution of some Definitions, by names."""
     path = checked_file()
     try:
         stamp = path.stat().st_mtime_ns

@@ -101,7 +101,7 @@ def draft_definition(
     Args:
         name: of the operator.
         op_type: its family, such as ``norm``.
-        inputs, outputs: as :func:`tilegym_db.scaffold.definition_draft.parse_tensors` returns them.
+        inputs, outputs: as :func:`parse_tensors` returns them.
         description: what it computes, in a sentence or two.
 
     Raises:
