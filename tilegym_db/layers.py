@@ -61,7 +61,7 @@ def _is_recorded(inputs: tuple[Any, ...]) -> bool:
 
 
 def _apart(returned: Any) -> Any:
-    """Copy what a reference returns; in a compiled graph, into tensors that no other step of the graph returned.
+    """Copy the outputs of a reference inside a compiled graph, so that no other step of the graph returns the same tensors.
 
     The graph that PyTorch 2.11 makes of an autograd function also returns all its steps. If the last step is a cast that changes
     nothing, the output is the tensor of the step before. Autograd then gives the gradient to that step, and others become zero.

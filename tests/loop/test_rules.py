@@ -266,7 +266,7 @@ def test_a_pattern_whose_evidence_is_gone_is_found(
 @pytest.mark.parametrize(
     ("page", "reason"),
     [
-        ("# Patterns\n", "triton.md: a page of patterns has a section '## TITLE'"),
+        ("# Patterns\n", "triton.md: each pattern on this page needs a section '## TITLE'"),
         ("## B\n\nText.\n", "triton.md:1: a pattern begins with '## TITLE'"),
         ('## B\n\n```toml\nname = "b\n```\n', "triton.md:1: its keys are not valid TOML"),
         ('## B\n\n```toml\nname = "b"\nlanguage = "triton"\n```\n', "triton.md:1: 'language' follows from the page"),

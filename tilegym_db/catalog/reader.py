@@ -11,31 +11,29 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tilegym_db.catalog.record_files import (
     DEFINITION_BROKEN,
     RECORD_NAME,
     Broken,
+    SolutionFiles,
     definition_at,
     in_family,
     misplaced,
     name_at,
     of_family_file,
+    read_workloads,
     recall_shipped_sources,
     record_paths,
     visible,
     warn_once,
+    workloads_stated,
 )
 from tilegym_db.errors import ConflictError, NotFoundError, RecordError, check_kind, did_you_mean
 from tilegym_db.files import read_bytes, write_atomically
-from tilegym_db.records import Workload
+from tilegym_db.records import Definition, Workload
 from tilegym_db.records.workload import SafetensorsInput
-
-if TYPE_CHECKING:
-    from tilegym_db.catalog.record_files import SolutionFiles
-    from tilegym_db.records import Definition
-
 
 T = TypeVar("T")
 
@@ -173,8 +171,6 @@ class CatalogReader:
             NotFoundError: the Definition does not exist.
             RecordError: the Definition is broken.
         """
-        from tilegym_db.catalog.record_files import read_workloads
-
         record = self.definition(definition)
         found: dict[str, Workload] = {}
         for root in self.roots:
@@ -188,8 +184,6 @@ class CatalogReader:
 
     def count_workloads(self, definition: str) -> int:
         """Return the number of Workloads in the files of one Definition, including broken ones."""
-        from tilegym_db.catalog.record_files import workloads_stated
-
         files = (path for root in self.roots for path in visible(root / "workloads", f"*/{definition}.jsonl"))
         return len({one for path in files for one in workloads_stated(path)})
 
@@ -217,8 +211,6 @@ class CatalogReader:
 
     def read_definition(self, path: Path) -> Definition:
         """Return the Definition in a file of this catalog; raise :class:`RecordError` if it is broken."""
-        from tilegym_db.records import Definition
-
         cached = self._cache.get(path)
         if cached is None:
             cached = _definition(read_bytes(path, "definition"), path)
@@ -249,7 +241,6 @@ class CatalogReader:
 
     def read_solution(self, path: Path) -> SolutionFiles:
         """Return the Solution at a place in this catalog; raise :class:`RecordError` if it is broken."""
-        from tilegym_db.catalog.record_files import SolutionFiles
         from tilegym_db.records.solution import signature_problem
 
         cached = self._cache.get(path)
@@ -328,8 +319,6 @@ class CatalogReader:
 @lru_cache(maxsize=1024)
 def _definition(content: bytes, path: Path) -> Definition:
     """Return the Definition of a text. Every reader of a process shares it, as checking a record takes milliseconds."""
-    from tilegym_db.records import Definition
-
     return Definition.from_json(content, path)
 
 

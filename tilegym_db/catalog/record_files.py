@@ -84,13 +84,7 @@ class SolutionFiles:
         """
         path = record_path(place)
         record = read_record(path)
-        known = {} if known is None else known
-        sources = {}
-        for source in record.sources:
-            file = path.parent / source.path
-            if file not in known:
-                known[file] = read_source(path, source.path)
-            sources[source.path] = known[file]
+        sources = read_sources(path, record, {} if known is None else known)
         check_entry_point(record, sources, path)
         return cls(record, path, sources)
 
@@ -140,6 +134,17 @@ def library_file(roots: Iterable[Path], name: str) -> Path | None:
 def library_files(root: Path) -> list[Path]:
     """Return the files of code that Solutions of a root share: ``solutions/_lib/<language>/*.py``."""
     return visible(root / "solutions" / LIBRARY, "*/*.py")
+
+
+def read_sources(record_path: Path, record: Solution, known: dict[Path, bytes]) -> dict[str, bytes]:
+    """Return name -> bytes of every source of a Solution. Sources in ``known`` are not read again; others are added."""
+    sources = {}
+    for source in record.sources:
+        file = record_path.parent / source.path
+        if file not in known:
+            known[file] = read_source(record_path, source.path)
+        sources[source.path] = known[file]
+    return sources
 
 
 def read_source(record_path: Path, name: str) -> bytes:
@@ -347,14 +352,13 @@ def read_record(path: Path) -> Solution:
         raise
 
 
-def family_content(path: Path) -> bytes:
+def family_content(content: bytes, path: Path) -> bytes:
     """Return the part of a ``family.json`` that the validity of the Solution at a place depends on.
 
     Raises:
-        RecordError: the file cannot be read or parsed, or the family does not list the Solution once.
+        RecordError: the content cannot be parsed, or the family does not list the Solution once.
     """
-    file = file_of(path)
-    return canonical_json(_narrowed(read_bytes(file, "family"), file, name_at(path))).encode()
+    return canonical_json(_narrowed(content, file_of(path), name_at(path))).encode()
 
 
 def family_names(content: bytes, file: Path | str) -> list[str]:

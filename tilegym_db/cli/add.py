@@ -144,7 +144,7 @@ def remove_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Remove one of your solutions, or a definition with its workloads. Shipped records and all traces stay."""
-    from tilegym_db.verification.remove import remove
+    from tilegym_db.verification.add import remove
 
     removed = remove(name)
     paths = [str(path) for path in removed.paths]

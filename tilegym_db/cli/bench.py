@@ -28,6 +28,7 @@ from tilegym_db.cli.kit.options import (
     WorkloadGlob,
     complete_name,
     finite_seconds,
+    refuse_unknown_names,
 )
 from tilegym_db.cli.kit.output import note, print_json, print_table, spelled_map
 from tilegym_db.files import refuse_unwritable
@@ -61,7 +62,6 @@ def progress_of(
 
     Yields the devices that the options name, and the progress.
     """
-    from tilegym_db.cli.kit.options import refuse_unknown_names
     from tilegym_db.measurement.machine import begin_workers, devices_of_options
 
     devices = devices_of_options(gpu, gpus, executor)

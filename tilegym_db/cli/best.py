@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_records
+from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, schema_of, unverified_note, with_form, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
     DefinitionName,
@@ -17,6 +17,7 @@ from tilegym_db.cli.kit.options import (
     Trust,
     check_op_type,
     complete_solution,
+    parse_axes,
 )
 from tilegym_db.cli.kit.output import (
     Spark,
@@ -57,8 +58,6 @@ def best_command(
 ) -> None:
     """Print the fastest verified solution per operator, shape and GPU. Exit status 3 if there is none."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.formats import open_reader, unverified_note
-    from tilegym_db.cli.kit.options import parse_axes
     from tilegym_db.records.solution import normalise_language
     from tilegym_db.store.queries import best_rows, measured_gpus, size_rows
 
@@ -221,7 +220,6 @@ def chosen_gpu(gpu: str | None) -> str | None:
 
 def known_gpus(gpu: str) -> list[str]:
     """Return the GPUs that have traces in the store; empty without a look if a name is known without them."""
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.records.hardware import is_known_gpu
     from tilegym_db.store.queries.measured import traced_gpus
 
@@ -238,7 +236,6 @@ def rank_solutions(
     form: Form, name: str | None, op_type: str | None, chosen: str | None, *, trust: bool, spark: bool | None
 ) -> None:
     """Print the view ``leaderboard``. Raise :class:`NoSolutionError` if nothing is verified."""
-    from tilegym_db.cli.kit.formats import open_reader, unverified_note
     from tilegym_db.store.queries import leaderboard_rows, measured_gpus, size_rows
 
     with open_reader(trust=trust) as store:
@@ -298,7 +295,6 @@ def compare_command(
 ) -> None:
     """Compare two solutions of one operator at every size at which both are verified. Exit status 3 without such a size."""
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries.measured import rows_of_both, winner
 
     refuse_what_cannot_be_compared(Catalog.default(), a, b)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilegym_db.cli.commands import command_group
-from tilegym_db.cli.kit.formats import AsJson, Wide
-from tilegym_db.cli.kit.options import MachineGpu, path_given, regular_files
+from tilegym_db.cli.kit.formats import AsJson, Wide, open_reader
+from tilegym_db.cli.kit.options import MachineGpu, path_given, regular_files, select_definitions
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table
 from tilegym_db.errors import NotFoundError, UsageError, did_you_mean
 
@@ -260,8 +260,6 @@ def _mib(option: str, text: str | None, default: float, other: str = "") -> floa
 
 def _export_catalog(folder: Path, gpu: str | None, op_type: str | None, limits: tuple[int, int] | str) -> Export:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.formats import open_reader
-    from tilegym_db.cli.kit.options import select_definitions
     from tilegym_db.interchange.flashinfer_export import BlobFolder, build_export
     from tilegym_db.interchange.importing import folder_beside, write_tree
     from tilegym_db.records.hardware import parse_gpu
@@ -452,7 +450,6 @@ def _run(found: DataSet, names: list[str], gpu: str, limit: int | None) -> None:
 
 def _verified(found: DataSet) -> dict[PairKey, Trace]:
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.interchange.adapt import origin_tag
     from tilegym_db.judging.judging import verified_pairs
     from tilegym_db.store.sharing import shareable_traces
@@ -562,8 +559,7 @@ def overrule_command(
     A wrong number outweighs every pass of that source and config on that GPU, before and after it. Overrule it only if you know
     that the machine was at fault. Your name, the time and the reason are journaled and published. Nothing is removed.
     """
-    from tilegym_db.store.connection import open_store
-    from tilegym_db.store.overruling import overrule
+    from tilegym_db.store.connection import open_store, overrule
 
     with open_store() as store:
         overruling = overrule(store, trace_id, because)

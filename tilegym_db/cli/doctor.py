@@ -26,7 +26,7 @@ from tilegym_db.cli.kit.formats import (
 )
 from tilegym_db.cli.kit.output import note, print_json, print_line, print_table, table_width
 from tilegym_db.errors import TilegymDBError, broken_package
-from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, is_disabled
+from tilegym_db.paths import DISABLE_VARIABLE, DISABLED, home, is_disabled
 
 if TYPE_CHECKING:
     from tilegym_db.published.snapshot import RejectedLine
@@ -78,7 +78,6 @@ FILES_NAMED = 3
 
 def check_files() -> Iterator[Check]:
     """Yield the measurement files in the home folder that cannot be read, with the reasons."""
-    from tilegym_db.paths import home
     from tilegym_db.store.broken_files import broken_files
 
     for found in broken_files(home()):
@@ -87,7 +86,6 @@ def check_files() -> Iterator[Check]:
 
 def check_shared_tables() -> Iterator[Check]:
     """Yield the shared resolver tables: how many are used here, and why the others are not. Nothing without tables."""
-    from tilegym_db.paths import home
     from tilegym_db.published.shared_tables import damage_of, tables_in
 
     tables = [replace(table, problem=damage_of(table)) for table in tables_in(home())]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_json, write_records
+from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, unverified_note, with_form, write_json, write_records
 from tilegym_db.cli.kit.options import (
     Axes,
     Dtypes,
@@ -110,7 +110,6 @@ def _print(explanation: Explanation, wide: bool) -> None:
 
 def _note_next(definition: str, gpu: str) -> None:
     """Print how many passes await verification, and the next step on this machine."""
-    from tilegym_db.cli.kit.formats import open_reader, unverified_note
     from tilegym_db.resolver.device import default_gpu
     from tilegym_db.resolver.explain import next_step
     from tilegym_db.store.queries import best_rows, count_unverified

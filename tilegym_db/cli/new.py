@@ -17,8 +17,6 @@ from tilegym_db.cli.kit.output import note, print_json, print_table
 from tilegym_db.errors import ConflictError, RecordError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tilegym_db.scaffold import MappedWorkloads
 
 

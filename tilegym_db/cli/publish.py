@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import AsJson
+from tilegym_db.cli.kit.formats import AsJson, open_reader
 from tilegym_db.cli.kit.options import Trust, complete_gpu
 from tilegym_db.cli.kit.output import note, print_json, print_line
 
@@ -41,7 +41,6 @@ def publish_command(
     table of the verified kernels. Others fetch both with 'tilegym-db data sync'. Credentials come from the environment.
     """
     from tilegym_db.cli.best import chosen_gpu
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.publish import publish_all
 
     slug = chosen_gpu(gpu)
@@ -58,7 +57,6 @@ def publish_command(
 
 
 def _share(uri: str, gpu: str, *, as_json: bool) -> None:
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.publish import share_tables
     from tilegym_db.store.sharing import SharedDataSet, share_traces
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tilegym_db.cli.commands import command_group
-from tilegym_db.cli.kit.formats import file_name
+from tilegym_db.cli.kit.formats import file_name, open_reader
 from tilegym_db.cli.kit.options import Trust, path_given
 from tilegym_db.cli.kit.output import note, print_line
 
@@ -49,7 +49,6 @@ def command(
         return
     from tilegym_db import __version__
     from tilegym_db.catalog import Catalog
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.files import write_atomically
     from tilegym_db.report.page import page, read_report
 
@@ -64,7 +63,6 @@ def command(
 def write_comparison(output: Path, runs: tuple[str, str], *, trust: bool) -> None:
     """Write the page of two runs, and print the number of differences of each kind."""
     from tilegym_db import __version__
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.files import write_atomically
     from tilegym_db.report.weekly import CHANGES, diff_page, read_diff
 
@@ -85,9 +83,7 @@ def weekly_command(
     trust: Trust = False,
 ) -> None:
     """Print the changes, the state of each GPU and what is open as Markdown; by default of the last seven days."""
-    from datetime import UTC, time, timedelta
 
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.report.weekly import weekly
 
     start = since or datetime.combine(datetime.now(UTC).date() - timedelta(days=7), time())

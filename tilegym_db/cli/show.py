@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, schema_of, with_form, write_json, write_records
+from tilegym_db.cli.kit.formats import TABLE, Form, open_reader, schema_of, with_form, write_json, write_records
 from tilegym_db.cli.kit.options import OTHER_NAMES, complete_name
 from tilegym_db.cli.kit.output import (
     Spark,
@@ -96,7 +96,6 @@ def show_other_name(catalog: Catalog, name: str, form: Form, spark: bool | None 
 def show_definition(catalog: Catalog, definition: Definition, form: Form, spark: bool | None = None) -> None:
     """Print a Definition, its Solutions, and how they rank."""
     from tilegym_db.cli.best import print_leaderboard
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.cli.list import solution_rows
     from tilegym_db.records import axes_key
     from tilegym_db.records.base import binding_key
@@ -161,7 +160,6 @@ def _tensor(name: str, spec: TensorSpec) -> str:
 
 def show_solution(solution: SolutionFiles, form: Form, spark: bool | None = None) -> None:
     """Print a Solution, its source, and its latest traces."""
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries import size_rows, traces_of
 
     with open_reader() as store:
@@ -250,7 +248,6 @@ def show_history(catalog: Catalog, name: str, form: Form, spark: bool | None = N
     Raises:
         NotFoundError: the name is neither in the catalog nor in the database.
     """
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries import history_of_passes
 
     with open_reader() as store:
@@ -340,7 +337,6 @@ def show_trace(trace_id: str, form: Form) -> bool:
     Raises:
         UsageError: several ids have this prefix.
     """
-    from tilegym_db.cli.kit.formats import open_reader
     from tilegym_db.store.queries import find_traces
 
     if len(trace_id) < MIN_PREFIX:

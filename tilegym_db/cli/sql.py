@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegym_db.cli.kit.formats import TABLE, Form, with_form
+from tilegym_db.cli.kit.formats import TABLE, Form, with_form, write_arrow, write_rows
 from tilegym_db.cli.kit.options import Trust, complete_statement, finite_seconds
 from tilegym_db.cli.kit.output import has_width, note, print_table, table_width
 from tilegym_db.errors import QueryError, TilegymDBError, UsageError
 from tilegym_db.paths import home
-from tilegym_db.store.asking import public_views
+from tilegym_db.store.asking import MAX_STATEMENT, public_views
 
 if TYPE_CHECKING:
     from tilegym_db.store.asking import QueryResult
@@ -89,8 +89,6 @@ def answer_of(text: str, source: str | None, timeout: float | None, *, trust: bo
 
 def print_answer(result: QueryResult, form: Form) -> None:
     """Print an answer in the chosen form."""
-    from tilegym_db.cli.kit.formats import write_arrow, write_rows
-
     if result.warning:
         note(f"note: {result.warning}")
     if form.kind in ("parquet", "arrow"):
@@ -125,8 +123,6 @@ def read_statement() -> str:
     Raises:
         QueryError: it has another encoding, or is too long.
     """
-    from tilegym_db.store.asking import MAX_STATEMENT
-
     stream = getattr(sys.stdin, "buffer", None)
     most = 4 * MAX_STATEMENT + 1  # maximum bytes of a statement
     content = stream.read(most) if stream is not None else sys.stdin.read(most).encode(errors="surrogatepass")

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_db.catalog import Catalog, SolutionFiles
 from tilegym_db.errors import HardwareError, NotFoundError, TilegymDBError, UsageError
+from tilegym_db.measurement.devices.devices import parse_devices
+from tilegym_db.measurement.machine import select_machine
 from tilegym_db.measurement.plan import why_too_large
 from tilegym_db.paths import home
 from tilegym_db.published.entries import Candidate, Entry, MeasuredEntries, dtypes_key
@@ -44,6 +46,8 @@ from tilegym_db.scaffold.model_calls import (
     questions,
     same_widths,
 )
+from tilegym_db.store.connection import ingest, open_store
+from tilegym_db.store.queries import done_keys
 
 if TYPE_CHECKING:
     from tilegym_db.measurement.devices.devices import DevicesLike
@@ -677,8 +681,6 @@ def measure_next(
         UsageError: the goal or the time is not positive.
     """
     from tilegym_db.measurement.benchmark import verify
-    from tilegym_db.measurement.devices.devices import parse_devices
-    from tilegym_db.measurement.machine import select_machine
 
     if not seconds > 0:
         raise UsageError(f"the time to measure is at least one second, not {seconds:g}.", code="seconds_invalid")
@@ -719,9 +721,7 @@ def measure_next(
 
 def _publish(gpu: str, catalog: Catalog) -> tuple[str, set[str]]:
     """Publish for this user if this installation has measured on the GPU; return the folder and the measured Workloads."""
-    from tilegym_db.store.connection import ingest, open_store
     from tilegym_db.store.publish import publish
-    from tilegym_db.store.queries import done_keys
 
     if not any((home() / "runs").glob(f"*-{gpu}-*")):
         return "", set()

@@ -372,8 +372,8 @@ _MAX_NAME_LENGTH, _MAX_NAMES = 120, 40
 class Ownership:
     """Use of the device time by the calls.
 
-    ``total_us`` is all of it, memsets and copies included, and ``activities`` counts them. ``kernels`` are the first names,
-    each shortened. ``problem`` is a sentence, or None.
+    ``total_us`` is the time of all kernels, memsets and copies, and ``activities`` is their number. ``kernels`` has the shortened
+    names of the first kernels. ``problem`` is a sentence, or None.
     """
 
     share: float

@@ -224,8 +224,7 @@ def tiers_of(
 
 
 def _limits(setup: RunSetup, options: Options, pool: DevicePool | None) -> dict[str, str] | None:
-    """Return the Solutions that may not be verified here because workers cannot be confined, with reasons; None if they can
-    be.
+    """Return Solution -> the reason why it may not be verified with the confinement of this host; None without such limits.
 
     Supervisors check the sandbox themselves and refuse their work if it fails. Only a kernel without Landlock is known in
     advance, for this host but not for the nodes of a cluster.

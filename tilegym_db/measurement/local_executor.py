@@ -480,8 +480,8 @@ batches end before many small ones. But no result of a workload is known before 
 """
 MAX_COMPILED_WORKLOADS = 6
 """The same limit if ``torch.compile`` takes part, or if workers run under configs of single workloads. ``torch.compile``
-keeps eight graphs per function: in a screen of one dtype, this fits the fuzz cases and so many workloads. So the graphs
-compiled during verification still exist when they are timed.
+keeps eight graphs per function. In a screen of one dtype, the fuzz cases and this number of workloads need no more, so the
+graphs compiled during verification still exist at the timing.
 """
 GPU_RUNNER_BYTES, HOST_RUNNER_BYTES = 2 << 30, 3 << 30
 """Memory that a waiting worker holds: its CUDA context, its kernels and the imports of its compiler."""

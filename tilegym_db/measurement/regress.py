@@ -209,8 +209,8 @@ class _Comparison:
                 _write_solution(root, definition, written, control.record, control.sources)
         return valid
 
-    def _leave_out(self, pair: Pair, reason: str, workload: str = "") -> None:
-        self.report.rows.append(self._row(pair, "not comparable", reason, workload))
+    def _leave_out(self, pair: Pair, reason: str) -> None:
+        self.report.rows.append(self._row(pair, "not comparable", reason, workload=""))
 
     @staticmethod
     def _row(

@@ -44,7 +44,7 @@ class Runner:
     sm: str
     notes: tuple[str, ...] = ()
     waits: Waits = field(default_factory=lambda: Waits())
-    """Those of the timed blocks on a CPU."""
+    """The waits for a processor during the timed blocks on a CPU."""
     _has_been_timed: bool = False
 
     def __post_init__(self) -> None:

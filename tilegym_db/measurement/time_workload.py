@@ -117,7 +117,9 @@ class WorkloadTiming:
     def _results(
         self, candidates: list[TimedCandidate[Runner]], pool: BufferPool, order: int, clocks: ClockWatch
     ) -> dict[str, Performance | Failure]:
-        """Return the outcome of the timing; a verdict on a busy CPU is repeated once, and then decides nothing."""
+        """Return the outcome of the timing. On a busy CPU it is repeated once. If the CPU is still busy, passes are
+        UNSUPPORTED.
+        """
         results = time_interleaved(candidates, pool, self.budget, order, clocks)
         if self.audit_worker is None or self._why_too_busy(candidates) is None:
             return results

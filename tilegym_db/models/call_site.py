@@ -100,13 +100,12 @@ class CallSite:
         serve: Callable[..., Any],
         dispatcher: Dispatcher | None = None,
         *,
-        operator: Operator | None = None,
         training: Training | None = None,
         stock: Callable[..., Any] | None = None,
     ) -> None:
         self.serve = serve
         self.dispatcher = dispatcher
-        self.operator = operator
+        self.operator: Operator | None = None
         self.training = training
         self.stock = stock
         self.bypassed: dict[str, int] = {}

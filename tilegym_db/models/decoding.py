@@ -105,7 +105,7 @@ class CapturedForward:
     """A forward that :attr:`replay` runs again: it reads :attr:`inputs`, and leaves :attr:`outputs` as a forward returns them.
 
     Attributes:
-        following: inputs by name, without the cache, which a replay leaves as the next step needs them; empty if it does not.
+        following: the inputs, by name and without the cache, that a replay prepares for the next step; empty if it prepares none.
     """
 
     replay: Callable[[], Any]
@@ -451,7 +451,7 @@ class _Generation:
     arguments: dict[str, Any] = field(default_factory=dict)
     """The arguments of the model, from which transformers prepares the next step."""
     grown: dict[str, Any] = field(default_factory=dict)
-    """Those arguments that grow with each token, with all tokens that may come."""
+    """The arguments that grow with each token, at the length of the whole generation."""
     expected: dict[str, Any] | None = None
     """The inputs of the next step, if all but the new token are those that the last replay left."""
 

@@ -23,10 +23,10 @@ METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation
 
 
 class Advancing:
-    """A forward that leaves its inputs as the next step needs them, so that a graph of it does the same.
+    """A forward that prepares its inputs for the next step, in place. A graph of this forward then does the same.
 
     Attributes:
-        following: the inputs by name, without the cache; empty if they are of other kinds than known.
+        following: the prepared inputs, by name and without the cache; empty if the forward has inputs of unknown kinds.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:

@@ -65,7 +65,7 @@ class Operators(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, single products first."""
+        """The names of all Definitions, those of single products first."""
         return tuple(name for name in (self.one, self.three, *self.gated.values()) if name is not None)
 
 

@@ -51,7 +51,8 @@ class Training:
 
         Args:
             inputs: in the Definition's shapes and order.
-            training: the module's flag. If it is False, the gradients may not be wanted; the reports say what to do then.
+            training: the module's flag. If it is False, the caller may need no gradients, and the reports say how to turn them
+                off.
 
         Returns:
             The outputs; None if stock code must serve the call; or the reason if no backward can ever serve it.

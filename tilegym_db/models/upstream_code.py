@@ -225,7 +225,7 @@ def _checkpointing_codes() -> frozenset[CodeType]:
 
 
 def wrapper_codes(decorator: Any) -> frozenset[CodeType]:
-    """Return the code of the wrappers that a decorator with arguments puts around functions, two functions deep in its code."""
+    """Return the code of the wrappers that a decorator with arguments makes: functions inside the functions that it defines."""
     made = _codes_in(getattr(decorator, "__code__", None))
     return frozenset(inner for code in made for inner in _codes_in(code))
 

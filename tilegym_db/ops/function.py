@@ -36,7 +36,7 @@ def {called}({parameters}, *, backend="auto"):
 
 
 def operator_function(definition: Definition, catalog: Catalog) -> Callable[..., Any]:
-    """Return ``function(*inputs, backend="auto")`` of a Definition; see :class:`tilegym_db.ops.function.CatalogOperator`.
+    """Return ``function(*inputs, backend="auto")`` of a Definition; see :class:`CatalogOperator`.
 
     Raises:
         UsageError: the shape of an output does not follow from the inputs, or an input has the name ``backend``.

@@ -26,7 +26,15 @@ from typing import Any
 from pydantic_core import from_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import CHECKED_RECORDS, family_content, of_family_file, read_record
+from tilegym_db.catalog.record_files import (
+    CHECKED_RECORDS,
+    family_content,
+    file_of,
+    name_at,
+    of_family_file,
+    read_sources,
+    solution_of_family,
+)
 from tilegym_db.errors import RecordError
 from tilegym_db.files import read_bytes
 from tilegym_db.paths import shipped_root
@@ -61,6 +69,7 @@ class Checked:
         self._catalog = catalog
         self._root = shipped_root()
         self._contents: dict[Path, bytes] = {}
+        self._sources: dict[Path, bytes] = {}
         self._keys: dict[str, str] = {}
 
     def content(self, path: Path) -> bytes:
@@ -80,7 +89,18 @@ class Checked:
             RecordError: it cannot be read or is not valid.
             ValueError: it is not valid.
         """
-        return read_record(path) if of_family_file(path) else Solution.model_validate(from_json(self.content(path)))
+        content = self.content(file_of(path))
+        if of_family_file(path):
+            return solution_of_family(content, file_of(path), name_at(path))
+        return Solution.model_validate(from_json(content))
+
+    def sources(self, path: Path, record: Solution) -> dict[str, bytes]:
+        """Return name -> bytes of the sources of the Solution at a place.
+
+        Raises:
+            RecordError: a source is missing, cannot be read, or is a link out of the folder.
+        """
+        return read_sources(path, record, self._sources)
 
     def lists(self, path: Path) -> bool:
         """Return True if a file, or a Solution of a ``family.json``, is on the list, changed or not."""
@@ -130,7 +150,8 @@ class Checked:
 
     def solution_key(self, path: Path, record: Solution, sources: Mapping[str, bytes]) -> str:
         """Return a digest of a Solution's record, its sources, and its Definition."""
-        content = family_content(path) if of_family_file(path) else self.content(path)
+        content = self.content(file_of(path))
+        content = family_content(content, path) if of_family_file(path) else content
         parts = (part for name in sorted(sources) for part in (name.encode(), sources[name]))
         return self._of_definition(record.definition, content, *parts)
 
@@ -201,9 +222,7 @@ def _key(name: str, *parts: bytes) -> str:
 
 
 def shipped_keys(definitions: Iterable[str]) -> frozenset[str]:
-    """Return the :func:`~tilegym_db.published.checked.source_key` of every shipped Solution of some Definitions, by
-    names.
-    """
+    """Return the :func:`source_key` of every shipped Solution of some Definitions, by names."""
     path = checked_file()
     try:
         stamp = path.stat().st_mtime_ns

@@ -269,7 +269,7 @@ def why_not_served(
 
 
 def why_not_current(candidate: Candidate, files: SolutionFiles) -> Refusal | None:
-    """Return why a measurement is not one of the catalog's kernel of that name, or None if it is."""
+    """Return why a measurement does not count for the catalog's kernel of that name; None if it counts."""
     if candidate.solution_digest != files.digest:
         return Refusal(
             "source_changed",
@@ -285,7 +285,7 @@ def why_not_current(candidate: Candidate, files: SolutionFiles) -> Refusal | Non
 
 
 def why_not_trusted(candidate: Candidate, *, audience: Audience) -> Refusal | None:
-    """Return why a measurement does not count for an audience, or None if it does."""
+    """Return why a measurement does not count for an audience; None if it counts."""
     if candidate.tier not in VERIFIED_TIERS:
         return Refusal(
             "unverified",
@@ -303,7 +303,7 @@ def why_not_trusted(candidate: Candidate, *, audience: Audience) -> Refusal | No
 
 
 def why_unconfined(level: int, *, is_shipped: bool, origin: str = "local", audience: Audience) -> Refusal | None:
-    """Return why the confinement of its worker keeps a verified result from an audience, or None if it does not.
+    """Return why a verified result needs a better confined worker to reach an audience; None if its worker suffices.
 
     An unconfined worker could have tampered with its own verification. The author of a release ran shipped sources
     confined, or at least read them. On a machine without a sandbox they may serve its own user only.
@@ -375,7 +375,7 @@ def spelled_requirements(required: Collection[str]) -> str:
 def why_not_as_required(
     candidate: Candidate, files: SolutionFiles, required: Collection[str], batch_axis: str
 ) -> Refusal | None:
-    """Return why a kernel does not have the bits that a caller requires, or None if it has.
+    """Return why the bits of a kernel do not meet a caller's requirements; None if they meet them.
 
     Args:
         candidate: the kernel's measurement.

@@ -121,7 +121,7 @@ def neighbours(
 def why_more_costs_more(
     latency_us: float, half_us: float, stock_us: float, half_stock_us: float, factor: float
 ) -> str | None:
-    """Return why a kernel may lose its lead beyond the measured work, None if it does not.
+    """Return why a kernel may lose its lead beyond the measured work; None if it keeps its lead.
 
     Time grows by a rate times the work. Two points give the rate of the kernel and that of stock code.
 
@@ -259,7 +259,7 @@ def why_beyond_verified(
     verified: Axes,
     verified_elements: int,
 ) -> str | None:
-    """Return why the index arithmetic of a kernel is not known to reach a call; None if it is.
+    """Return why the offsets of a call may be too large for the indices of a kernel; None if verified sizes cover them.
 
     Args:
         asked: every axis of the call.

@@ -395,12 +395,12 @@ def sorted_files(files: Sequence[Path], home: Path, scratch: Path, *, trust: boo
     return Sorted(sorter.batches(), rejected=tuple(rejected))
 
 
-def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path, *, trust: bool) -> Sorted:
+def sorted_snapshots(folders: Iterable[Path], home: Path, scratch: Path) -> Sorted:
     """Sort the traces of published folders (``traces/<gpu>``) by the origin of each folder.
 
     An invalid folder, or a file that differs from its lock, is left out with the reason.
     """
-    sorter = _Sorter(home, scratch, trust)
+    sorter = _Sorter(home, scratch, trust=False)
     refused: list[str] = []
     for folder in folders:
         refused += _add_published(sorter, trace_files(folder), folder)

@@ -107,7 +107,9 @@ class Workload(Record):
             parse_layout(text)
             if shared_place(text):
                 raise RecordError(
-                    f"layouts.{name}: {text}: only fuzz cases put a tensor in another.", code="layout_place"
+                    f"layouts.{name}: {text}: only a fuzz case can put a tensor into the memory of another one. "
+                    "Remove the part from '@' on.",
+                    code="layout_place",
                 )
         return value
 

@@ -231,7 +231,7 @@ def _with_work(rows: list[dict[str, Any]], definitions: Sequence[dict[str, Any]]
 
 
 def _with_files(row: dict[str, Any]) -> dict[str, Any]:
-    """Add the files that hold inputs to the row's scalars, which tell apart cases of one shape on the page."""
+    """Add the input files to the scalars of a row. The page shows the scalars, so cases of one shape stay distinct."""
     if row["blobs_key"]:
         files = ",".join(f"{name}={sha256[:12]}" for name, sha256 in _pairs(row["blobs_key"]))
         row["scalars_key"] = ",".join(part for part in (row["scalars_key"], files) if part)

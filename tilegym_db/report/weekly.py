@@ -296,7 +296,7 @@ def read_diff(store: Store, a: str, b: str) -> RunDiff:
     """Read two runs by their ids or by prefixes of the ids.
 
     Raises:
-        NotFoundError: there is no such run, or several begin so.
+        NotFoundError: there is no such run, or several runs have this prefix.
     """
     known = queries.run_ids(store)
     one, two = (_meant(run, known) for run in (a, b))

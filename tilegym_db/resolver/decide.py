@@ -135,7 +135,7 @@ def judge(
 
 
 def not_in_compiled_code(decision: Decision) -> str | None:
-    """Return why a kernel that serves a call in eager mode does not serve it in compiled code; None if it does.
+    """Return why a kernel that serves a call in eager mode cannot serve it in compiled code; None if it can.
 
     A compiler does not see into a kernel, so it cannot fuse the call with its neighbours. The kernel must win back that loss.
     """
@@ -336,7 +336,7 @@ def _why_not_between(
     request: Request,
     table: ResolverTable,
 ) -> str | None:
-    """Return why a kernel that is faster at the nearest point is not known to be faster at the call; None if it is."""
+    """Return why a kernel that is faster at the nearest point may be slower at the call; None if it stays faster."""
     bar = MIN_SPEEDUP_BETWEEN * between.padding
     around = nearest, *between.others
     for entry in around:
@@ -362,7 +362,7 @@ def _why_not_between(
 
 
 def _why_beyond(candidate: Candidate, request: Request, table: ResolverTable) -> str | None:
-    """Return why the index arithmetic of a kernel is not known to reach a call; None if it is."""
+    """Return why the offsets of a call may be too large for the indices of a kernel; None if verified sizes cover them."""
     measured = [
         entry.call.axes
         for entry in table.believed_entries(request.definition, request.call.dtypes)

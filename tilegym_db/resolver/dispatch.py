@@ -545,7 +545,7 @@ def _farthest(inside: int, limit: int, is_alike: Callable[[int], bool]) -> int:
 
 
 def answer(decision: Decision) -> tuple[Any, ...]:
-    """Return what equal decisions must share: the kernel with its source and config, and the measured point."""
+    """Return the key by which two decisions are equal: the kernel with its source and config, and the measured point."""
     candidate, axes = decision.evidence.candidate, decision.evidence.axes
     kernel = None if candidate is None else (str(candidate), candidate.solution_digest)
     return kernel, decision.evidence.gpu, None if axes is None else tuple(sorted(axes.items()))

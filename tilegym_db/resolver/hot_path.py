@@ -307,7 +307,7 @@ def _base(definition: Definition, spec: TensorSpec) -> tuple[str, str]:
 
 
 def _sizes(definition: Definition, serving: Serving, name: str) -> list[str]:
-    """Return one Python expression per dimension of an output; leading axes of rows are one expression with a star."""
+    """Return one Python expression per dimension of an output. One starred expression stands for all leading axes of rows."""
     found = []
     for entry in definition.outputs[name].shape or ():
         if entry == serving.rows and serving.rows is not None:

@@ -425,18 +425,6 @@ class _Measured:
         self.decisions: dict[_Special, dict[str | None, Decision]] = {}
 
 
-def _call_at(entry: Entry, definition: Definition, scalars: Mapping[str, Scalar]) -> Call:
-    """Return the call of a measured point as a model makes it: var axes and the layouts of inputs."""
-    axes, layouts = entry.call.axes, entry.call.layouts
-    return Call(
-        definition.name,
-        axes={name: axes[name] for name in definition.var_axes if name in axes},
-        dtypes=entry.call.dtypes,
-        layouts={name: layouts[name] for name in definition.tensor_inputs if name in layouts},
-        scalars=scalars,
-    )
-
-
 class PointIndex:
     """The measured points of one Definition on one GPU, for one set of Solutions."""
 
@@ -472,6 +460,7 @@ class PointIndex:
         self._ranges = dict(table.scalar_hull(definition.name))
         self._sm, self._unavailable, self._launch = sm, unavailable, launch
         self._judged: set[tuple[Any, ...]] = set()
+        self._never_served: dict[tuple[str, ...], str] = {}
 
     def _judge_points(self, dtypes: tuple[Any, ...]) -> None:
         """Judge the points of one dtype binding when it is first requested; a model has one or two."""
@@ -491,14 +480,7 @@ class PointIndex:
         if entry.definition_digest != definition.digest or any(value != value for value in selecting.values()):
             return
         try:
-            request = make_request(
-                definition,
-                _call_at(entry, definition, selecting),
-                gpu=self._table.gpu,
-                sm=self._sm,
-                unavailable=self._unavailable,
-                launch=self._launch,
-            )
+            request = self._request_at(entry, selecting)
         except UsageError:
             return  # no call can have these values either
         measured = _Measured(entry, request)
@@ -507,6 +489,25 @@ class PointIndex:
             sizes = tuple(request.call.axes[name] for name in names)
             key = sizes, tuple(request.call.dtypes.values()), tuple(selecting.values())
             self._points.setdefault(key, []).append(measured)
+
+    def _request_at(self, entry: Entry, scalars: Mapping[str, Scalar]) -> Request:
+        """Return the request that a model makes at a measured point: var axes and the layouts of inputs."""
+        definition, axes, layouts = self._definition, entry.call.axes, entry.call.layouts
+        call = Call(
+            definition.name,
+            axes={name: axes[name] for name in definition.var_axes if name in axes},
+            dtypes=entry.call.dtypes,
+            layouts={name: layouts[name] for name in definition.tensor_inputs if name in layouts},
+            scalars=scalars,
+        )
+        return make_request(
+            definition,
+            call,
+            gpu=self._table.gpu,
+            sm=self._sm,
+            unavailable=self._unavailable,
+            launch=self._launch,
+        )
 
     def _judge(self, measured: _Measured, special: _Special) -> dict[str | None, Decision]:
         request = replace(measured.request, call=replace(measured.request.call, layouts=dict(special)))
@@ -517,7 +518,7 @@ class PointIndex:
     def find(self, call: Call, serving: str | None = None) -> Decision | None:
         """Return the decision of :func:`~tilegym_db.resolver.decide.decide` in inference if a point is exactly that call.
 
-        The arguments are those of :func:`~tilegym_db.resolver.resolve.make_request`. None has no meaning about them: the call may
+        The arguments are those of :func:`make_request`. None has no meaning about them: the call may
         be a mistake, state fewer dtypes than there are, or lie between the points.
         """
         axes, dtypes, scalars = call.axes, call.dtypes, call.scalars
@@ -569,6 +570,41 @@ class PointIndex:
             measured = max(points, key=lambda point: equal_scalars(point.entry, scalars))
         decisions = measured.decisions.get(special) or self._judge(measured, special)
         return decisions.get(serving) or decisions[None]
+
+    def why_never_served(self, bindings: Sequence[Mapping[str, str]]) -> str:
+        """Return why no measured point with one of some dtype bindings gets a kernel; empty if a point gets one."""
+        definition, table = self._definition, self._table
+        key = tuple(map(str, bindings))
+        if key not in self._never_served:
+            reason = f"{definition.name} was not measured on {table.gpu}"
+            for entry in (entry for binding in bindings for entry in table.entries(definition.name, binding)):
+                reason = self._why_not_at(entry)
+                if not reason:
+                    break
+            self._never_served[key] = reason
+        return self._never_served[key]
+
+    def _why_not_at(self, entry: Entry) -> str:
+        """Return why even a call at a measured point gets no kernel; empty if such a call gets one."""
+        definition, table, scalars = self._definition, self._table, entry.call.scalars
+        try:
+            request = self._request_at(entry, {name: scalars[name] for name in definition.inputs if name in scalars})
+        except UsageError as error:
+            return str(error)
+        if entry.definition_digest != definition.digest:
+            why = find_point(request, table)
+            return why if isinstance(why, str) else f"{definition.name} was measured under another meaning"
+        decision = judge(MeasuredPoint(entry, exact=True), request, table, self._solutions)
+        if decision.solution is not None:
+            return ""
+        kernels = [
+            lost
+            for lost in decision.rejected
+            if lost.candidate.role == "kernel" and lost.candidate.latency_us is not None
+        ]
+        detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
+        what = f"no verified solution of {definition.name}{spelled_requirements(table.required)}"
+        return f"{what} is faster than stock anywhere on {table.gpu}{detail}"
 
 
 def _special(layouts: Mapping[str, str]) -> _Special:
@@ -629,59 +665,8 @@ def why_never_served(
     if measured and not usable:
         known = "; ".join(", ".join(f"{name}={dtype}" for name, dtype in one.items()) for one in measured)
         return f"{definition.name} was not measured on {table.gpu} with {' or '.join(sorted(dtypes or ()))} (measured: {known})"
-    key = (
-        "servable",
-        definition.digest,
-        frozenset((name, files.digest) for name, files in solutions.items()),
-        sm,
-        launch,
-    )
-    asked = (*key, frozenset((unavailable or {}).items()), tuple(str(one) for one in usable))
-    if asked not in table.indexes:
-        reason = f"{definition.name} was not measured on {table.gpu}"
-        for entry in (entry for binding in usable for entry in table.entries(definition.name, binding)):
-            reason = _why_not_at(definition, entry, table, solutions, sm, unavailable or {}, launch)
-            if not reason:
-                break
-        table.indexes[asked] = reason
-    found: str = table.indexes[asked]
-    return found
-
-
-def _why_not_at(
-    definition: Definition,
-    entry: Entry,
-    table: ResolverTable,
-    solutions: Mapping[str, SolutionFiles],
-    sm: str,
-    unavailable: Mapping[str, str],
-    launch: Launch,
-) -> str:
-    """Return why even a call that is exactly a measured point gets no kernel; empty if it does."""
-    scalars = entry.call.scalars
-    try:
-        request = make_request(
-            definition,
-            _call_at(entry, definition, {name: scalars[name] for name in definition.inputs if name in scalars}),
-            gpu=table.gpu,
-            sm=sm,
-            unavailable=unavailable,
-            launch=launch,
-        )
-    except UsageError as error:
-        return str(error)
-    if entry.definition_digest != definition.digest:
-        why = find_point(request, table)
-        return why if isinstance(why, str) else f"{definition.name} was measured under another meaning"
-    decision = judge(MeasuredPoint(entry, exact=True), request, table, solutions)
-    if decision.solution is not None:
-        return ""
-    kernels = [
-        lost for lost in decision.rejected if lost.candidate.role == "kernel" and lost.candidate.latency_us is not None
-    ]
-    detail = f": {kernels[0].candidate}: {kernels[0].reason}" if kernels else ""
-    what = f"no verified solution of {definition.name}{spelled_requirements(table.required)}"
-    return f"{what} is faster than stock anywhere on {table.gpu}{detail}"
+    index = index_of(definition, table, solutions, sm=sm, unavailable=unavailable or {}, launch=launch)
+    return index.why_never_served(usable)
 
 
 # ---- requests -------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
+import torch  # the slow part of a start: it precedes the first request, so that a spare worker is warm
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tilegym_db.sandbox import protocol
 from tilegym_db.sandbox.protocol import KernelUse, sum_uses
-from tilegym_db.sandbox.shared_buffers import same_bytes
+from tilegym_db.sandbox.shared_buffers import attach, fill_tensor, same_bytes, tensors_of_slot
 from tilegym_db.sandbox.situation import Described, Situation, changed_property, described, in_threads, take_device
 
 RECOMPILE_LIMIT = 64
@@ -98,8 +98,6 @@ class Worker:
         """Import the Solution of a record, if its digest is the one announced."""
         from pathlib import Path
 
-        import torch
-
         from tilegym_db.backends.compile_cache import use_own_folders
         from tilegym_db.backends.load import load_entry
         from tilegym_db.backends.toolchains import TOOLCHAINS, prepare_environment
@@ -130,8 +128,6 @@ class Worker:
 
     def attach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Map the buffers and build the arguments of every slot."""
-        from tilegym_db.sandbox.shared_buffers import attach, tensors_of_slot
-
         self.detach({})
         memory, plans, self.release = attach(request["buffers"], request["descriptors"][0])
         self.config = request["config"]
@@ -156,8 +152,6 @@ class Worker:
         If the situation has tensors in PyTorch's own memory, they start with the contents of the slot, and their contents are
         copied back afterwards.
         """
-        from tilegym_db.sandbox.shared_buffers import fill_tensor
-
         slot, situation = self.slots[request["slot"]], Situation(**request.get("situation", {}))
 
         def call() -> dict[str, str] | None:
@@ -249,8 +243,6 @@ class Worker:
         The harness measures the time. Without slots this is the null call, which costs only the request. Returned values are
         copied to the outputs at once, so that their memory is reused as in timing.
         """
-        import torch
-
         calls = [(slot, self._bound(slot)) for slot in (self.slots[index] for index in request["slots"])]
         self.timer.occupy(request["busy_us"])
         with torch.inference_mode():  # as models are served; timed blocks run without it
@@ -321,8 +313,6 @@ class Worker:
 
     def _synchronize(self) -> None:
         if self.device != "cpu":
-            import torch
-
             torch.cuda.synchronize()
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -371,9 +361,6 @@ def main(channel: int, device: str) -> None:
     _end_with(os.getppid())
     worker = Worker(device)
     with contextlib.closing(protocol.Channel(channel)) as harness:
-        # Imports are the slow part of a start. They precede the first request, so that a spare worker is warm.
-        import torch
-
         if device != "cpu":
             try:
                 torch.zeros(1, device=device)
@@ -418,8 +405,6 @@ def copy_returned(returned: Any, slot: Mapping[str, Any], outputs: Sequence[str]
         slot: name -> tensor of the buffers.
         outputs: names of the outputs, in order.
     """
-    import torch
-
     values = returned if isinstance(returned, tuple | list) else (returned,)
     if len(values) != len(outputs):
         return {"kind": "shape", "what": f"{len(values)} values returned, {len(outputs)} expected"}

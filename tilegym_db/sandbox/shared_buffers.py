@@ -88,7 +88,8 @@ def plan_slot(definition: Definition, case: Case) -> SlotPlan:
     for name, (host, _) in hosts.items():
         if name not in names or host not in names or host in hosts:
             raise RecordError(
-                f"layouts.{name}: '{host}' must be an input with separate memory, and '{name}' an input.",
+                f"layouts.{name}: '{name}' can lie in the memory of '{host}' only if both are inputs, and '{host}' has separate "
+                "memory.",
                 code="layout_place",
             )
     placed: dict[str, TensorPlan] = {}

@@ -101,7 +101,7 @@ def draft_definition(
     Args:
         name: of the operator.
         op_type: its family, such as ``norm``.
-        inputs, outputs: as :func:`tilegym_db.scaffold.definition_draft.parse_tensors` returns them.
+        inputs, outputs: as :func:`parse_tensors` returns them.
         description: what it computes, in a sentence or two.
 
     Raises:
@@ -406,7 +406,7 @@ class DraftedCode:
     """A file that defines the function ``called``."""
     called: str
     arguments: Mapping[str, str]
-    """Its parameters -> expressions over the inputs."""
+    """Parameter of the function -> an expression over the inputs."""
     returns: Sequence[str | None]
     """An output for each result, or None for None."""
     is_tuple: bool

@@ -3,32 +3,33 @@
 Writers wait for each other at a file lock. A reader that finds an older catalog in the store refreshes it if it can.
 Otherwise it reads on and reports that in :attr:`Store.stale`. Opening a store with older tables rebuilds it from the
 journals, and from the old file for the rest.
-
-Usually there is nothing to bring in. The code that creates or changes a database is therefore imported on use: it takes
-half as long to import as everything else that a reader loads.
 """
 
 from __future__ import annotations
 
+import getpass
 import logging
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json, to_json
 
 from tilegym_db.catalog import Catalog
-from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, read_source, visible
-from tilegym_db.errors import RecordError, StoreError
+from tilegym_db.catalog.record_files import definition_at, keeping_parsed_sources, visible
+from tilegym_db.errors import NotFoundError, RecordError, StoreError, UsageError
 from tilegym_db.paths import home
 from tilegym_db.published.checked import Checked
 from tilegym_db.published.input_files import published_folders
 from tilegym_db.published.snapshot import RejectedLine
 from tilegym_db.records import Solution, axes_key
 from tilegym_db.records.base import binding_key
-from tilegym_db.store import statements
+from tilegym_db.records.trace import Trace, new_run_id, new_trace_id
+from tilegym_db.store import queries, statements
 from tilegym_db.store.asking import VIEWS, QueryResult, ask, schema_statement
 from tilegym_db.store.database import (
     LOCK_TIMEOUT_S,
@@ -42,7 +43,7 @@ from tilegym_db.store.database import (
 )
 from tilegym_db.store.fingerprints import fingerprints, outdated, views_fingerprint
 from tilegym_db.store.imported import sync_imported
-from tilegym_db.store.journal import journal_files
+from tilegym_db.store.journal import Journal, journal_files
 from tilegym_db.store.loading import (
     IngestReport,
     combined,
@@ -60,8 +61,6 @@ from tilegym_db.store.tuning import load_tuning, published_tuning_rows
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.catalog import Catalog
-    from tilegym_db.store.database import Store
 
 DATABASE_NAME = "tilegym.duckdb"
 CREATION_TIMEOUT_S = 120.0
@@ -165,7 +164,8 @@ def _lock_patience_s(path: Path, lock_timeout_s: float) -> float:
 def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
     with ExitStack() as resources:
         resources.enter_context(writer_lock(path, _lock_patience_s(path, lock_timeout_s)))
-        if not path.exists():
+        is_new = not path.exists()
+        if is_new:
             create_database(path, catalog)
         store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         if _is_older(meta):
@@ -173,10 +173,11 @@ def _open_writer(path: Path, catalog: Catalog, lock_timeout_s: float) -> Store:
             upgrade(path, catalog, meta["schema_version"])
             store, meta = _connect(path, False, lock_timeout_s, catalog.trust_foreign)
         resources.callback(store.connection.close)
-        wanted = fingerprints(catalog, path.parent)
-        outdated_parts = outdated(meta, wanted)
-        if outdated_parts:
-            refresh(store, catalog, wanted, outdated_parts)
+        if not is_new:
+            wanted = fingerprints(catalog, path.parent)
+            outdated_parts = outdated(meta, wanted)
+            if outdated_parts:
+                refresh(store, catalog, wanted, outdated_parts)
         store.resources = resources.pop_all()
         return store
 
@@ -448,6 +449,65 @@ def _forgotten(path: Path) -> str:
     )
 
 
+# ---- overruling -----------------------------------------------------------------------------------
+# A person says, with a reason, that a failure does not count.
+
+_OF_THE_FAILURE = ("attempt", "log", "correctness", "failure")
+"""Fields of a failed trace that its overruling does not repeat."""
+
+
+def overrule(store: Store, trace_id: str, reason: str) -> Trace:
+    """Journal that a failed trace does not count, and return the new trace, which names the person and the time.
+
+    The passes that the failure took back count again, unless another failure takes them back. The failure itself stays, and
+    both are published, so that other stores do the same.
+
+    Args:
+        store: opened for writing.
+        trace_id: the failed trace, by a prefix of its id.
+        reason: the cause of the failure, if not the Solution; a person reads it.
+
+    Raises:
+        NotFoundError: the store has no such trace.
+        UsageError: several traces have this prefix, the trace is no failure, or there is no reason.
+    """
+    if not reason.strip():
+        raise UsageError("a failure is overruled for a reason only: --because 'TEXT'.", code="reason_missing")
+    found = queries.find_traces(store, trace_id.lower(), most=2)
+    if not trace_id or not found:
+        raise NotFoundError(f"no trace '{trace_id}'. Try: tilegym-db sql \"FROM revocations\"", code="trace_unknown")
+    if len(found) > 1:
+        raise UsageError(
+            f"several traces have an id that starts with '{trace_id}'. Give more characters.", code="trace_ambiguous"
+        )
+    (failed,) = queries.read_traces(store, [found[0]["trace_id"]]).values()
+    if failed.status in ("PASSED", "UNSUPPORTED", "OVERRULED"):
+        raise UsageError(
+            f"trace {failed.trace_id} is {failed.status}, which takes nothing back. Give the failure: "
+            f"tilegym-db show {failed.solution}",
+            code="trace_not_failed",
+        )
+    run_id = new_run_id(failed.gpu)
+    kept = {name: value for name, value in failed.to_dict().items() if name not in _OF_THE_FAILURE}
+    overruling = Trace.from_dict(
+        kept
+        | {
+            "trace_id": new_trace_id(run_id, "untimed", 0, failed.solution_digest, failed.config, failed.workload_uuid),
+            "run_id": run_id,
+            "timestamp": datetime.now(UTC),
+            "host": socket.gethostname(),
+            "tier": "untimed",
+            "status": "OVERRULED",
+            "reason": reason.strip(),
+            "overrules": {"trace_id": failed.trace_id, "by": getpass.getuser()},
+        }
+    )
+    with Journal(run_id, store.home) as journal:
+        journal.append(overruling)
+    ingest(store, [journal.path])
+    return overruling
+
+
 # ---- refresh --------------------------------------------------------------------------------------
 # Reloads changed sources of the database: the views' text, the catalog, peaks, and shipped traces, searches and model
 # runs. :mod:`tilegym_db.store.fingerprints` finds the changes.
@@ -569,7 +629,7 @@ def _checked_solution(path: Path, checked: Checked) -> Row | None:
         return None
     try:
         record = checked.record(path)
-        sources = {source.path: read_source(path, source.path) for source in record.sources}
+        sources = checked.sources(path, record)
     except (RecordError, ValueError):
         return None  # the ordinary reader reports the fault
     return _solution_row(record, record.digest(sources)) if checked.solution(path, record, sources) else None
@@ -641,18 +701,14 @@ def run_user_query(
         StoreError: the database cannot be opened.
         ModuleNotFoundError: ``as_arrow`` without pyarrow.
     """
-
     with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=lock_timeout_s) as store:
         return ask(store, text, params, as_arrow=as_arrow, timeout_s=timeout_s)
 
 
-def run_schema_query(
-    view: str | None = None, *, path: Path | None = None, catalog: Catalog | None = None, as_arrow: bool = False
-) -> QueryResult:
+def run_schema_query(view: str | None = None, *, path: Path | None = None, as_arrow: bool = False) -> QueryResult:
     """Return every column of a view, or of all views: its type and its meaning.
 
     Arguments and errors are those of :func:`run_user_query`; an unknown view is a :class:`QueryError`.
     """
-
-    with open_store(path, read_only=True, catalog=catalog, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
+    with open_store(path, read_only=True, lock_timeout_s=_LOCK_TIMEOUT_S) as store:
         return ask(store, schema_statement(view, store.connection, VIEWS), as_arrow=as_arrow)

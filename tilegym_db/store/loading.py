@@ -108,15 +108,13 @@ def load_traces(store: Store, files: Sequence[Path], *, trust: bool = False) -> 
         return replace(_load(store, found, Path(folder)), files=len(files))
 
 
-def load_snapshots(
-    store: Store, folders: Sequence[Path], *, trust: bool = False, plausible: frozenset[str] = frozenset()
-) -> IngestReport:
+def load_snapshots(store: Store, folders: Sequence[Path], *, plausible: frozenset[str] = frozenset()) -> IngestReport:
     """Load published folders (``traces/<gpu>``) as :func:`load_traces` does. The notes name unused parts.
 
     ``plausible`` names the Definitions whose shipped traces are known to be plausible.
     """
     with tempfile.TemporaryDirectory(prefix="tilegym-db-") as scratch:
-        return _load(store, sorted_snapshots(folders, store.home, Path(scratch), trust=trust), Path(scratch), plausible)
+        return _load(store, sorted_snapshots(folders, store.home, Path(scratch)), Path(scratch), plausible)
 
 
 def _load(store: Store, found: Sorted, scratch: Path, plausible: frozenset[str] = frozenset()) -> IngestReport:
@@ -152,15 +150,19 @@ def joined(files: Sequence[Path], target: Path, small_bytes: int = SMALL) -> Seq
 
     DuckDB takes 2 ms to open a file, and a tenth of that to read it.
     """
+    small: list[Path] = []
+    large: list[Path] = []
     try:
-        small = [path for path in files if path.suffix == ".jsonl" and path.stat().st_size <= small_bytes]
+        for path in files:
+            is_small = path.suffix == ".jsonl" and path.stat().st_size <= small_bytes
+            (small if is_small else large).append(path)
         with target.open("wb") as out:
             for path in small:
                 content = path.read_bytes()
                 out.write(content if content.endswith(b"\n") else content + b"\n")
     except OSError:
         return files  # reading the originals reports the fault
-    return [target, *(path for path in files if path not in small)]
+    return [target, *large]
 
 
 def _foreign_note(count: int) -> str:

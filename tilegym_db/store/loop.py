@@ -31,7 +31,6 @@ from tilegym_db.store.journal import CUT_OFF, RunFile, is_cut_off, numbered_line
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from tilegym_db.catalog import Catalog
     from tilegym_db.store.database import Store
 
 
@@ -178,11 +177,10 @@ VERIFIED_BASELINES = """
 """
 AWARDS = """
     FROM promotions
-    WHERE ($definition IS NULL OR definition = $definition)
-        AND ($gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu))
+    WHERE $gpus::VARCHAR[] IS NULL OR list_contains($gpus::VARCHAR[], gpu)
     ORDER BY id
 """
-TASKS = "FROM tasks WHERE $prefix IS NULL OR starts_with(id, $prefix) ORDER BY created, id"
+TASKS = "FROM tasks ORDER BY created, id"
 TRACES_OF_SOURCE = """
     SELECT trace_id FROM traces
     WHERE solution_digest = $digest AND definition_digest = $definition_digest AND gpu = $gpu
@@ -233,14 +231,14 @@ def verified_baselines(
     return found
 
 
-def award_rows(store: Store, definition: str | None = None, gpus: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return every award with its current state, by id."""
-    return store.rows(AWARDS, {"definition": definition, "gpus": gpus})
+def award_rows(store: Store, gpus: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return every award, or those on some GPUs, with its current state, by id."""
+    return store.rows(AWARDS, {"gpus": gpus})
 
 
-def task_rows(store: Store, prefix: str | None = None) -> list[dict[str, Any]]:
-    """Return all tasks, or those whose id has the prefix, in the order of creation."""
-    return store.rows(TASKS, {"prefix": prefix})
+def task_rows(store: Store) -> list[dict[str, Any]]:
+    """Return all tasks in the order of creation."""
+    return store.rows(TASKS)
 
 
 def traces_of_source(
@@ -346,7 +344,7 @@ def _sections(path: Path) -> list[tuple[int, str]]:
             starts.append(match.start())
     if not starts:
         raise RecordError(
-            f"{path}: a page of patterns has a section '## TITLE' for each of them; this one has no section.",
+            f"{path}: each pattern on this page needs a section '## TITLE', and the page has none.",
             code="pattern_missing",
         )
     ends = [*starts[1:], len(text)]

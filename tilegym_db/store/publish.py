@@ -215,14 +215,14 @@ def _one_gpu(asked: str, traced: list[str]) -> str:
     return slugs[0] if slugs else asked
 
 
-def publish_all(store: Store, gpu: str, root: Path | None = None) -> list[PublishReport]:
+def publish_all(store: Store, gpu: str) -> list[PublishReport]:
     """Run :func:`publish` for every GPU with traces in a slug or family: ``h100`` covers ``h100-sxm`` and
     ``h100-pcie``.
 
     Raises:
         NotFoundError, StoreError: as for :func:`publish`.
     """
-    return [publish(store, slug, root) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
+    return [publish(store, slug) for slug in gpus_meant(gpu, queries.traced_gpus(store)) or [gpu]]
 
 
 def _may_replace(peaks: GpuPeaks, published: GpuPeaks | None) -> bool:

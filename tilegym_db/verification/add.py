@@ -1,4 +1,4 @@
-"""Adds records of files to a catalog: a Definition, a Solution or Workloads, each after every check that it must pass.
+"""Adds records of files to a catalog, each after every check that it must pass, and removes records of the user's.
 
 The rules need more than the catalog: a child process runs a new reference once, and the scan of the sandbox reads the
 sources. So they are in this room, and the catalog itself only writes.
@@ -31,6 +31,8 @@ from tilegym_db.sandbox.scan import require_clean, scan_definition, scan_sources
 from tilegym_db.scaffold import is_draft, read_definition_file
 from tilegym_db.scaffold.definition_draft import WORKLOADS_FILE, open_places
 from tilegym_db.scaffold.solution_draft import DEPENDENCIES, login_name, unfinished
+from tilegym_db.store.connection import open_store
+from tilegym_db.store.queries import count_traces_of
 
 Sources = Mapping[str, bytes]
 """Path in a Solution's folder -> content."""
@@ -455,3 +457,39 @@ def _split_objects(file: Path, content: bytes) -> list[tuple[str, bytes]]:
         lines = enumerate(content.splitlines(), start=1)
         return [(f"{file}:{number}", line) for number, line in lines if line.strip()]
     return [(str(file), content)]
+
+
+# ---- removal --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """A record that was removed, with its files and the traces that stay."""
+
+    kind: Literal["definition", "solution"]
+    name: str
+    paths: tuple[Path, ...]
+    """The folder of a Solution, or the files of a Definition and its Workloads."""
+    traces: dict[str, int]
+    """GPU -> number of its traces. They stay in the store, and nothing ranks or serves them."""
+
+
+def remove(name: str, *, catalog: Catalog | None = None, store_home: Path | None = None) -> Removed:
+    """Remove a Solution or a Definition of the user's. Shipped records are never removed, and traces stay.
+
+    Args:
+        name: of the Solution or Definition.
+        catalog: the records; the shipped ones and the user's overlay by default.
+        store_home: folder of the store; by default ``$TILEGYM_DB_HOME`` or the user data folder.
+
+    Raises:
+        ConflictError: the record is shipped, is one of a family's file, or is a Definition that other records use.
+        NotFoundError: there is no such record.
+        StoreError: a file cannot be removed, or the store cannot be used; then nothing is removed.
+    """
+    catalog = catalog or Catalog.default()
+    with open_store(store_home, read_only=True, catalog=catalog) as store:
+        traces = count_traces_of(store, name)
+    is_definition = name in catalog.definition_paths
+    paths = catalog.remove(name)
+    return Removed("definition" if is_definition else "solution", name, paths, traces)

@@ -21,7 +21,7 @@ PLANTED = "planted_special_values"
 STEPS = "code_steps"
 """Contents for operators that return codes: group maxima near a code times a power of two, and values between two codes."""
 VARIED = "varied"
-"""A different distribution for every input (:func:`tilegym_db.verification.distributions.styles_of`)."""
+"""A different distribution for every input (:func:`styles_of`)."""
 ROW_SCALE = "row_scale"
 """Rows of scales that differ by orders of magnitude."""
 REFERENCE_MAY_FAIL = frozenset({"max_quarter", ROW_SCALE})

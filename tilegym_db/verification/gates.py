@@ -489,9 +489,10 @@ def _mean(error: torch.Tensor, counted: torch.Tensor) -> tuple[float, float]:
 
 
 def _of_lanes(error: torch.Tensor, counted: torch.Tensor) -> list[tuple[tuple[float, float], slice]]:
-    """Return by how much the means of columns with one number modulo 8, 4 or 2 differ from the mean of the others.
+    """Return for each lane ((difference of its mean from that of the other lanes, standard error), its columns).
 
-    One lane of a vector may be rounded by other code than the others. A difference has nothing of what all lanes share.
+    A lane is all columns whose numbers are equal modulo 8, 4 or 2. Other code may round one lane of a vector than the
+    others. Errors that all lanes share cancel in the difference.
     """
     rows, columns = error.shape
     groups = columns // LANES

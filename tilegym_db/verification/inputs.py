@@ -281,7 +281,7 @@ def _offsets(
     count = shape[-1] - int(spec.leading)
     if high < low or (count < 1 and high > low):
         raise RecordError(
-            f"offsets: {max(count, 0)} lengths cannot add up to {spec.high} = {high} from {low} up.",
+            f"offsets: {max(count, 0)} lengths cannot add up to {spec.high} = {high} if the offsets begin at {low}.",
             code="offsets_impossible",
         )
     if count < 1:

@@ -65,7 +65,7 @@ of what is freed.
 STEADY_PER_CALL, STEADY_BLOCKS = 0.02, 256
 """Growth in both halves of a long run above which it is a leak: blocks per call, and these at least."""
 STEADY_BYTES_PER_CALL, STEADY_BYTES = 1.0, 1 << 15
-"""The same in bytes that the C library has handed out, in which one object may grow."""
+"""The same bounds in bytes that the C library has handed out. They show one object that grows."""
 
 
 def check_sequences(
@@ -398,9 +398,9 @@ def steady_growth(calls: Sequence[int], reports: Sequence[object]) -> str | None
 
 
 def shapes_along(handle: WorkerHandle, cases: Sequence[Case], drawn: random.Random) -> tuple[str, dict[int, Case]]:
-    """Return an axis and cases that differ in its size only, by size; no cases if the constraints allow too few sizes.
+    """Return an axis, and size -> a case; the cases differ only in this size. Without enough allowed sizes there are no cases.
 
-    The axis is not the last dimension of an input, if there is such an axis: kernels are often compiled for that.
+    An axis that is the last dimension of no input is preferred, because kernels are often compiled for the last dimension.
     """
     definition = handle.definition
     last = {(definition.inputs[name].shape or ("",))[-1] for name in definition.tensor_inputs}

@@ -788,7 +788,7 @@ MAX_DROPPED_SHARE = 0.25
 
 
 class CaseVerifier(Protocol):
-    """Protocol for the verification of the stock code (:class:`tilegym_db.verification.session.Verification`)."""
+    """Protocol for the verification of the stock code (:class:`Verification`)."""
 
     handle: WorkerHandle
 

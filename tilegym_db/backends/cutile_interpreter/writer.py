@@ -197,7 +197,7 @@ class Writer:
             return
         if region.pointers and tuple(self.memories.get(var.name) for var in kept) != region.pointers:
             raise SolutionError(
-                "The cuTile interpreter has no loop that changes what an array lies in.", code="not_interpreted"
+                "The cuTile interpreter has no loop that moves an array to other memory.", code="not_interpreted"
             )
         self._assign(region.targets, kept)
         if word:

@@ -148,7 +148,7 @@ class WorkItem:
 
     @property
     def label(self) -> str:
-        """Its Definitions, and the number of workloads of each."""
+        """The Definitions of the item, and the number of workloads of each."""
         counts = [(plan.definition.name, sum(map(plan.is_wanted, plan.workloads))) for plan in self.plans]
         return ", ".join(f"{name} ({count} workload{'s' * (count > 1)})" for name, count in counts)
 

@@ -87,7 +87,7 @@ class PoolReport:
     traces: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     spent: dict[str, tuple[Spent, ...]] = field(default_factory=dict)
-    """The same for single Solutions and Definitions."""
+    """The time of each device for single Solutions and Definitions."""
     notes: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -101,7 +101,6 @@ class DevicePool:
         devices: Sequence[MeasuringDevice],
         start: Callable[[MeasuringDevice], DeviceSupervisor],
         arrivals: Arrivals = no_arrivals,
-        site: Site | None = None,
         min_pieces: int = 0,
     ) -> None:
         """Create the pool; entering the ``with`` block starts it.
@@ -110,12 +109,11 @@ class DevicePool:
             devices: all of one kind.
             start: starts the supervisor of a device, at the beginning and after a loss.
             arrivals: polled for further devices.
-            site: description of the devices for planning, if they are on other hosts.
             min_pieces: minimum number of work items of a plan, for devices that may come later.
         """
         self.devices = list(devices)
         self.processes: dict[str, DeviceSupervisor] = {}
-        self.site = site
+        self.site: Site | None = None  # set if the devices are on other hosts: their description for planning
         self._start_on = start
         self._arrivals = arrivals
         self._min_pieces = min_pieces
@@ -349,7 +347,7 @@ class DeviceProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the supervisor."""
         return self._process.pid
 
     @property

@@ -2,7 +2,6 @@
 
 It draws inputs, runs oracle and clock, and has its own fork server and workers. It uses the same executor as a run without
 ``--gpus``. Its arguments are its processors and the slug of the GPU that it must find. It ends when the socket is closed.
-PyTorch is imported in functions, after the start of the fork server.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from tilegym_db.measurement.awards import require_sandbox
 from tilegym_db.measurement.calibrate import peaks_or_reason
 from tilegym_db.measurement.devices.messages import (
     Done,
+    Failed,
     JobMessage,
     Order,
     Peaks,
     ProgressMessage,
+    Ready,
     Session,
     TraceMessage,
     WorkloadDone,
@@ -44,7 +45,7 @@ from tilegym_db.records import Workload
 from tilegym_db.records.hardware import CPU
 from tilegym_db.records.roofline import GpuPeaks
 from tilegym_db.sandbox.limits import available_memory
-from tilegym_db.sandbox.worker import prepare_workers
+from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout, best_level, prepare_workers
 from tilegym_db.verification.phases import AT_WORK, PREPARE, PROCESSORS, Phases, processor_seconds
 
 GRACE_S = 20.0
@@ -94,13 +95,9 @@ def listen(connection: Connection, orders: queue.Queue[Any]) -> None:
 
 
 def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> None:
-    from tilegym_db.sandbox.worker import prepare_workers
-
     gpu = sys.argv[2]
     device = CPU if gpu == CPU else FIRST_GPU
-    prepare_workers(device)  # the fork server imports PyTorch while this process does
-    from tilegym_db.measurement.devices.messages import Ready
-
+    prepare_workers(device)
     jobs = DeviceJobs.open(gpu, connection.send)
     threading.Thread(target=_find_sandbox, args=(device,), daemon=True).start()
     connection.send(Ready(time.monotonic() - began, jobs.machine))
@@ -111,8 +108,6 @@ def _serve(connection: Connection, orders: queue.Queue[Any], began: float) -> No
 
 def _find_sandbox(device: str) -> None:
     """Determine the sandbox level of workers early, while there is no order yet: this starts a worker or two."""
-    from tilegym_db.sandbox.worker import WorkerDied, WorkerTimeout, best_level
-
     with contextlib.suppress(WorkerDied, WorkerTimeout):  # the next use of a worker reports it
         best_level(device)
 
@@ -134,8 +129,6 @@ def _sending_failures(connection: Connection) -> Iterator[None]:
 
 
 def _send_failure(connection: Connection, reason: str, *, is_device: bool) -> None:
-    from tilegym_db.measurement.devices.messages import Failed
-
     connection.send(Failed(reason, is_device))
 
 

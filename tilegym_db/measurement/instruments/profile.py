@@ -64,8 +64,6 @@ def profile(
     workload: str,
     config: Config | None = None,
     gpu: str = "auto",
-    catalog: Catalog | None = None,
-    home: Path | None = None,
 ) -> tuple[CallProfile, Path]:
     """Profile one call of a Solution, and store the result as side data of the store.
 
@@ -73,7 +71,6 @@ def profile(
         workload: uuid, axes (``M=1,N=4096``) or tag, with wildcards; of several matches the largest is used.
         config: a value per tunable; by default the source's defaults.
         gpu: as for :func:`tilegym_db.bench`.
-        home: folder of the store.
 
     Returns:
         The profile and its file; there is one file per source, workload and GPU.
@@ -86,7 +83,7 @@ def profile(
         SolutionError: the scan refuses its source.
     """
     program = find_program("ncu")
-    setup = RunSetup.of(gpu, catalog, home)
+    setup = RunSetup.of(gpu, None, None)
     if not setup.machine.is_gpu:
         raise HardwareError("profile measures kernels on an NVIDIA GPU, and this machine has none.", code="gpu_absent")
     files = setup.catalog.solution(solution)
@@ -145,7 +142,8 @@ def _workload(catalog: Catalog, definition: Definition, files: SolutionFiles, pa
     ]
     if not supported:
         raise UsageError(
-            f"no workload of {definition.name} that {files.name} supports fits {pattern!r}. Try: tilegym-db list --workloads",
+            f"no workload of {definition.name} fits {pattern!r} and is supported by {files.name}. "
+            "Try: tilegym-db list --workloads",
             code="workload_unmatched",
         )
     return max(supported, key=lambda item: (_bytes(definition, item), item.uuid))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tilegym_db.catalog import Catalog
 from tilegym_db.errors import HardwareError, UsageError
 from tilegym_db.measurement.instruments.requests import (
     Chosen,
@@ -94,8 +93,6 @@ def sanitize(
     language: str | None = None,
     gpu: str = "auto",
     cases: int = 12,
-    catalog: Catalog | None = None,
-    home: Path | None = None,
     starting: Callable[[str], None] = lambda what: None,
 ) -> list[Sanitized]:
     """Run compute-sanitizer's tools on Solutions; findings in Solutions of the catalog become failed traces.
@@ -104,7 +101,7 @@ def sanitize(
         names: Solutions, Definitions, or folders with drafts; empty means every kernel that this GPU can run.
         tools: names in :data:`TOOLS`.
         language: only kernels in this language.
-        gpu, catalog, home: as for :func:`tilegym_db.bench`.
+        gpu: as for :func:`tilegym_db.bench`.
         cases: number of fuzz cases per Solution, over its dtypes.
         starting: called with a description of the next step.
 
@@ -116,7 +113,7 @@ def sanitize(
     """
     _check_tools(tools)
     program = find_program("compute-sanitizer")
-    setup = RunSetup.of(gpu, catalog, home)
+    setup = RunSetup.of(gpu, None, None)
     if not setup.machine.is_gpu:
         raise HardwareError("sanitize watches kernels on an NVIDIA GPU, and this machine has none.", code="gpu_absent")
     records, seed = setup.catalog, secrets.randbits(62)

@@ -88,7 +88,7 @@ def _is_update(node: ast.AST, arguments: int) -> bool:
 
 
 def candidates(found: ModuleGroup, known: KnownCode) -> MatchCandidates | str:
-    """Return the Definitions of the part if the cache that models grow by default puts tensors together as they say."""
+    """Return the Definitions of the part, with the code of the cache that models make by default."""
     if hasattr(undecorated(found.module_class.forward), "__wrapped__"):
         return WRAPPED
     cache = _new_cache()

@@ -521,7 +521,7 @@ def _parameters_of(forward: Any) -> tuple[str, ...]:
 
 
 def _codes(module: Module, definition: Definition, choice: Choice, place: int) -> Iterator[ModelCode]:
-    """Yield the ways in which a choice may have the inputs of a Definition: as attributes, as arguments or as constants."""
+    """Yield each combination of sources for the inputs of a Definition: attributes, arguments and constants of a choice."""
     (_, scores), *others = definition.inputs.items()
     if len(definition.outputs) != 2 or scores.shape is None or len(scores.shape) != 2:
         return

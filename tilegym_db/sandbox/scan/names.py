@@ -82,7 +82,7 @@ class Context:
     own_names: frozenset[str] = frozenset()
     """Attributes that the Solution's own classes and modules define, for values that are known to be its own."""
     own_fields: frozenset[str] = frozenset()
-    """Those of its classes, which any value may have."""
+    """Attributes of the Solution's own classes; any value may have them."""
     own_operators: frozenset[str] = frozenset()
     """Paths of the operators that the Solution registers: ``torch.ops.mine.scale``."""
     may_hold_module: set[ast.AST] = field(default_factory=set)
@@ -525,7 +525,7 @@ class Names:
         )
 
     def _owner(self, path: str) -> tuple[Scope | None, str]:
-        """Return the scope of the Solution's module that a path leads into, or None, with the name in it."""
+        """Split a path into the scope of a module of the Solution and a name in this scope; None if no module has the name."""
         if not path.startswith("."):
             return None, ""
         owner, _, name = path[1:].rpartition(".")

@@ -26,7 +26,7 @@ class Checker(ScopedVisitor):
     """A visitor that checks one source with the rules that do not depend on a tile language."""
 
     def __init__(self, context: Context) -> None:
-        """Walk with ``context``, whose scope is the module's."""
+        """Prepare a walk. The scope of ``context`` is that of the module."""
         self.context, self.report = context, context.report
         self._strings_as_statements = {
             id(node.value) for node in ast.walk(context.module.tree) if isinstance(node, ast.Expr)

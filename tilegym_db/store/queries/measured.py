@@ -465,7 +465,7 @@ def winner(row: Mapping[str, Any]) -> tuple[Winner, str]:
     """Return which of two solutions is faster, and the reason why that is known or not.
 
     Args:
-        row: as :func:`tilegym_db.store.queries.measured.rows_of_both` returns it.
+        row: as :func:`rows_of_both` returns it.
     """
     faster: Literal["a", "b"] = "a" if row["a_us"] <= row["b_us"] else "b"
     slower = "b" if faster == "a" else "a"
