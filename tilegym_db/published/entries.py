@@ -199,7 +199,7 @@ def _ranges(said: Mapping[str, Any]) -> dict[str, tuple[float, float]] | None:
 # ---- may it serve? --------------------------------------------------------------------------------
 # Answers in one place whether a measured kernel may serve a call. Pure: no I/O, no torch, and every no has a reason.
 #
-# Three questions are request in this order:
+# Three questions are asked in this order:
 #
 # 1. :func:`why_not_trusted`: does the measurement count, and for which users? ``publish`` and awards ask only this.
 # 2. :func:`why_not_for_call`: was the kernel verified for such a call?
