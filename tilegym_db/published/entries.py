@@ -368,8 +368,12 @@ REQUIREMENTS: tuple[Requirement, ...] = ("deterministic", "batch_invariant")
 
 def spelled_requirements(required: Collection[str]) -> str:
     """Return ``that is batch-invariant`` with a space before it; "" if nothing is required."""
-    names = [name.replace("_", "-") for name in REQUIREMENTS if name in required]
-    return f" that is {' and '.join(names)}" if names else ""
+    return f" that is {spelled_bits(required)}" if required else ""
+
+
+def spelled_bits(required: Collection[str]) -> str:
+    """Return ``deterministic and batch-invariant``, or what of both is required."""
+    return " and ".join(name.replace("_", "-") for name in REQUIREMENTS if name in required)
 
 
 def why_not_as_required(
