@@ -77,8 +77,7 @@ def print_table(
         key=key,
         cuts_names=has_width(),
     )
-    for line in layout.lines:
-        print_line(line)
+    print("\n".join(layout.lines))  # in one write; the cells are printable
     if layout.repeated:
         stated = [f"{name} {value}" for name, value in layout.repeated[:NAMES_IN_A_NOTE]]
         more = len(layout.repeated) - len(stated)
@@ -97,6 +96,8 @@ def _is_numeric(values: Sequence[Any]) -> bool:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:MAX_CELL]
     if value is None:
         return ""
     if isinstance(value, float):
@@ -335,9 +336,11 @@ def _line(
 ) -> str:
     parts = []
     for cell, index in zip(cells, shown, strict=True):
-        text = cut(cell, sizes[index])
-        padding = " " * (sizes[index] - text_width(text))
-        parts.append(padding + text if columns[index] in numeric else text + padding)
+        size = sizes[index]
+        text = cut(cell, size)
+        if not text.isascii():
+            size -= text_width(text) - len(text)
+        parts.append(text.rjust(size) if columns[index] in numeric else text.ljust(size))
     return (" " * GAP).join(parts).rstrip()
 
 
