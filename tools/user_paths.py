@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -19,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from run_docs import Installation
+
 LIMIT_S = 900
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -66,6 +67,7 @@ MEANT = {"FOLDER": "right", "DEFINITION": "rms_norm", "NAME": "rms_norm"}
 ENDS = (
     ("dev rms_norm_triton_2", 1),  # the draft still has its TODO
     ("add-solution rms_norm_triton_2", 1),
+    ("add-solution rms_norm_python", 1),  # its solution.json has a TODO until the user replaces it
     ("task submit", 1),  # a judged source keeps its verdict
     ("debug reproduce", 1),  # the failure is there again
     ("explain kv_cache_concat", 3),  # stock code serves
@@ -91,8 +93,13 @@ def next_commands(text: str) -> Iterator[str]:
 
 
 SIZE = "M=256,N=2048"
+WHOLE_BENCH = re.compile("^tilegym-db bench rms_norm_python$")
+"""A command that takes minutes, and is run at one size."""
 RESOLVE = """import tilegym_db
 print(tilegym_db.resolve("swiglu", axes={"M": 8, "I": 64}, dtypes={"T": "float32"}, gpu="cpu"))"""
+DESCRIBED = """import pathlib
+record = pathlib.Path("rms_norm_python/solution.json")
+record.write_text(record.read_text().replace("TODO: how it works, in one line.", "Statistics in float32."))"""
 PATHS: dict[str, tuple[Step, ...]] = {
     "engineer": (
         Step("tilegym-db show rms_norm"),
@@ -101,7 +108,8 @@ PATHS: dict[str, tuple[Step, ...]] = {
         Step("tilegym-db dev wrong --gpu cpu", 1),
         Step("tilegym-db new solution rms_norm --language python"),
         Step("tilegym-db dev rms_norm_python/ --gpu cpu", edit=("rms_norm_python/kernel.py", RETURNS)),
-        Step("tilegym-db add-solution rms_norm_python/"),
+        Step(DESCRIBED, 0, True),
+        Step("tilegym-db add-solution rms_norm_python"),
         Step(f"tilegym-db bench rms_norm_python --gpu cpu --workload {SIZE}"),
         Step("tilegym-db remove rms_norm_python"),
     ),
@@ -136,6 +144,12 @@ PATHS: dict[str, tuple[Step, ...]] = {
 }  # fmt: skip
 
 
+@cache
+def installed(folder: Path) -> Installation:
+    """Return a copy of the package as from a wheel, so that kernels are added to the home and not to this checkout."""
+    return Installation.make(folder)
+
+
 def walk(user: str, folder: Path) -> tuple[list[str], int]:
     """Run a user's steps in an empty folder with an empty home; return the transcript and the number of surprises."""
     work = folder / user
@@ -143,15 +157,10 @@ def walk(user: str, folder: Path) -> tuple[list[str], int]:
         path = work / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    for name, call in (("tilegym-db", "-m tilegym_db"), ("python", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {call} "$@"\n')
-        (programs / name).chmod(0o755)
+    installation = installed(folder / "installed")
     environment = {
-        **os.environ, "TILEGYM_DB_HOME": str(folder / f"{user} home"), "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
-        "COLUMNS": "100", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}",
+        **installation.environment(folder / f"{user} home"), "TILEGYM_DB_HOME": str(folder / f"{user} home"),
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     lines, surprises, task, ran = [f"== {user} =="], 0, "", set[str]()
     print(lines[0])
@@ -178,6 +187,7 @@ def walk(user: str, folder: Path) -> tuple[list[str], int]:
         offered: list[Step] = []
         for command in next_commands(answer.stdout):
             named = re.sub(r"\b[A-Z]{4,}\b", lambda word: MEANT.get(word[0], word[0]), command).replace(" --watch", "")
+            named = WHOLE_BENCH.sub(rf"\g<0> --workload {SIZE}", named)
             words = named.removeprefix("tilegym-db ")
             if words.startswith(LEFT_OUT):
                 new.insert(-1, f"# not run here: {named}")
